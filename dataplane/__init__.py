@@ -1,0 +1,1 @@
+"""The Dataplane service: shards in object storage to finished batches beside the trainer."""

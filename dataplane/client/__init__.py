@@ -1,0 +1,1 @@
+"""What a training process links: no torch, no grpc."""

@@ -1,0 +1,70 @@
+"""JobSpec: what every member of a job agrees on. NodeConfig: what one process was told."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+from dataplane.model import End, ListPolicy
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """All that decides which samples, in what order, in what form. Compared at every join.
+
+    `fingerprint` is the manifest's; `columns` are leaf columns in batch order; `ragged` names the
+    list columns that arrive as values and offsets; `fill_null` replaces nulls, per column.
+    """
+
+    fingerprint: str
+    seed: int = 0
+    shuffle: bool = False
+    lanes: int = 1
+    window: int = 1
+    global_batch: int = 1
+    end: End = End.RAGGED
+    columns: tuple[str, ...] = ()
+    lists: ListPolicy = ListPolicy.PADDED
+    fill_null: tuple[tuple[str, float], ...] = ()
+
+    def digest(self) -> str:
+        """32 hex digits over everything but `global_batch`.
+
+        The cursor counts samples, so a run may be resumed with another global batch; every other
+        difference would change what the remaining samples are, or how they look.
+        """
+        fields = dataclasses.asdict(self)
+        del fields["global_batch"]
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+    def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
+        """(field, mine, other's) for every field that differs."""
+        return tuple(
+            (field.name, str(getattr(self, field.name)), str(getattr(other, field.name)))
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """One cache node. Budgets are hard, in bytes; times are in seconds."""
+
+    socket_name: str
+    cache_dir: str
+    block_arena_bytes: int
+    delivery_bytes_per_rank: int
+    slab_bytes: int
+    worker_count: int
+    fetch_count: int
+    fetch_timeout_s: float
+    stall_timeout_s: float
+    lease_s: float
+    coordinator: str = ""
+    embedded: bool = False
+    linger_s: float = 2.0

@@ -1,0 +1,1 @@
+"""Jobs, members, leases, generations: a pure state machine and its server."""

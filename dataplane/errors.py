@@ -1,0 +1,140 @@
+"""Every error that Dataplane raises, by fault: the class says who acts.
+
+DataplaneError
+├─ ConfigError            you asked for the impossible: raised before any work
+│  ├─ SpecMismatch        two members of a job disagree: field, expected, found
+│  ├─ BudgetTooSmall      a memory budget cannot hold what must be in memory at once
+│  └─ VersionMismatch     client, node and coordinator are of different versions
+├─ ClosedError            you closed it, then used it
+├─ PeerLost               the other side went away
+├─ LeaseError
+│  ├─ LeaseExpired        join again
+│  └─ LeaseFenced         a newer generation took your place: stop, or join again
+├─ StoreError             retried only as the retry table says
+│  ├─ ShardNotFound       no such bucket, folder or object
+│  ├─ StoreDenied         credentials missing or refused
+│  ├─ StoreThrottled      the store asks us to slow down
+│  ├─ StoreUnavailable    no answer, or the store's own failure
+│  └─ TruncatedRead       fewer bytes than asked for
+├─ DatasetChangedError    the object is not the one that the manifest pinned
+├─ CorruptShard           never retried: shard, byte offset, expected, found
+│  └─ SchemaMismatch      a shard's schema differs from the dataset's
+└─ DataStallError         no batch within the deadline: stage, shard, node, last error
+
+The nouns of an error (shard, offset, field, …) are keyword arguments and become attributes, so
+that they survive a wire: an error travels as class name, message and nouns, never as a pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Noun = str | int | None
+
+
+class DataplaneError(Exception):
+    """The root: `except DataplaneError` catches whatever Dataplane raises on purpose."""
+
+    nouns: Mapping[str, Noun]
+
+    def __init__(self, message: str, **nouns: Noun) -> None:
+        super().__init__(message)
+        self.nouns = nouns
+
+    def __getattr__(self, name: str) -> Noun:
+        nouns = self.__dict__.get("nouns", {})
+        if name in nouns:
+            found: Noun = nouns[name]
+            return found
+        raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {sorted(nouns)}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (rebuild, (type(self).__name__, str(self), dict(self.nouns)))
+
+
+class ConfigError(DataplaneError):
+    """You asked for the impossible: raised before any work."""
+
+
+class SpecMismatch(ConfigError):
+    """Two members of a job disagree. Nouns: field, expected, found."""
+
+
+class BudgetTooSmall(ConfigError):
+    """A memory budget cannot hold what must be in memory at once. Nouns: needed, budget."""
+
+
+class VersionMismatch(ConfigError):
+    """Client, node and coordinator are of different versions. Nouns: expected, found."""
+
+
+class ClosedError(DataplaneError):
+    """You closed it, then used it."""
+
+
+class PeerLost(DataplaneError):
+    """The other side went away. Nouns: peer."""
+
+
+class LeaseError(DataplaneError):
+    """A membership ended."""
+
+
+class LeaseExpired(LeaseError):
+    """The lease was not renewed in time: join again. Nouns: job, member."""
+
+
+class LeaseFenced(LeaseError):
+    """A newer generation took your place. Nouns: job, member, generation."""
+
+
+class StoreError(DataplaneError):
+    """The object store failed. Nouns: shard."""
+
+
+class ShardNotFound(StoreError):
+    """No such bucket, folder or object. Nouns: shard."""
+
+
+class StoreDenied(StoreError):
+    """Credentials missing or refused. Nouns: shard."""
+
+
+class StoreThrottled(StoreError):
+    """The store asks us to slow down. Nouns: shard."""
+
+
+class StoreUnavailable(StoreError):
+    """No answer, or the store's own failure. Nouns: shard."""
+
+
+class TruncatedRead(StoreError):
+    """Fewer bytes than asked for. Nouns: shard, offset, expected, found."""
+
+
+class DatasetChangedError(DataplaneError):
+    """The object is not the one that the manifest pinned. Nouns: shard, expected, found."""
+
+
+class CorruptShard(DataplaneError):
+    """The bytes are not what the format promises. Nouns: shard, offset, expected, found."""
+
+
+class SchemaMismatch(CorruptShard):
+    """A shard's schema differs from the dataset's. Nouns: shard, field, expected, found."""
+
+
+class DataStallError(DataplaneError):
+    """No batch within the deadline. Nouns: stage, shard, node, last_error."""
+
+
+def _tree(root: type[DataplaneError]) -> dict[str, type[DataplaneError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def rebuild(name: str, message: str, nouns: Mapping[str, Noun]) -> DataplaneError:
+    """The error that was sent as (class name, message, nouns); an unknown name is the root."""
+    return _tree(DataplaneError).get(name, DataplaneError)(message, **nouns)

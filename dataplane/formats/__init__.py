@@ -1,0 +1,1 @@
+"""Bytes to Arrow: one format a file."""

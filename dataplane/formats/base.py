@@ -1,0 +1,95 @@
+"""What Dataplane asks of a shard format: index a shard, decode a block, say the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+from typing_extensions import Buffer
+
+from dataplane.model import Region
+
+
+class ShardReader(Protocol):
+    """One shard, opened for indexing."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> Buffer:
+        """Exactly that range, or an error of the StoreError family."""
+
+    def stream(self) -> Iterator[Buffer]:
+        """The whole shard from its start, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The unit of fetch and decode. `place` is its byte range in the shard; `decoded_bytes` is an
+    estimate of its Arrow size that should rather be too large than too small.
+    """
+
+    rows: int
+    place: Region
+    decoded_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """What indexing one shard gives. `preamble` is the byte range that every block of the shard
+    needs besides its own (a Parquet footer, Arrow dictionaries); length 0 where there is none.
+    `zero_copy`: decode() copies nothing, so that a raw block is as good as a decoded one.
+    """
+
+    schema: pa.Schema
+    blocks: tuple[Block, ...]
+    preamble: Region
+    zero_copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RawBlock:
+    """The bytes of one block, as fetched. `index` counts the blocks of the shard; `preamble` and
+    `body` are read-only views that live as long as the decoded batch does.
+    """
+
+    url: str
+    index: int
+    rows: int
+    place: Region
+    shard_bytes: int
+    preamble_place: Region
+    preamble: memoryview
+    body: memoryview
+
+
+class Format(Protocol):
+    """One shard format. Instances hold no state and are shared by threads and processes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """File name endings, lower case, longest first: (".tar.gz", ".tgz", ".tar")."""
+
+    def index(self, shard: ShardReader) -> ShardIndex:
+        """Find blocks and schema in one pass, without holding the shard in memory.
+
+        Raises:  CorruptShard: shard, offset, expected, found.
+        """
+
+    def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
+        """The block's rows with exactly the top-level `columns` of `schema`, in that order.
+
+        `schema` is the dataset's; a column that this shard lacks, or has with another type, is a
+        SchemaMismatch. Buffers are validated (`validate(full=True)`) when they came from outside
+        unchecked.
+
+        Raises:  CorruptShard: shard, offset, expected, found.
+        """

@@ -1,0 +1,95 @@
+"""The nouns that several rooms share: frozen values without behaviour."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class End(enum.StrEnum):
+    """What happens at the end of an epoch whose samples do not fill the last global batch."""
+
+    RAGGED = "ragged"
+    DROP = "drop"
+    PAD = "pad"
+
+
+class ListPolicy(enum.StrEnum):
+    """How a variable-length list column becomes tensors."""
+
+    PADDED = "padded"
+    RAGGED = "ragged"
+
+
+class Kind(enum.StrEnum):
+    """How the values of one batch column lie in a slab.
+
+    FIXED   one array [B, *shape]
+    PADDED  one array [B, T], T the longest of the batch; lengths int64[B]
+    RAGGED  values [sum of lengths]; offsets int64[B + 1]
+    BYTES   values uint8[...]; offsets int64[B + 1]; then valid uint8[B]
+    STRING  as BYTES, in UTF-8
+    OBJECT  one Arrow IPC stream with one column: whatever has no tensor form
+    """
+
+    FIXED = "fixed"
+    PADDED = "padded"
+    RAGGED = "ragged"
+    BYTES = "bytes"
+    STRING = "string"
+    OBJECT = "object"
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    """One column of every batch of a job. `dtype` is a numpy dtype name ("int32"), "" where none
+    applies; `shape` is one sample's shape, () for a scalar.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object as a store lists it. `etag` pins its content: two equal etags, equal bytes."""
+
+    url: str
+    size_bytes: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A piece of an arena, or of an object: offset and length in bytes."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where a process stands: its data-parallel place, and the process-wide one."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The batches one consumer walks: steps `first_step, first_step + step_stride, …` of the slice
+    of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks).
+    """
+
+    epoch: int
+    cursor: int
+    dp_rank: int
+    dp_size: int
+    first_step: int = 0
+    step_stride: int = 1

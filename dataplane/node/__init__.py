@@ -1,0 +1,1 @@
+"""The cache node: fetch, cache, decode, assemble."""

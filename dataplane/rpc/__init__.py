@@ -1,0 +1,1 @@
+"""The wires. Protobuf never leaves this room."""

@@ -1,0 +1,1 @@
+"""Generated from proto/dataplane/rpc/v1; never edited."""

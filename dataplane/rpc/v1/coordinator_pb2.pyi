@@ -1,0 +1,194 @@
+from dataplane.rpc.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RegisterNodeRequest(_message.Message):
+    __slots__ = ("node_id", "host", "pid", "version", "protocol")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    host: str
+    pid: int
+    version: str
+    protocol: int
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class RegisterNodeResponse(_message.Message):
+    __slots__ = ("lease_s", "coordinator_id")
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    coordinator_id: str
+    def __init__(self, lease_s: _Optional[float] = ..., coordinator_id: _Optional[str] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("job_id", "dataset", "spec", "topology", "incarnation", "member_id", "node_id", "sample_count")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    dataset: str
+    spec: _types_pb2.JobSpec
+    topology: _types_pb2.Topology
+    incarnation: str
+    member_id: str
+    node_id: str
+    sample_count: int
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("generation", "lease_s")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    lease_s: float
+    def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class MemberProgress(_message.Message):
+    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    generation: int
+    epoch: int
+    cursor: int
+    samples_per_s: float
+    stall_s: float
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("node", "members")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    node: RegisterNodeRequest
+    members: _containers.RepeatedCompositeFieldContainer[MemberProgress]
+    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ...) -> None: ...
+
+class MemberVerdict(_message.Message):
+    __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MISSING_DP_RANKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    error: _types_pb2.Error
+    missing_dp_ranks: _containers.RepeatedScalarFieldContainer[int]
+    missing_for_s: float
+    def __init__(self, member_id: _Optional[str] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., missing_for_s: _Optional[float] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("verdicts",)
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedCompositeFieldContainer[MemberVerdict]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[MemberVerdict, _Mapping]]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("job_id", "member_id", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("member_id", "topology", "node_id", "state", "epoch", "cursor", "samples_per_s", "stall_s", "lease_left_s")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    topology: _types_pb2.Topology
+    node_id: str
+    state: str
+    epoch: int
+    cursor: int
+    samples_per_s: float
+    stall_s: float
+    lease_left_s: float
+    def __init__(self, member_id: _Optional[str] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., node_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_DP_RANKS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    dataset: str
+    spec: _types_pb2.JobSpec
+    digest: str
+    generation: int
+    state: str
+    sample_count: int
+    dp_size: int
+    missing_dp_ranks: _containers.RepeatedScalarFieldContainer[int]
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ...) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_S_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    host: str
+    pid: int
+    version: str
+    last_seen_s: float
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ...) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("version", "coordinator_id", "jobs", "nodes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    coordinator_id: str
+    jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
+    def __init__(self, version: _Optional[str] = ..., coordinator_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...

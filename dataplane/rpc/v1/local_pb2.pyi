@@ -1,0 +1,218 @@
+from dataplane.rpc.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ToNode(_message.Message):
+    __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_JOB_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STREAM_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SLAB_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_STREAM_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_JOB_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    hello: Hello
+    open_job: OpenJob
+    open_stream: OpenStream
+    next_slab: NextSlab
+    release: Release
+    close_stream: CloseStream
+    close_job: CloseJob
+    def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ...) -> None: ...
+
+class FromNode(_message.Message):
+    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    JOB_OPENED_FIELD_NUMBER: _ClassVar[int]
+    STREAM_OPENED_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    error: _types_pb2.Error
+    welcome: Welcome
+    job_opened: JobOpened
+    stream_opened: StreamOpened
+    slab: Slab
+    end_of_stream: EndOfStream
+    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("version", "protocol", "pid")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    pid: int
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("version", "protocol", "node_id")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    node_id: str
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class DatasetSource(_message.Message):
+    __slots__ = ("urls", "format")
+    URLS_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    urls: _containers.RepeatedScalarFieldContainer[str]
+    format: str
+    def __init__(self, urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ...) -> None: ...
+
+class OpenJob(_message.Message):
+    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_BATCH_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    LISTS_FIELD_NUMBER: _ClassVar[int]
+    FILL_NULL_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    incarnation: str
+    member_id: str
+    source: DatasetSource
+    topology: _types_pb2.Topology
+    seed: int
+    shuffle: bool
+    lanes: int
+    window: int
+    global_batch: int
+    end: _types_pb2.End
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    lists: _types_pb2.ListPolicy
+    fill_null: _containers.RepeatedCompositeFieldContainer[_types_pb2.FillNull]
+    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ...) -> None: ...
+
+class JobOpened(_message.Message):
+    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STALL_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    spec: _types_pb2.JobSpec
+    digest: str
+    sample_count: int
+    columns: _containers.RepeatedCompositeFieldContainer[_types_pb2.ColumnSpec]
+    arena_bytes: int
+    held_bytes_max: int
+    generation: int
+    stall_timeout_s: float
+    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ...) -> None: ...
+
+class OpenStream(_message.Message):
+    __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEP_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    epoch: int
+    cursor: int
+    first_step: int
+    step_stride: int
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., first_step: _Optional[int] = ..., step_stride: _Optional[int] = ...) -> None: ...
+
+class StreamOpened(_message.Message):
+    __slots__ = ("stream_id", "step_count")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    step_count: int
+    def __init__(self, stream_id: _Optional[int] = ..., step_count: _Optional[int] = ...) -> None: ...
+
+class NextSlab(_message.Message):
+    __slots__ = ("stream_id", "cursor", "stall_s")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    cursor: int
+    stall_s: float
+    def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
+
+class Slab(_message.Message):
+    __slots__ = ("stream_id", "slab_id", "region", "batches", "columns")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    SLAB_ID_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    slab_id: int
+    region: _types_pb2.Region
+    batches: _containers.RepeatedCompositeFieldContainer[Batch]
+    columns: _containers.RepeatedCompositeFieldContainer[Column]
+    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[Batch, _Mapping]]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ...) -> None: ...
+
+class Batch(_message.Message):
+    __slots__ = ("step", "rows", "valid")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    VALID_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    rows: int
+    valid: int
+    def __init__(self, step: _Optional[int] = ..., rows: _Optional[int] = ..., valid: _Optional[int] = ...) -> None: ...
+
+class Column(_message.Message):
+    __slots__ = ("values", "lengths", "width")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    width: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., width: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EndOfStream(_message.Message):
+    __slots__ = ("stream_id",)
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("job_id", "slab_ids")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SLAB_IDS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    slab_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., slab_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CloseStream(_message.Message):
+    __slots__ = ("stream_id",)
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
+
+class CloseJob(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,130 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class End(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    END_UNSPECIFIED: _ClassVar[End]
+    END_RAGGED: _ClassVar[End]
+    END_DROP: _ClassVar[End]
+    END_PAD: _ClassVar[End]
+
+class ListPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LIST_POLICY_UNSPECIFIED: _ClassVar[ListPolicy]
+    LIST_POLICY_PADDED: _ClassVar[ListPolicy]
+    LIST_POLICY_RAGGED: _ClassVar[ListPolicy]
+
+class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KIND_UNSPECIFIED: _ClassVar[Kind]
+    KIND_FIXED: _ClassVar[Kind]
+    KIND_PADDED: _ClassVar[Kind]
+    KIND_RAGGED: _ClassVar[Kind]
+    KIND_BYTES: _ClassVar[Kind]
+    KIND_STRING: _ClassVar[Kind]
+    KIND_OBJECT: _ClassVar[Kind]
+END_UNSPECIFIED: End
+END_RAGGED: End
+END_DROP: End
+END_PAD: End
+LIST_POLICY_UNSPECIFIED: ListPolicy
+LIST_POLICY_PADDED: ListPolicy
+LIST_POLICY_RAGGED: ListPolicy
+KIND_UNSPECIFIED: Kind
+KIND_FIXED: Kind
+KIND_PADDED: Kind
+KIND_RAGGED: Kind
+KIND_BYTES: Kind
+KIND_STRING: Kind
+KIND_OBJECT: Kind
+
+class Error(_message.Message):
+    __slots__ = ("name", "message", "nouns")
+    class NounsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NOUNS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    message: str
+    nouns: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., message: _Optional[str] = ..., nouns: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class FillNull(_message.Message):
+    __slots__ = ("column", "value")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    column: str
+    value: float
+    def __init__(self, column: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class JobSpec(_message.Message):
+    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_BATCH_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    LISTS_FIELD_NUMBER: _ClassVar[int]
+    FILL_NULL_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    seed: int
+    shuffle: bool
+    lanes: int
+    window: int
+    global_batch: int
+    end: End
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    lists: ListPolicy
+    fill_null: _containers.RepeatedCompositeFieldContainer[FillNull]
+    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[FillNull, _Mapping]]] = ...) -> None: ...
+
+class Topology(_message.Message):
+    __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size")
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    DP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    dp_rank: int
+    dp_size: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    def __init__(self, dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ...) -> None: ...
+
+class Region(_message.Message):
+    __slots__ = ("offset", "length")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    length: int
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class ColumnSpec(_message.Message):
+    __slots__ = ("name", "kind", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: Kind
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...

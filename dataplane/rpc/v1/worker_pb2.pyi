@@ -1,0 +1,147 @@
+from dataplane.rpc.v1 import types_pb2 as _types_pb2
+from dataplane.rpc.v1 import local_pb2 as _local_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Task(_message.Message):
+    __slots__ = ("attach_arena", "detach_arena", "open_dataset", "decode", "assemble")
+    ATTACH_ARENA_FIELD_NUMBER: _ClassVar[int]
+    DETACH_ARENA_FIELD_NUMBER: _ClassVar[int]
+    OPEN_DATASET_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    ASSEMBLE_FIELD_NUMBER: _ClassVar[int]
+    attach_arena: AttachArena
+    detach_arena: DetachArena
+    open_dataset: OpenDataset
+    decode: Decode
+    assemble: Assemble
+    def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ...) -> None: ...
+
+class Result(_message.Message):
+    __slots__ = ("error", "done", "decoded", "assembled")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    DECODED_FIELD_NUMBER: _ClassVar[int]
+    ASSEMBLED_FIELD_NUMBER: _ClassVar[int]
+    error: _types_pb2.Error
+    done: Done
+    decoded: Decoded
+    assembled: Assembled
+    def __init__(self, error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ..., assembled: _Optional[_Union[Assembled, _Mapping]] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachArena(_message.Message):
+    __slots__ = ("arena_id",)
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    arena_id: int
+    def __init__(self, arena_id: _Optional[int] = ...) -> None: ...
+
+class DetachArena(_message.Message):
+    __slots__ = ("arena_id",)
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    arena_id: int
+    def __init__(self, arena_id: _Optional[int] = ...) -> None: ...
+
+class OpenDataset(_message.Message):
+    __slots__ = ("dataset_id", "format", "schema", "more", "columns", "lists", "fill_null")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    LISTS_FIELD_NUMBER: _ClassVar[int]
+    FILL_NULL_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: int
+    format: str
+    schema: bytes
+    more: bool
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    lists: _types_pb2.ListPolicy
+    fill_null: _containers.RepeatedCompositeFieldContainer[_types_pb2.FillNull]
+    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: _Optional[bool] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ...) -> None: ...
+
+class RawBlock(_message.Message):
+    __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PREAMBLE_PLACE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    index: int
+    rows: int
+    place: _types_pb2.Region
+    preamble_place: _types_pb2.Region
+    shard_bytes: int
+    etag: str
+    arena: _types_pb2.Region
+    path: str
+    def __init__(self, url: _Optional[str] = ..., index: _Optional[int] = ..., rows: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., shard_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., arena: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., path: _Optional[str] = ...) -> None: ...
+
+class Decode(_message.Message):
+    __slots__ = ("dataset_id", "raw", "into")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    INTO_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: int
+    raw: RawBlock
+    into: _types_pb2.Region
+    def __init__(self, dataset_id: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+
+class Decoded(_message.Message):
+    __slots__ = ("bytes", "stored")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    stored: bool
+    def __init__(self, bytes: _Optional[int] = ..., stored: _Optional[bool] = ...) -> None: ...
+
+class BlockSource(_message.Message):
+    __slots__ = ("key", "raw", "decoded")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    DECODED_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    raw: RawBlock
+    decoded: _types_pb2.Region
+    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+
+class Assemble(_message.Message):
+    __slots__ = ("dataset_id", "blocks", "row_index", "batches", "arena_id", "slab")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: int
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockSource]
+    row_index: _types_pb2.Region
+    batches: _containers.RepeatedCompositeFieldContainer[_local_pb2.Batch]
+    arena_id: int
+    slab: _types_pb2.Region
+    def __init__(self, dataset_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockSource, _Mapping]]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[_local_pb2.Batch, _Mapping]]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+
+class Assembled(_message.Message):
+    __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns")
+    BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    batch_count: int
+    bytes_needed: int
+    bytes_used: int
+    columns: _containers.RepeatedCompositeFieldContainer[_local_pb2.Column]
+    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_local_pb2.Column, _Mapping]]] = ...) -> None: ...

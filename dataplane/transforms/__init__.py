@@ -1,0 +1,1 @@
+"""Arrow to batch columns: one transform a file."""
