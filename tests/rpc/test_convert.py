@@ -1,0 +1,122 @@
+"""messages.py says what the proto files say, and every value survives the wire."""
+
+import dataclasses
+import inspect
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane import config, errors, model
+from dataplane.rpc import convert, local, messages
+from dataplane.rpc.v1 import coordinator_pb2, local_pb2, types_pb2, worker_pb2
+
+VALUES = [
+    cls for _, cls in inspect.getmembers(messages, inspect.isclass) if dataclasses.is_dataclass(cls)
+] + [config.JobSpec, model.Topology, model.Region, model.ColumnSpec]
+
+
+def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
+    values = {cls.__name__: cls for cls in VALUES}
+    for module in (types_pb2, coordinator_pb2, local_pb2, worker_pb2):
+        for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
+            if name in {"Error", "FillNull"}:
+                continue
+            oneof = {f.name for f in descriptor.fields if f.containing_oneof is not None}
+            in_body = {f.name for o in descriptor.oneofs if o.name == "body" for f in o.fields}
+            expected = {f.name for f in descriptor.fields} - in_body
+            if in_body:
+                expected |= {"body"}
+            found = {f.name for f in dataclasses.fields(values[name])}
+            assert found == expected, (name, oneof)
+
+
+names = st.text(max_size=20)
+u63 = st.integers(0, 2**63 - 1)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+specs = st.builds(
+    config.JobSpec,
+    fingerprint=names,
+    seed=st.integers(0, 2**64 - 1),
+    shuffle=st.booleans(),
+    lanes=u63,
+    window=u63,
+    global_batch=u63,
+    end=st.sampled_from(model.End),
+    columns=st.lists(names).map(tuple),
+    lists=st.sampled_from(model.ListPolicy),
+    fill_null=st.lists(st.tuples(names, finite)).map(tuple),
+)
+
+
+@given(spec=specs)
+def test_a_spec_survives_the_wire_with_its_digest(spec):
+    copy = convert.decode(config.JobSpec, convert.encode(spec))
+    assert copy == spec
+    assert copy.digest() == spec.digest()
+
+
+@given(lanes=st.none() | u63, steps=st.lists(u63), request_id=u63)
+def test_envelopes_keep_their_bodies_and_absent_fields_stay_absent(lanes, steps, request_id):
+    job = messages.OpenJob(
+        "j", "i", "m", messages.DatasetSource(("u",)), model.Topology(), lanes=lanes
+    )
+    release = messages.Release("j", tuple(steps))
+    for body in (job, release):
+        sent = messages.ToNode(request_id, body)
+        assert convert.decode(messages.ToNode, convert.encode(sent)) == sent
+
+
+def test_an_error_crosses_as_class_message_and_nouns():
+    sent = messages.FromNode(1, errors.TruncatedRead("short", shard="s3://b/k", expected=7))
+    back = convert.decode(messages.FromNode, convert.encode(sent)).body
+    assert type(back) is errors.TruncatedRead
+    assert str(back) == "short"
+    assert back.shard == "s3://b/k"
+    assert back.expected == 7
+
+
+def test_bytes_that_are_no_message_are_refused():
+    with pytest.raises(errors.ConfigError, match="not a ToNode message"):
+        convert.decode(messages.ToNode, b"\xff\xff\xff\xff")
+    with pytest.raises(errors.ConfigError, match="empty ToNode"):
+        convert.decode(messages.ToNode, b"")
+
+
+def test_a_descriptor_travels_beside_its_message():
+    left, right = local.pair()
+    read_end, write_end = os.pipe()
+    local.send(left, messages.Task(messages.AttachArena(3)), (write_end,))
+    os.close(write_end)
+    task, descriptors = local.receive(right, messages.Task)
+    assert task.body == messages.AttachArena(3)
+    os.write(descriptors[0], b"x")
+    assert os.read(read_end, 1) == b"x"
+    os.close(descriptors[0])
+    os.close(read_end)
+    left.close()
+    with pytest.raises(errors.PeerLost):
+        local.receive(right, messages.Task)
+    right.close()
+
+
+def test_a_message_over_the_limit_is_refused_before_it_is_sent():
+    left, right = local.pair()
+    huge = messages.Task(messages.OpenDataset(1, "parquet", bytes(300_000)))
+    with pytest.raises(errors.ConfigError, match="over the limit"):
+        local.send(left, huge)
+    left.close()
+    right.close()
+
+
+def test_nobody_listening_is_a_lost_peer_and_a_taken_name_is_said_so():
+    with pytest.raises(errors.PeerLost, match="no node listens"):
+        local.connect("dataplane-test-nobody", 1.0)
+    listener = local.listen(f"dataplane-test-{os.getpid()}")
+    with pytest.raises(FileExistsError):
+        local.listen(f"dataplane-test-{os.getpid()}")
+    client = local.connect(f"dataplane-test-{os.getpid()}", 1.0)
+    assert local.peer_credentials(client)[1] == os.getuid()
+    client.close()
+    listener.close()
