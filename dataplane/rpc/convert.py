@@ -60,8 +60,9 @@ def to_proto(value: object) -> Message:
     """The protobuf message that says the same."""
     if isinstance(value, errors.DataplaneError):
         return error_to_proto(value)
-    message = _message_class(type(value))()
-    for name, is_set, put in _writers(type(value)):
+    cls: _Class = type(value)
+    message = _message_class(cls)()
+    for name, is_set, put in _writers(cls):
         field_value = getattr(value, name)
         if is_set(field_value):
             put(message, field_value)
@@ -72,7 +73,8 @@ def from_proto(cls: type[T], message: Message) -> T:
     """The value that says the same as this message."""
     if issubclass(cls, errors.DataplaneError):
         return cast(T, error_from_proto(message))
-    return cls(**{name: read(message) for name, read in _readers(cls)})
+    readers = _readers(cast(_Class, cls))
+    return cls(**{name: read(message) for name, read in readers})
 
 
 def error_to_proto(error: errors.DataplaneError) -> Message:
