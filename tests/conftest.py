@@ -1,0 +1,81 @@
+"""What every test has: clean surroundings, real data, a real S3 server."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import hygiene
+import pytest
+from hypothesis import HealthCheck, settings
+from servers import careless_s3_server, s3_server
+
+__all__ = ["careless_s3_server", "s3_server"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Two runs of one commit test the same examples. `HYPOTHESIS_PROFILE=explore` looks further.
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember failures: their tracebacks hold files and memory that are no leak."""
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.fixture(scope="session")
+def run_mark() -> str:
+    """The mark by which descendants of this test run are known."""
+    hygiene.warm_up()
+    return hygiene.mark_run()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(run_mark: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, fd, memfd, thread, /dev/shm or temporary file behind."""
+    usual = tempfile.gettempdir()
+    # Short, since Unix socket paths have at most 107 bytes.
+    scratch = Path(tempfile.mkdtemp(prefix="dp-", dir=usual))
+    environment = os.environ.get("TMPDIR")
+    tempfile.tempdir, os.environ["TMPDIR"] = str(scratch), str(scratch)
+    before = hygiene.take(run_mark)
+    try:
+        yield
+        left = hygiene.wait_until_clean(before, run_mark, scratch)
+    finally:
+        hygiene.kill_new(before, run_mark)
+        hygiene.empty(scratch)
+        tempfile.tempdir = usual
+        if environment is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = environment
+    if left and not request.node.stash.get(_failed, False):
+        pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real shards; its README says what each was made from."""
+    folder = Path(os.environ.get("DATAPLANE_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real shards under {folder}; name their folder in DATAPLANE_TEST_DATA")
+    return folder

@@ -1,0 +1,268 @@
+"""What a test may leave behind: nothing. Snapshots of this process and its descendants.
+
+Looked at before and after every test: processes, file descriptors, mapped memfds, threads,
+files in /dev/shm, and files in the test's own TMPDIR. What is new afterwards gets a grace period
+to go away by itself (sockets close asynchronously, processes take a moment to die).
+
+What may stay, with the reason:
+- eventpoll, eventfd, timerfd, io_uring: tokio, gRPC and Arrow make them once, on first use, and
+  keep them. asyncio's own are reported by its ResourceWarning, which is an error here.
+- TCP connections to a server that the whole test session shares: pools of cached clients.
+- threads called "fsspecIO", "Dummy-…" (native threads that called Python), "pytest-…", and
+  "session-…": pools of fixtures that outlive a test should take this prefix.
+- descendants of processes that were there before, for instance of a module's server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GRACE_S = 8.0
+MARK = "DATAPLANE_TEST_RUN"
+SHARED_PORTS: set[int] = set()
+"""Ports of servers that live as long as the test session; `servers.py` adds them."""
+
+_THREADS_THAT_STAY = ("MainThread", "fsspecIO", "Dummy-", "pytest", "session-", "pymp")
+_FDS_THAT_STAY = (
+    "anon_inode:[eventpoll]",
+    "anon_inode:[eventfd]",
+    "anon_inode:[timerfd]",
+    "anon_inode:[io_uring]",
+    "/dev/nvidia",
+    "/dev/urandom",
+    "/dev/random",
+)
+_MEMFDS_THAT_STAY = ("libffi", ".nvidia", "nvidia")
+_SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that is there at one moment."""
+
+    processes: frozenset[tuple[int, float]]
+    fds: dict[int, str]
+    memfds: frozenset[str]
+    threads: frozenset[threading.Thread]
+    shm: frozenset[str]
+
+
+def mark_run() -> str:
+    """Put a mark into the environment, which even orphaned descendants inherit."""
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    return mark
+
+
+def take(mark: str) -> Snapshot:
+    """Look at everything now."""
+    return Snapshot(
+        processes=frozenset(_processes(mark)),
+        fds=_fds(),
+        memfds=frozenset(_memfds()),
+        threads=frozenset(threading.enumerate()),
+        shm=frozenset(_shm_names()),
+    )
+
+
+def wait_until_clean(before: Snapshot, mark: str, scratch: Path) -> list[str]:
+    """What is left when the grace period is over; usually an empty list, and at once."""
+    deadline = time.monotonic() + GRACE_S
+    pause = threading.Event()
+    left = _left(before, mark, scratch)
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        _reap()
+        left = _left(before, mark, scratch)
+        if left:
+            pause.wait(0.05)
+    return left
+
+
+def kill_new(before: Snapshot, mark: str) -> None:
+    """Kill what a test left running, so that it cannot disturb the next one."""
+    for pid, started in _new_processes(before, mark):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.create_time() == started:
+                process.kill()
+                process.wait(timeout=5)
+
+
+def empty(scratch: Path) -> None:
+    """Remove a test's TMPDIR with all that is in it."""
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def warm_up() -> None:
+    """Start once what libraries keep for good, so that no test is blamed for it."""
+    import multiprocessing.util
+
+    import fsspec.asyn
+    import obstore
+    import obstore.store
+
+    multiprocessing.util.get_temp_dir()
+    fsspec.asyn.get_loop()
+    memory = obstore.store.MemoryStore()
+    obstore.put(memory, "warm", b"up")
+    obstore.get(memory, "warm").bytes()
+    for family in (socket.AF_INET, socket.AF_UNIX):
+        socket.socket(family).close()
+
+
+def _left(before: Snapshot, mark: str, scratch: Path) -> list[str]:
+    return [
+        *(f"process {_describe(pid)}" for pid, _ in _new_processes(before, mark)),
+        *(f"fd {fd} -> {target}" for fd, target in _new_fds(before)),
+        *(f"mapped {name}" for name in sorted(_memfds() - before.memfds)),
+        *(f"thread {thread.name}" for thread in _new_threads(before)),
+        *(f"/dev/shm/{name}" for name in sorted(_shm_names() - before.shm) if _is_ours(name)),
+        *(f"temporary file {path.name}" for path in sorted(scratch.glob("*"))),
+    ]
+
+
+def _new_processes(before: Snapshot, mark: str) -> list[tuple[int, float]]:
+    old = {pid for pid, _ in before.processes}
+    return [
+        (pid, started)
+        for pid, started in sorted(_processes(mark) - before.processes)
+        if not _descends(pid, old)
+    ]
+
+
+def _processes(mark: str) -> set[tuple[int, float]]:
+    me = psutil.Process()
+    found = {(child.pid, child.create_time()) for child in _children(me)}
+    needle = f"{MARK}={mark}".encode()
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit() or int(entry.name) == me.pid:
+            continue
+        with contextlib.suppress(OSError, psutil.Error):
+            if needle in Path(f"/proc/{entry.name}/environ").read_bytes():
+                process = psutil.Process(int(entry.name))
+                found.add((process.pid, process.create_time()))
+    return found
+
+
+def _children(process: psutil.Process) -> Iterator[psutil.Process]:
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.create_time()
+            yield child
+
+
+def _descends(pid: int, ancestors: set[int]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(parent.pid in ancestors for parent in psutil.Process(pid).parents())
+    return False
+
+
+def _describe(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{pid} ({process.status()}): {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"{pid} (gone)"
+
+
+def _fds() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are all that is needed
+        with contextlib.suppress(OSError):
+            found[int(name)] = str(Path(f"/proc/self/fd/{name}").readlink())
+    return {fd: target for fd, target in found.items() if not target.startswith("/proc/")}
+
+
+def _new_fds(before: Snapshot) -> list[tuple[int, str]]:
+    new = [
+        (fd, target)
+        for fd, target in sorted(_fds().items())
+        if before.fds.get(fd) != target and not target.startswith(_FDS_THAT_STAY)
+    ]
+    if any(target.startswith("socket:") for _, target in new):
+        shared = _fds_to_shared_servers()
+        new = [(fd, target) for fd, target in new if fd not in shared]
+    return new
+
+
+def _fds_to_shared_servers() -> set[int]:
+    return {
+        connection.fd
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.raddr and connection.raddr.port in SHARED_PORTS
+    }
+
+
+def _memfds() -> set[str]:
+    found = set()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, mark, name = line.partition("/memfd:")
+        if mark and not name.startswith(_MEMFDS_THAT_STAY):
+            inode = line.split(maxsplit=5)[4]
+            found.add(f"memfd:{name} inode {inode}")
+    return found
+
+
+def _new_threads(before: Snapshot) -> list[threading.Thread]:
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before.threads and not thread.name.startswith(_THREADS_THAT_STAY)
+    ]
+
+
+def _shm_names() -> set[str]:
+    with contextlib.suppress(OSError):
+        return {entry.name for entry in os.scandir(_SHM) if _owned(entry)}
+    return set()
+
+
+def _owned(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return entry.stat().st_uid == os.getuid()
+    return False
+
+
+def _is_ours(name: str) -> bool:
+    """Whether no process outside this test run holds the file: others may test at the same time."""
+    path = str(_SHM / name)
+    family = {os.getpid(), *(child.pid for child in _children(psutil.Process()))}
+    for pid in psutil.pids():
+        if pid in family:
+            continue
+        with contextlib.suppress(OSError):
+            if path in Path(f"/proc/{pid}/maps").read_text():
+                return False
+            links = os.scandir(f"/proc/{pid}/fd")
+            if any(str(Path(link).readlink()) == path for link in links):
+                return False
+    return (_SHM / name).exists()
+
+
+def _reap() -> None:
+    """Let the standard library collect children that nobody waits for any more."""
+    subprocess._cleanup()  # type: ignore[attr-defined]
+    if "multiprocessing" in sys.modules:
+        import multiprocessing
+        from multiprocessing import resource_tracker
+
+        multiprocessing.active_children()
+        tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+        if tracker._pid is not None:
+            # It starts with the first spawned child and would stay as long as this process.
+            tracker._stop()
