@@ -1,0 +1,60 @@
+"""The numbered invariants of arena/allocator.py."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
+from dataplane.errors import ClosedError
+
+SIZE = 64 * GRANULE_BYTES
+actions = st.lists(
+    st.tuples(st.sampled_from(["allocate", "free", "shrink"]), st.integers(0, 20 * GRANULE_BYTES)),
+    max_size=60,
+)
+
+
+@given(steps=actions)
+def test_extents_never_overlap_and_bytes_add_up(steps):
+    allocator, taken = Allocator(SIZE), {}
+    for action, number in steps:
+        if action == "allocate":
+            largest = allocator.largest_free
+            at = allocator.allocate(number)
+            assert (at is None) == (rounded(number) > largest)
+            if at is not None:
+                taken[at] = rounded(number)
+        elif taken:
+            at = sorted(taken)[number % len(taken)]
+            if action == "free":
+                allocator.free(at)
+                del taken[at]
+            else:
+                allocator.shrink(at, number)
+                taken[at] = min(taken[at], rounded(number))
+        extents = sorted(taken.items())
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(extents))
+        assert all(a + size <= SIZE for a, size in extents)
+        assert allocator.free_bytes == SIZE - sum(taken.values())
+    for at in taken:
+        allocator.free(at)
+    assert allocator.largest_free == allocator.free_bytes == SIZE
+
+
+def test_a_released_extent_is_used_again_before_new_memory():
+    allocator = Allocator(SIZE)
+    first = allocator.allocate(3 * GRANULE_BYTES)
+    allocator.allocate(GRANULE_BYTES)
+    allocator.free(first)
+    assert allocator.allocate(2 * GRANULE_BYTES) == first
+    assert allocator.high_water == 4 * GRANULE_BYTES
+
+
+def test_an_extent_is_given_back_once():
+    allocator = Allocator(SIZE)
+    at = allocator.allocate(1)
+    allocator.free(at)
+    with pytest.raises(ClosedError):
+        allocator.free(at)

@@ -1,0 +1,66 @@
+"""The numbered invariants of arena/memfd.py."""
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import BudgetTooSmall, ClosedError
+
+SIZE = 1 << 20
+
+
+def test_an_arena_cannot_change_its_size_or_be_unsealed():
+    arena = Arena.create("test", SIZE)
+    for size in (0, SIZE // 2, 2 * SIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+    arena.close()
+
+
+def test_memory_is_used_only_once_reserved_and_two_mappings_share_it():
+    arena = Arena.create("test", SIZE)
+    assert os.fstat(arena.fd).st_blocks == 0
+    arena.reserve(SIZE // 2)
+    arena.reserve(SIZE // 4)
+    assert os.fstat(arena.fd).st_blocks * 512 == SIZE // 2
+    other = Arena.attach(os.dup(arena.fd), SIZE, populate=True)
+    arena.view(100, 3)[:] = b"abc"
+    assert bytes(other.view(100, 3)) == b"abc"
+    other.close()
+    arena.close()
+
+
+def test_a_view_outlives_the_arena():
+    arena = Arena.create("test", SIZE)
+    arena.reserve(SIZE)
+    array = np.frombuffer(arena.view(0, 4096), dtype=np.uint8)
+    array[:] = 7
+    arena.close()
+    arena.close()
+    assert int(array.sum()) == 7 * 4096
+    with pytest.raises(ClosedError):
+        _ = arena.buffer
+
+
+def test_what_is_not_an_arena_of_that_size_is_refused():
+    arena = Arena.create("test", SIZE)
+    with pytest.raises(ClosedError, match="expected a sealed arena"):
+        Arena.attach(os.dup(arena.fd), 2 * SIZE, populate=False)
+    unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, SIZE)
+    with pytest.raises(ClosedError, match="expected a sealed arena"):
+        Arena.attach(unsealed, SIZE, populate=False)
+    with pytest.raises(ClosedError, match="cannot map"):
+        Arena.attach(os.open(os.devnull, os.O_RDWR), SIZE, populate=False)
+    with pytest.raises(IndexError):
+        arena.view(SIZE - 1, 2)
+    arena.close()
+
+
+def test_more_memory_than_there_is_gives_our_error():
+    with pytest.raises(BudgetTooSmall, match="lower the memory budget"):
+        Arena.create("test", 1 << 60)
+    assert mmap.PAGESIZE == 4096
