@@ -1,0 +1,83 @@
+# Everything that people and CI do here. `make` alone lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+SOURCES := dataplane loaders benchmarks tests
+PROTOS := $(wildcard proto/dataplane/rpc/v1/*.proto)
+PROTOC := -m grpc_tools.protoc -I proto
+TEST_ARGS ?=
+# torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
+TORCH := torch==2.13.0
+
+.PHONY: help setup lock test lint format types imports protos protos-check check demo clean
+
+help: ## list these targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
+
+setup: $(READY) ## everything that the others need, into .venv (quick when nothing changed)
+	@:
+
+# The project itself is installed last, as a plain path, without asking a registry for anything.
+$(READY): requirements.lock pyproject.toml
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
+	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make setup: '$(PYTHON)' lacks its venv module." >&2; \
+	  echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  || "$(PYTHON)" -m venv --clear $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+lock: ## choose the newest versions that pyproject.toml allows, and write requirements.lock
+	fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
+	"$(PYTHON)" -m venv "$$fresh"; \
+	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check '.[torch,dev]' $(TORCH); \
+	{ sed '/^[^#]/,$$d' requirements.lock; \
+	  "$$fresh/bin/python" -m pip freeze --exclude dataplane-loader \
+	  | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia|cuda|triton)'; } > "$$fresh/lock"; \
+	cp "$$fresh/lock" requirements.lock
+
+test: setup ## run every test
+	$(PY) -m pytest $(TEST_ARGS)
+
+lint: setup ## ruff: rules and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: setup ## let ruff put things right
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: setup ## mypy, strict
+	$(PY) -m mypy
+
+imports: setup ## who may import whom (the contracts are in pyproject.toml)
+	$(VENV)/bin/lint-imports --no-logo
+
+protos: setup ## generate dataplane/rpc/v1 from proto/
+	$(PY) $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+protos-check: setup ## is the generated code that is checked in current?
+	@fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
+	$(PY) $(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS); \
+	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/dataplane/rpc/v1" dataplane/rpc/v1 \
+	  || { echo "dataplane/rpc/v1 is not what proto/ says: run 'make protos' and commit." >&2; exit 1; }
+
+check: lint types imports protos-check test ## all that CI checks
+
+demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with proof
+	$(PY) -m dataplane_bench.demo
+
+clean: ## remove what was generated, .venv included
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,210 @@
+"""The house rules that no linter knows: sizes, words, and what is not written at all."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("dataplane", "loaders", "benchmarks")
+GENERATED = ROOT / "dataplane" / "rpc" / "v1"
+MODULE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+LINE_LENGTH_MAX = 100
+UNUSED_WORDS = frozenset(
+    {"chunk", "item", "manager", "handler", "util", "helper", "common", "misc"}
+)
+PRINTING_ALLOWED = ("dataplane/cli.py", "dataplane/commands/", "benchmarks/")
+PICKLES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve"})
+TEXT_FILES = (".py", ".md", ".toml", ".proto", ".yaml", ".yml", ".cfg", ".sh", ".lock")
+# Written in pieces, so that this file does not find itself.
+UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")
+MACHINE_PATH = re.compile("|".join(rf"(?<![\w.-])/{top}/" for top in ("work", "root", "home")))
+
+Offence = str
+_trees: dict[Path, ast.Module] = {}
+
+
+def sources(*tops: str) -> Iterator[Path]:
+    for top in tops:
+        for path in sorted((ROOT / top).rglob("*.py")):
+            if GENERATED not in path.parents:
+                yield path
+
+
+def text_files() -> Iterator[Path]:
+    yield from (path for path in sorted(ROOT.iterdir()) if path.suffix in TEXT_FILES)
+    yield from (ROOT / "Makefile", ROOT / ".ci" / "run")
+    for top in (*PRODUCT, "proto", "tests", "docs", "deploy"):
+        for path in sorted((ROOT / top).rglob("*")):
+            if path.is_file() and (path.suffix in TEXT_FILES or path.name == "Dockerfile"):
+                yield path
+
+
+def tree(path: Path) -> ast.Module:
+    if path not in _trees:
+        _trees[path] = ast.parse(path.read_text(), str(path))
+    return _trees[path]
+
+
+def nodes(*tops: str) -> Iterator[tuple[Path, ast.AST]]:
+    for path in sources(*tops):
+        for node in ast.walk(tree(path)):
+            yield path, node
+
+
+def at(path: Path, line: int, what: str) -> Offence:
+    return f"{path.relative_to(ROOT)}:{line}: {what}"
+
+
+def expect_none(offences: Iterator[Offence]) -> None:
+    found = list(offences)
+    if found:
+        pytest.fail("\n".join(found), pytrace=False)
+
+
+def words(name: str) -> Iterator[str]:
+    """The words of a snake_case or CamelCase name, lower case and in the singular."""
+    for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
+        yield word.lower().removesuffix("s")
+
+
+def names_defined(node: ast.AST) -> Iterator[str]:
+    """The names that we choose ourselves; parameters of a pytest hook are pytest's choice."""
+    match node:
+        case ast.ClassDef(name=name):
+            yield name
+        case ast.FunctionDef(name=name, args=args) | ast.AsyncFunctionDef(name=name, args=args):
+            yield name
+            if not name.startswith("pytest_"):
+                every = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+                yield from (one.arg for one in every if one is not None)
+        case ast.Name(id=name, ctx=ast.Store()):
+            yield name
+        case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self")):
+            yield name
+        case ast.alias(asname=str(name)):
+            yield name
+        case _:
+            pass
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=str(module), names=names, level=0):
+            yield from (f"{module}.{alias.name}" for alias in names)
+        case _:
+            pass
+
+
+def test_modules_are_short() -> None:
+    def offences() -> Iterator[Offence]:
+        for path in sources(*PRODUCT, "tests"):
+            count = len(path.read_text().splitlines())
+            if count > MODULE_LINES_MAX:
+                yield at(path, count, f"{count} lines; a module has at most {MODULE_LINES_MAX}")
+
+    expect_none(offences())
+
+
+def test_functions_are_short() -> None:
+    def offences() -> Iterator[Offence]:
+        for path, node in nodes(*PRODUCT, "tests"):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > FUNCTION_LINES_MAX:
+                    yield at(path, node.lineno, f"{node.name} has {count} lines, not 60 at most")
+
+    expect_none(offences())
+
+
+def test_lines_are_short() -> None:
+    def offences() -> Iterator[Offence]:
+        for path in sources(*PRODUCT, "tests"):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if len(line) > LINE_LENGTH_MAX:
+                    yield at(path, number, f"{len(line)} characters, not {LINE_LENGTH_MAX} at most")
+
+    expect_none(offences())
+
+
+def test_names_are_made_of_words_that_say_something() -> None:
+    def offences() -> Iterator[Offence]:
+        for path in sources(*PRODUCT, "tests"):
+            for word in UNUSED_WORDS.intersection(words(path.stem)):
+                yield at(path, 1, f"the module's name has the word {word!r}")
+        for path, node in nodes(*PRODUCT, "tests"):
+            for name in names_defined(node):
+                line = getattr(node, "lineno", 1)
+                for word in UNUSED_WORDS.intersection(words(name)):
+                    yield at(path, line, f"{name!r} has the word {word!r}")
+                if name == "data":
+                    yield at(path, line, "'data' alone says nothing")
+
+    expect_none(offences())
+
+
+def test_no_except_is_bare() -> None:
+    expect_none(
+        at(path, node.lineno, "a bare except also catches Ctrl-C; name the error")
+        for path, node in nodes(*PRODUCT, "tests")
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    )
+
+
+def test_only_the_command_line_and_benchmarks_print() -> None:
+    expect_none(
+        at(path, node.lineno, "print() belongs to the command line; log, or raise")
+        for path, node in nodes(*PRODUCT, "tests")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id == "print"
+        if not str(path.relative_to(ROOT)).startswith(PRINTING_ALLOWED)
+    )
+
+
+def test_tests_do_not_sleep() -> None:
+    def offences() -> Iterator[Offence]:
+        for path, node in nodes("tests"):
+            if "time.sleep" in imported(node):
+                yield at(path, getattr(node, "lineno", 1), "tests wait for events, not for time")
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "time.sleep":
+                yield at(path, node.lineno, "tests wait for events, not for time")
+
+    expect_none(offences())
+
+
+def test_no_pickle_outside_the_embedded_torch_path() -> None:
+    expect_none(
+        at(path, getattr(node, "lineno", 1), f"{name} is code on a wire (invariant 7)")
+        for path, node in nodes("dataplane", "benchmarks")
+        for name in imported(node)
+        if name.split(".", maxsplit=1)[0] in PICKLES
+    )
+
+
+def test_nothing_is_unfinished() -> None:
+    def offences() -> Iterator[Offence]:
+        for path in text_files():
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if UNFINISHED.search(line):
+                    yield at(path, number, f"unfinished: {line.strip()}")
+        for path, node in nodes(*PRODUCT, "tests"):
+            if isinstance(node, ast.Name) and node.id == "NotImplementedError":
+                yield at(path, node.lineno, "a stub: write it, or leave it out")
+
+    expect_none(offences())
+
+
+def test_no_path_of_anyones_machine_is_written_down() -> None:
+    expect_none(
+        at(path, number, f"a path of one machine: {line.strip()}")
+        for path in text_files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    )
