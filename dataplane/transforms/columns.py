@@ -1,0 +1,315 @@
+"""Any Arrow schema -> the columns of a batch, in the few forms that a slab knows.
+
+`plan_columns` decides once, from the dataset's schema, which leaf columns there are and what form
+each takes; `canonical` brings one decoded block into that form. Structs become leaves with dotted
+names ("image.bytes"); dictionaries, run-end encodings and views become their plain values; bools
+become bytes; nulls become NaN, an empty list, None, or what `fill_null` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import ColumnSpec, Kind, ListPolicy
+
+_LARGE_BYTES = pa.large_binary()
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlan:
+    """How the blocks of a dataset become batch columns.
+
+    `top_level` are the columns a format must decode; `specs` and `schema` describe the leaves, in
+    batch order; `schema` has one canonical Arrow field a leaf.
+    """
+
+    top_level: tuple[str, ...]
+    specs: tuple[ColumnSpec, ...]
+    schema: pa.Schema
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    name: str
+    top: str
+    type: pa.DataType
+
+
+def plan_columns(schema: pa.Schema, columns: Sequence[str], lists: ListPolicy) -> ColumnPlan:
+    """Choose leaves: all of them for no `columns`, else those named; a struct's name means all of
+    its leaves.
+
+    Raises:  ConfigError: a column that is not there, or is named twice; names what there is.
+    """
+    leaves = [leaf for field in schema for leaf in _leaves(field.name, field.name, field.type)]
+    _refuse_twins([leaf.name for leaf in leaves])
+    chosen = leaves if not columns else [leaf for name in columns for leaf in _named(name, leaves)]
+    _refuse_twins([leaf.name for leaf in chosen])
+    return ColumnPlan(
+        top_level=tuple(dict.fromkeys(leaf.top for leaf in chosen)),
+        specs=tuple(_spec(leaf.name, leaf.type, lists) for leaf in chosen),
+        schema=pa.schema([(leaf.name, canonical_type(leaf.type)) for leaf in chosen]),
+    )
+
+
+def _leaves(name: str, top: str, kind: pa.DataType) -> list[_Leaf]:
+    storage = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    if pa.types.is_struct(storage) and storage.num_fields:
+        fields = [storage.field(i) for i in range(storage.num_fields)]
+        return [leaf for f in fields for leaf in _leaves(f"{name}.{f.name}", top, f.type)]
+    return [_Leaf(name, top, kind)]
+
+
+def _named(name: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
+    found = [leaf for leaf in leaves if leaf.name == name or leaf.name.startswith(f"{name}.")]
+    if not found:
+        names = ", ".join(leaf.name for leaf in leaves)
+        raise ConfigError(f"there is no column {name!r}; the dataset has: {names}", field=name)
+    return found
+
+
+def _refuse_twins(names: Sequence[str]) -> None:
+    twins = sorted({name for name in names if names.count(name) > 1}) if len(names) < 5000 else []
+    if twins:
+        raise ConfigError(f"column {twins[0]!r} occurs twice; name each one once", field=twins[0])
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type below extensions, dictionaries, run-end encodings and views."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return _LARGE_BYTES
+    return kind
+
+
+def _dtype(kind: pa.DataType) -> str:
+    """The numpy name of a primitive type, "" for any other."""
+    if pa.types.is_boolean(kind):
+        return "bool"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return str(kind.to_pandas_dtype().__name__)
+    if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+        return "int64"
+    if pa.types.is_date(kind) or pa.types.is_time(kind):
+        return f"int{kind.bit_width}"
+    return ""
+
+
+def _fixed(kind: pa.DataType) -> tuple[str, tuple[int, ...]] | None:
+    """(dtype, shape) of a type whose values all have one size, or None."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        order = kind.permutation
+        if order is not None and list(order) != sorted(order):
+            return None
+        return _dtype(kind.value_type), tuple(kind.shape)
+    kind = _plain(kind)
+    if pa.types.is_fixed_size_list(kind):
+        inner = _fixed(kind.value_type)
+        return None if inner is None else (inner[0], (kind.list_size, *inner[1]))
+    dtype = _dtype(kind)
+    return (dtype, ()) if dtype else None
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_list_view(kind)
+        or pa.types.is_large_list_view(kind)
+    )
+
+
+def _spec(name: str, kind: pa.DataType, lists: ListPolicy) -> ColumnSpec:
+    fixed = _fixed(kind)
+    if fixed is not None:
+        return ColumnSpec(name, Kind.FIXED, *fixed)
+    plain = _plain(kind)
+    if pa.types.is_string(plain) or pa.types.is_large_string(plain):
+        return ColumnSpec(name, Kind.STRING, "")
+    if pa.types.is_binary(plain) or pa.types.is_large_binary(plain):
+        return ColumnSpec(name, Kind.BYTES, "")
+    if pa.types.is_fixed_size_binary(plain) and not pa.types.is_decimal(plain):
+        return ColumnSpec(name, Kind.BYTES, "")
+    if _is_list(plain) and _dtype(_plain(plain.value_type)):
+        kind_of = Kind.PADDED if lists is ListPolicy.PADDED else Kind.RAGGED
+        return ColumnSpec(name, kind_of, _dtype(_plain(plain.value_type)))
+    return ColumnSpec(name, Kind.OBJECT, "")
+
+
+def _numeric(dtype: str) -> pa.DataType:
+    return pa.uint8() if dtype == "bool" else pa.from_numpy_dtype(dtype)
+
+
+def canonical_type(kind: pa.DataType) -> pa.DataType:
+    """The Arrow type in which a leaf of this type is kept in the block arena."""
+    fixed = _fixed(kind)
+    if fixed is not None:
+        dtype, shape = fixed
+        width = math.prod(shape)
+        return _numeric(dtype) if not shape else pa.list_(_numeric(dtype), width)
+    plain = _plain(kind)
+    if _is_list(plain) and _dtype(_plain(plain.value_type)):
+        return pa.large_list(_numeric(_dtype(_plain(plain.value_type))))
+    if pa.types.is_string(plain) or pa.types.is_binary(plain):
+        return pa.large_binary()
+    if pa.types.is_large_string(plain) or pa.types.is_large_binary(plain):
+        return pa.large_binary()
+    if pa.types.is_fixed_size_binary(plain) and not pa.types.is_decimal(plain):
+        return pa.large_binary()
+    return plain
+
+
+def canonical(
+    batch: pa.RecordBatch, plan: ColumnPlan, fill_null: Mapping[str, float], url: str
+) -> pa.RecordBatch:
+    """One decoded block in canonical form: the leaves of `plan`, of `plan.schema`'s types.
+
+    Shapes:  rows as in `batch`; nothing is copied of a column that is in canonical form already.
+    Raises:  CorruptShard: nulls in a column of integers or bools without a fill value.
+    """
+    arrays = []
+    for spec, field in zip(plan.specs, plan.schema, strict=True):
+        array = _plain_array(_leaf_array(batch, spec.name))
+        if spec.kind is Kind.OBJECT:
+            arrays.append(array)
+            continue
+        array = _typed(array, spec, field.type)
+        array = _without_nulls(array, spec, fill_null.get(spec.name), url)
+        arrays.append(array)
+    return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
+
+
+def _leaf_array(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """The leaf of a dotted name; a null struct has null leaves."""
+    if name in batch.schema.names:
+        return batch.column(name)
+    top = next(n for n in batch.schema.names if name.startswith(f"{n}."))
+    array = batch.column(top)
+    rest = name[len(top) + 1 :]
+    while rest:
+        array = array.storage if isinstance(array, pa.ExtensionArray) else array
+        names = [array.type.field(i).name for i in range(array.type.num_fields)]
+        step = next(n for n in names if rest == n or rest.startswith(f"{n}."))
+        child = array.flatten()[names.index(step)]
+        array, rest = child, rest[len(step) + 1 :]
+    return array
+
+
+def _plain_array(array: pa.Array) -> pa.Array:
+    if isinstance(array, pa.ExtensionArray):
+        return _plain_array(array.storage)
+    if pa.types.is_dictionary(array.type):
+        return _plain_array(array.dictionary_decode())
+    if pa.types.is_run_end_encoded(array.type):
+        return _plain_array(pc.run_end_decode(array))
+    return array
+
+
+def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
+    if array.type == target:
+        return array
+    if spec.kind is Kind.FIXED and spec.shape:
+        return _flat_fixed(array, spec, target)
+    if spec.kind in {Kind.PADDED, Kind.RAGGED}:
+        if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
+            array = array.cast(pa.large_list(array.type.value_type))
+        return _retyped_list(array, target)
+    if spec.kind in {Kind.STRING, Kind.BYTES}:
+        if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
+            array = array.cast(pa.large_string())
+        return array.cast(pa.large_binary())
+    return _number(array, target)
+
+
+def _number(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """Bools as uint8; dates, times and durations as their integers."""
+    array = _plain_array(array)
+    if array.type == target:
+        return array
+    if pa.types.is_boolean(array.type):
+        return array.cast(pa.uint8())
+    return array.view(target)
+
+
+def _flat_fixed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
+    """Nested fixed-size lists as one fixed-size list of numbers."""
+    mask = array.is_null() if array.null_count else None
+    values = array
+    while pa.types.is_fixed_size_list(values.type):
+        width = values.type.list_size
+        values = _plain_array(values.values.slice(values.offset * width, len(values) * width))
+    return pa.FixedSizeListArray.from_arrays(
+        _number(values, target.value_type), math.prod(spec.shape), mask=mask
+    )
+
+
+def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if pa.types.is_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
+    if array.type == target:
+        return array
+    mask = array.is_null() if array.null_count else None
+    if mask is not None and array.offset:
+        array = pa.concat_arrays([array])
+    values = _number(array.values, target.value_type)
+    return pa.LargeListArray.from_arrays(array.offsets, values, mask=mask)
+
+
+def _without_nulls(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> pa.Array:
+    if spec.kind in {Kind.STRING, Kind.BYTES}:
+        return array
+    if spec.kind is Kind.FIXED and not spec.shape:
+        return _filled(array, spec, fill, url)
+    if spec.kind is Kind.FIXED:
+        return _filled_fixed_list(array, spec, fill, url)
+    if array.null_count:
+        array = pc.coalesce(array, pa.scalar([], type=array.type))
+    values = array.values
+    if values.null_count == 0:
+        return array
+    flat = array.flatten()
+    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
+    offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int64())
+    return pa.LargeListArray.from_arrays(offsets, _filled(flat, spec, fill, url))
+
+
+def _filled_fixed_list(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> pa.Array:
+    width = array.type.list_size
+    values = array.values.slice(array.offset * width, len(array) * width)
+    if array.null_count == 0 and values.null_count == 0:
+        return array
+    if array.null_count:
+        present = array.is_valid().to_numpy(zero_copy_only=False).repeat(width)
+        values = pc.if_else(pa.array(present), values, pa.scalar(None, values.type))
+    return pa.FixedSizeListArray.from_arrays(_filled(values, spec, fill, url), width)
+
+
+def _filled(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> pa.Array:
+    if array.null_count == 0:
+        return array
+    if fill is None and pa.types.is_floating(array.type):
+        fill = math.nan
+    if fill is None:
+        where = int(pc.index(array.is_null(), value=True).as_py())
+        raise CorruptShard(
+            f"{url}: column {spec.name!r} ({spec.dtype}) has a null at value {where} of its block, "
+            f"and a tensor of {spec.dtype} has no null: "
+            f"pass fill_null={{{spec.name!r}: 0}}, or leave the column out with columns=[…]",
+            shard=url,
+            field=spec.name,
+            expected=spec.dtype,
+            found="null",
+        )
+    value = fill if pa.types.is_floating(array.type) else int(fill)
+    return pc.fill_null(array, pa.scalar(value, type=array.type))
