@@ -1,0 +1,322 @@
+"""The order of one epoch: which sample stands at each position. docs/order.md writes it down.
+
+1. The order is a bijection of [0, N) onto the samples, for every seed, epoch, lanes and window.
+2. It knows nothing of ranks, nodes or workers.
+3. Its set-up is O(K) in blocks, its memory O(K) and the windows remembered; never O(N).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+from dataplane.plan.permute import Domain, checked_word, key, permutation
+from dataplane.plan.windows import Int64, Windows
+
+SAMPLE_COUNT_MAX = (1 << 62) - 1
+_PIECE = 1 << 16
+
+# A window's permutation is made in memory as a whole: four bytes a sample, thirty while it is made.
+WINDOW_MAX = 1 << 28
+
+# What the open windows of a whole dataset may take on one host by default: the sum over all lanes
+# of `open_window_bytes`. Half of the smallest block arena that a node is given by default, so that
+# the next windows' blocks have room while these are open.
+OPEN_WINDOWS_BYTES = 256 << 20
+# Permutations of all lanes are made at one step, when every lane reaches its next window; this
+# many entries take about a third of a second.
+OPEN_SAMPLES_MAX = 1 << 22
+PERMUTATION_BYTES = 4
+# Numbers of lanes that most numbers of GPUs divide.
+LANES = (1, 2, 4, 8, 24, 48, 96, 192, 480, 960, 1920, 3840, 7680)
+
+
+class Order:
+    """The order of one epoch. Not for several threads at once: it remembers windows.
+
+    `shuffle=False` is the dataset's own order, whatever `lanes` and `window` say: one lane, and
+    windows of one sample.
+    """
+
+    __slots__ = (
+        "_blocks", "_ranks", "_starts", "_windows", "epoch", "lanes", "sample_count", "seed",
+        "shuffle", "window",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0917 - the order's inputs, in the order of the design
+        self,
+        block_rows: NDArray[np.integer],
+        seed: int,
+        shuffle: bool,
+        lanes: int,
+        window: int,
+        epoch: int,
+    ) -> None:
+        """Raises:  ConfigError: lanes or window < 1; seed or epoch not uint64; no samples.
+
+        Shapes:  block_rows: integer[K], samples of each block of the manifest.
+        """
+        self.sample_count = counted(block_rows)
+        block_rows = block_rows.astype(np.int64, copy=False)
+        self.seed = checked_word(seed, "seed")
+        self.epoch = checked_word(epoch, "epoch")
+        self.shuffle = shuffle
+        check_lanes_window(lanes, window)
+        self.lanes = lanes if shuffle else 1
+        # A window longer than the longest lane would only make the permutations' table wider.
+        self.window = min(window, -(-self.sample_count // lanes)) if shuffle else 1
+        if self.window > WINDOW_MAX:
+            raise ConfigError(
+                f"a window of {self.window} samples would not fit into memory: choose"
+                f" {WINDOW_MAX} at most, or more lanes",
+                field="window",
+            )
+        self._windows = Windows(seed, epoch, self.lanes, self.window, self.sample_count)
+        self._blocks: NDArray[np.integer] | None = None
+        self._ranks: NDArray[np.integer] | None = None
+        self._starts = np.zeros(len(block_rows) + 1, np.int64)
+        if shuffle:
+            order = permutation(key(seed, Domain.BLOCKS, epoch), len(block_rows))
+            # The narrowest signed type that holds K: half the memory for any real dataset.
+            self._blocks = order.astype(np.min_scalar_type(-len(order)))
+            del order
+            block_rows = block_rows[self._blocks]
+        np.cumsum(block_rows, out=self._starts[1:])
+
+    @property
+    def block_count(self) -> int:
+        return len(self._starts) - 1
+
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
+        """The sample at each position: its block in the manifest, and its row in that block.
+
+        Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
+        Raises:  ConfigError: a position is not in [0, N).
+        """
+        positions = np.asarray(positions, np.int64)
+        self._check(positions, self.sample_count, "position")
+        if not len(positions):
+            return positions.copy(), positions.copy()
+        place = positions
+        if self.shuffle:
+            offset, lane = np.divmod(positions, self.lanes)
+            place = self._windows.permuted(lane, offset)
+            place += self.lane_starts(lane)
+        found = np.searchsorted(self._starts, place, side="right") - 1
+        row = place - self._starts[found]
+        return self._block_at(found), row
+
+    def position_of(self, blocks: Int64, rows: Int64) -> Int64:
+        """The position at which each sample stands: the inverse of `locate`.
+
+        Shapes:  blocks, rows: int64[n].   result: int64[n].
+        Raises:  ConfigError: no such block, or no such row in it.
+        """
+        blocks, rows = np.asarray(blocks, np.int64), np.asarray(rows, np.int64)
+        self._check(blocks, self.block_count, "block")
+        start, stop = self._placed(blocks)
+        if len(rows) and (rows.min() < 0 or bool((rows >= stop - start).any())):
+            raise ConfigError("a row is not in its block: rows count from 0 in each block")
+        if not self.shuffle or not len(rows):
+            return start + rows
+        lane, place = self._lane_of(start + rows)
+        return self._windows.restored(lane, place) * self.lanes + lane
+
+    def upcoming(self, start: int, stop: int, stride: int = 1) -> Int64:
+        """The distinct blocks of positions start, start + stride, … < stop, by first use.
+
+        A rank's positions are such a sequence: from the cursor's first position t with
+        t % dp_size == dp_rank on, in steps of dp_size.
+
+        Shapes:  result: int64[m].
+        Raises:  ConfigError: a position is not in [0, N), or the stride is below 1.
+        """
+        if stride < 1:
+            raise ConfigError(f"stride is {stride}: it must be 1 or more", field="stride")
+        found = np.empty(0, np.int64)
+        for begin in range(start, stop, _PIECE * stride):
+            end = min(begin + _PIECE * stride, stop)
+            blocks, _ = self.locate(np.arange(begin, end, stride, dtype=np.int64))
+            found = np.concatenate([found, blocks])
+            first = np.unique(found, return_index=True)[1]
+            first.sort()
+            found = found[first]
+        return found
+
+    def window_blocks(self, lane: int, window: int) -> Int64:
+        """The blocks that have samples in this window of this lane, in block order.
+
+        Shapes:  result: int64[m].
+        Raises:  ConfigError: there is no such lane, or no such window in it.
+        """
+        if not 0 <= lane < self.lanes:
+            raise ConfigError(f"there is no lane {lane}: there are {self.lanes}", field="lane")
+        base, end = self.lane_starts(np.array([lane, lane + 1])).tolist()
+        begin = base + window * self.window
+        if window < 0 or begin >= end:
+            raise ConfigError(f"lane {lane} has no window {window}", field="window")
+        last = min(begin + self.window, end) - 1
+        first, stop = np.searchsorted(self._starts, [begin, last], side="right").tolist()
+        return self._block_at(np.arange(first - 1, stop))
+
+    def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """The first and the last position at which any sample of each block may stand.
+
+        From lanes and windows alone: before `first` the block is not needed, after `last` it never
+        is again in this epoch; in between a window is open that has some of its samples.
+
+        Shapes:  blocks: int64[n].   result: int64[n], int64[n], both inclusive.
+        Raises:  ConfigError: no such block.
+        """
+        blocks = np.asarray(blocks, np.int64)
+        self._check(blocks, self.block_count, "block")
+        start, stop = self._placed(blocks)
+        lanes, window = self.lanes, self.window
+        head, head_place = self._lane_of(start)
+        tail, tail_place = self._lane_of(stop - 1)
+        first = head_place // window * window * lanes + head
+        opened = np.minimum((tail_place // window + 1) * window, self._lane_length(tail))
+        last = (opened - 1) * lanes + tail
+        # A block that runs over the end of a lane begins the next lane at its offset 0, and ends
+        # all lanes but its last: the latest of those ends is in the last of the longest lanes.
+        runs_over = head < tail
+        first = np.where(runs_over, np.minimum(first, head + 1), first)
+        longer = self.sample_count % lanes
+        latest = np.where(head < longer, np.minimum(tail, longer), tail) - 1
+        end = (self._lane_length(latest) - 1) * lanes + latest
+        return first, np.where(runs_over, np.maximum(last, end), last)
+
+    def lane_starts(self, lanes: Int64) -> Int64:
+        """Where each lane begins in the concatenation of the blocks; lane L is its end.
+
+        Shapes:  lanes: int64[n].   result: int64[n].
+        """
+        shared, longer = divmod(self.sample_count, self.lanes)
+        return lanes * shared + np.minimum(lanes, longer)
+
+    def block_lanes(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """The first and the last lane that serve samples of each block.
+
+        Shapes:  blocks: int64[n].   result: int64[n], int64[n].
+        """
+        start, stop = self._placed(blocks)
+        return self._lane_of(start)[0], self._lane_of(stop - 1)[0]
+
+    def _lane_length(self, lane: Int64) -> Int64:
+        shared, longer = divmod(self.sample_count, self.lanes)
+        return shared + (lane < longer).astype(np.int64)
+
+    def _lane_of(self, place: Int64) -> tuple[Int64, Int64]:
+        """The lane of each place in the concatenation, and the place within the lane."""
+        shared, longer = divmod(self.sample_count, self.lanes)
+        border = longer * (shared + 1)
+        lane = np.where(
+            place < border, place // (shared + 1), longer + (place - border) // max(shared, 1)
+        )
+        return lane, place - self.lane_starts(lane)
+
+    def _block_at(self, found: Int64) -> Int64:
+        return found if self._blocks is None else self._blocks[found].astype(np.int64)
+
+    def _placed(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """Where each block begins and ends in the concatenation of the blocks in their order."""
+        if self._blocks is None:
+            return self._starts[blocks], self._starts[blocks + 1]
+        if self._ranks is None:
+            ranks = np.empty_like(self._blocks)
+            ranks[self._blocks] = np.arange(len(ranks), dtype=ranks.dtype)
+            self._ranks = ranks
+        found = self._ranks[blocks].astype(np.int64)
+        return self._starts[found], self._starts[found + 1]
+
+    @staticmethod
+    def _check(values: Int64, count: int, name: str) -> None:
+        if len(values) and (values.min() < 0 or values.max() >= count):
+            wrong = int(values.min() if values.min() < 0 else values.max())
+            raise ConfigError(
+                f"there is no {name} {wrong}: they run from 0 to {count - 1}", field=name
+            )
+
+
+def counted(block_rows: NDArray[np.integer]) -> int:
+    """The number of samples.
+
+    Raises:  ConfigError: no samples, an empty block, or more than 2**62 - 1.
+    """
+    if block_rows.ndim != 1 or not np.issubdtype(block_rows.dtype, np.integer):
+        raise ConfigError("block rows must be one array of whole numbers", field="block_rows")
+    if not len(block_rows):
+        raise ConfigError("the dataset has no samples: check its urls", field="block_rows")
+    if block_rows.min() < 1:
+        raise ConfigError(
+            f"a block has {block_rows.min()} rows: leave empty blocks out of the manifest",
+            field="block_rows",
+        )
+    if float(block_rows.sum(dtype=np.float64)) > SAMPLE_COUNT_MAX:
+        raise ConfigError("more than 2**62 samples: the index is damaged", field="block_rows")
+    return int(block_rows.sum(dtype=np.int64))
+
+
+def check_lanes_window(lanes: int, window: int) -> None:
+    """Raises:  ConfigError: a number that no order can have."""
+    if not 1 <= lanes < 1 << 31:
+        raise ConfigError(f"lanes is {lanes}: choose 1 or more (below 2**31)", field="lanes")
+    if not 1 <= window <= SAMPLE_COUNT_MAX:
+        raise ConfigError(
+            f"window is {window}: choose 1 sample or more (below 2**62)", field="window"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """A dataset's mean sizes, rounded up, in whole numbers: every host computes the same ones."""
+
+    samples: int
+    block_rows: int
+    block_bytes: int
+    sample_bytes: int
+
+    @classmethod
+    def of(cls, block_rows: NDArray[np.integer], block_decoded: NDArray[np.integer]) -> BlockSizes:
+        """Shapes:  block_rows: integer[K], samples.   block_decoded: integer[K], bytes."""
+        samples, blocks = counted(block_rows), len(block_rows)
+        decoded = int(block_decoded.sum(dtype=np.int64))
+        return cls(samples, -(-samples // blocks), -(-decoded // blocks), -(-decoded // samples))
+
+    def open_window_bytes(self, window: int) -> int:
+        """What one open window keeps in memory, the sum of
+
+        - its samples, and their permutation: W * (sample + PERMUTATION_BYTES);
+        - the rest of the blocks in which it begins and ends: half a block each on average.
+        """
+        return window * (self.sample_bytes + PERMUTATION_BYTES) + self.block_bytes
+
+
+def default_lanes_window(
+    block_rows: NDArray[np.integer],
+    block_decoded: NDArray[np.integer],
+    budget_bytes: int = OPEN_WINDOWS_BYTES,
+) -> tuple[int, int]:
+    """Lanes and window for a dataset, from its blocks alone: never from the world.
+
+    A dataset that fits into the budget is one window: a perfect shuffle. Otherwise as many lanes
+    as the budget has room for windows of at least one block, and windows as long as fit.
+
+    Shapes:  block_rows: integer[K], samples.   block_decoded: integer[K], bytes.
+    Raises:  ConfigError: no samples.
+    """
+    sizes = BlockSizes.of(block_rows, block_decoded)
+    sample_bytes = sizes.sample_bytes + PERMUTATION_BYTES
+    if sizes.samples <= OPEN_SAMPLES_MAX and sizes.samples * sample_bytes <= budget_bytes:
+        return 1, sizes.samples
+    for lanes in reversed(LANES):
+        left = budget_bytes // lanes - sizes.block_bytes
+        window = min(left // sample_bytes, OPEN_SAMPLES_MAX // lanes, -(-sizes.samples // lanes))
+        if window >= sizes.block_rows:
+            return lanes, window
+    # Blocks are too large for the budget: what has to be there anyway is used, and no more.
+    longest = min(sizes.block_rows, budget_bytes // sample_bytes, OPEN_SAMPLES_MAX)
+    return 1, max(longest, 1)

@@ -1,0 +1,134 @@
+"""The keyed hash and the keyed permutation: 64-bit arithmetic that never changes.
+
+No library's random generator decides an order or an augmentation here: a generator whose stream
+moves with its version would silently lose or repeat data at resume. docs/order.md writes this file
+down for a reimplementation, and golden vectors pin it.
+
+Source:  Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
+(SplitMix64), with David Stafford's mix 13 as the finaliser.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+
+Words = NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+class Domain(enum.IntEnum):
+    """What a key is for: the first part of every key, so that no two uses share a stream."""
+
+    BLOCKS = 1
+    WINDOW = 2
+    AUGMENT = 3
+    PROBE = 4
+
+
+def mix(word: int) -> int:
+    """The finaliser: a bijection of 64-bit words that spreads every bit over all of them."""
+    word = ((word ^ (word >> 30)) * _FIRST) & _MASK
+    word = ((word ^ (word >> 27)) * _SECOND) & _MASK
+    return word ^ (word >> 31)
+
+
+def mix_in_place(words: Words) -> Words:
+    """`mix` of every word, written over it.
+
+    Shapes:  words: uint64[...], contiguous or not.
+    """
+    shifted = words >> np.uint64(30)
+    words ^= shifted
+    words *= np.uint64(_FIRST)
+    np.right_shift(words, np.uint64(27), out=shifted)
+    words ^= shifted
+    words *= np.uint64(_SECOND)
+    np.right_shift(words, np.uint64(31), out=shifted)
+    words ^= shifted
+    return words
+
+
+def checked_word(value: int, name: str) -> int:
+    """`value` if it is an unsigned 64-bit number.
+
+    Raises:  ConfigError: it is not; names the field.
+    """
+    if not 0 <= value <= _MASK:
+        raise ConfigError(
+            f"{name} is {value}: choose a whole number from 0 to 2**64 - 1", field=name
+        )
+    return int(value)
+
+
+def key(seed: int, *parts: int) -> int:
+    """A 64-bit key for (seed, *parts), each of them in [0, 2**64).
+
+    Raises:  ConfigError: the seed or a part is out of range.
+    """
+    word = mix((checked_word(seed, "seed") + _GAMMA) & _MASK)
+    for part in parts:
+        word = mix(((word ^ checked_word(part, "key part")) + _GAMMA) & _MASK)
+    return word
+
+
+def extended(keys: int | Words, parts: NDArray[np.integer]) -> Words:
+    """`key(…, part)` for many parts at once, from the keys without it.
+
+    Shapes:  keys: one, or uint64[n].   parts: integer[n], none negative.   result: uint64[n].
+    """
+    words = parts.astype(np.uint64)
+    words ^= np.uint64(keys) if isinstance(keys, int) else keys
+    words += np.uint64(_GAMMA)
+    return mix_in_place(words)
+
+
+def sample_keys(
+    seed: int, epoch: int, shards: NDArray[np.integer], rows: NDArray[np.integer], op: str
+) -> Words:
+    """What seeds augmentation `op` of each sample: alike wherever and whenever it is made.
+
+    Shapes:  shards, rows: integer[n] (sample id).   result: uint64[n].
+    """
+    named = int.from_bytes(hashlib.blake2b(op.encode(), digest_size=8).digest(), "little")
+    start = key(seed, Domain.AUGMENT, epoch, named)
+    return extended(extended(start, shards), rows)
+
+
+def permutations(keys: Sequence[int] | Words, length: int) -> Words:
+    """One permutation of [0, length) a key: the stable argsort of the keyed hash's leading bits.
+
+    The index replaces the hash's low bits, just as many as it needs, so that sorting the words
+    themselves in place is that argsort: half the time and a third of the memory of `np.argsort`,
+    and the same answer from any sorting algorithm, since no two words are equal.
+
+    Shapes:  keys: uint64[m].   result: uint64[m, length].
+    """
+    index_mask = np.uint64((1 << (length - 1).bit_length()) - 1 if length else 0)
+    words = np.arange(length, dtype=np.uint64) * np.uint64(_GAMMA)
+    words = words + np.asarray(keys, np.uint64)[:, None]
+    mix_in_place(words)
+    words &= ~index_mask
+    words |= np.arange(length, dtype=np.uint64)
+    words.sort(axis=1)
+    words &= index_mask
+    return words
+
+
+def permutation(keyed: int, length: int) -> Words:
+    """The permutation of [0, length) that this key names.
+
+    Shapes:  result: uint64[length].
+    """
+    only: Words = permutations([keyed], length)[0]
+    return only

@@ -1,0 +1,149 @@
+"""The batches of one data-parallel rank: which positions of an epoch each of its steps takes.
+
+1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut off or wrapped at N.
+2. A rank owns the positions t with t % dp_size == dp_rank: every position has one owner, and the
+   owner's batches joined by rising t are the global batch, whatever dp_size is.
+3. The number of steps depends on (N, cursor, G, end) alone: it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+from dataplane.model import End
+from dataplane.plan.order import SAMPLE_COUNT_MAX
+
+Int64 = NDArray[np.int64]
+
+GLOBAL_BATCH_MAX = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The positions of some steps of one rank, one step after the other.
+
+    Shapes:  positions: int64[sum of rows].   rows, valid: int64[steps]; `valid` of the rows are
+    not padding, and they come first.
+    """
+
+    positions: Int64
+    rows: Int64
+    valid: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one rank of `dp_size` consumes of an epoch of `sample_count` samples from `cursor` on.
+
+    Raises:  ConfigError: numbers that make no slice; says what to do.
+    """
+
+    sample_count: int
+    cursor: int
+    global_batch: int
+    end: End
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.dp_rank, self.dp_size)
+        _check_batch(self.global_batch, self.dp_size)
+        if not 1 <= self.sample_count <= SAMPLE_COUNT_MAX:
+            raise ConfigError(
+                f"a dataset of {self.sample_count} samples has no batches: check its urls",
+                field="sample_count",
+            )
+        if not 0 <= self.cursor <= self.sample_count:
+            raise ConfigError(
+                f"cursor {self.cursor} is outside of an epoch of {self.sample_count} samples: the"
+                " state was saved with another dataset, or is damaged",
+                field="cursor",
+            )
+        if self.end is End.DROP and self.global_batch > self.sample_count:
+            raise ConfigError(
+                f"a global batch of {self.global_batch} samples is larger than the dataset of"
+                f" {self.sample_count}, and incomplete batches are dropped: no step is left."
+                " Choose a smaller batch, or keep the last batch (drop_last=False)",
+                field="global_batch",
+            )
+
+    @property
+    def step_count(self) -> int:
+        """Steps from the cursor to the end of the epoch: the same on every rank."""
+        left = self.sample_count - self.cursor
+        if self.end is End.DROP:
+            return left // self.global_batch
+        return -(-left // self.global_batch)
+
+    def positions(self, step: int) -> Int64:
+        """The positions of one step of this rank, in batch order.
+
+        Shapes:  result: int64[local batch], which may be empty.
+        Raises:  ConfigError: there is no such step.
+        """
+        return self.positions_of_steps(step, 1).positions
+
+    def positions_of_steps(self, first: int, count: int, stride: int = 1) -> Steps:
+        """The steps first, first + stride, …, `count` of them.
+
+        Raises:  ConfigError: there is no such step.
+        """
+        if count < 0 or stride < 1:
+            raise ConfigError(
+                f"{count} steps at a stride of {stride}: count from 0, stride from 1", field="step"
+            )
+        if not count:
+            return Steps(*(np.empty(0, np.int64) for _ in range(3)))
+        last = first + (count - 1) * stride
+        if not 0 <= first <= last < self.step_count:
+            raise ConfigError(
+                f"there are no steps {first} to {last}: they run from 0 to {self.step_count - 1}"
+                f" at cursor {self.cursor}",
+                field="step",
+            )
+        begin = np.array(range(first, last + 1, stride), np.int64) * self.global_batch
+        begin += self.cursor
+        end = begin + self.global_batch
+        bounded = np.minimum(end, self.sample_count)
+        owned = begin + (self.dp_rank - begin) % self.dp_size
+        valid = self._owned(owned, bounded)
+        rows = self._owned(owned, end) if self.end is End.PAD else valid
+        before = np.cumsum(rows) - rows
+        positions = np.arange(rows.sum(), dtype=np.int64) * self.dp_size
+        positions += np.repeat(owned - before * self.dp_size, rows)
+        if self.end is End.PAD:
+            positions %= self.sample_count
+        return Steps(positions, rows, valid)
+
+    def _owned(self, owned: Int64, end: Int64) -> Int64:
+        """How many of owned, owned + dp_size, … lie before `end`."""
+        count: Int64 = np.maximum(-((owned - end) // self.dp_size), 0)
+        return count
+
+
+def _check_ranks(dp_rank: int, dp_size: int) -> None:
+    if not 1 <= dp_size < 1 << 31:
+        raise ConfigError(f"dp_size is {dp_size}: there must be 1 rank or more", field="dp_size")
+    if not 0 <= dp_rank < dp_size:
+        raise ConfigError(
+            f"dp_rank {dp_rank} is not in 0..{dp_size - 1}: ranks count from 0 to dp_size - 1",
+            field="dp_rank",
+        )
+
+
+def _check_batch(global_batch: int, dp_size: int) -> None:
+    if not 1 <= global_batch < GLOBAL_BATCH_MAX:
+        raise ConfigError(
+            f"a global batch of {global_batch} samples: choose 1 or more (below 2**31)",
+            field="global_batch",
+        )
+    if global_batch < dp_size:
+        raise ConfigError(
+            f"a global batch of {global_batch} samples is smaller than dp_size {dp_size}, so some"
+            " ranks would never get a sample: choose at least one sample a rank",
+            field="global_batch",
+        )

@@ -1,0 +1,170 @@
+"""The shuffle windows of one epoch: offsets of a lane permuted within windows of W samples.
+
+1. A window's permutation depends on (seed, epoch, lane, window) and on its length alone.
+2. What is remembered here only saves time: a forgotten permutation is made again, the same.
+3. The windows remembered never take more than `WINDOW_CACHE_BYTES`, or one window if that is more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.plan.permute import Domain, extended, key, permutations
+
+Int64 = NDArray[np.int64]
+
+# The open window of every lane, and the one before it or after it: all lanes reach their next
+# window at the same step, so a slab that lies across that step needs two of each. Entries take
+# two bytes in windows of up to 65,536 samples and four beyond: 960 lanes of such windows fit.
+WINDOW_CACHE_BYTES = 256 << 20
+_HELD_PER_LANE = 2
+
+# Several short permutations are made together, up to so many entries, which stay in the cache.
+_TOGETHER = 1 << 17
+
+
+def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
+    """The distinct values in rising order, and where among them each value is.
+
+    Shapes:  values: int64[n], n > 0.   result: int64[m], intp[n].
+    """
+    low = values.min()
+    span = int(values.max() - low) + 1
+    if span > 4 * len(values) + 4096:
+        found, number = np.unique(values, return_inverse=True)
+        return found, number
+    values = values - low
+    seen = np.zeros(span, np.bool_)
+    seen[values] = True
+    found = np.flatnonzero(seen)
+    numbers = np.empty(span, np.intp)
+    numbers[found] = np.arange(len(found))
+    return found + low, numbers[values]
+
+
+class Windows:
+    """Where each lane offset's sample lies in its lane. Not for several threads at once.
+
+    `short` lanes come last and have one sample less than the `lanes - short` before them; those
+    have `length`.
+    """
+
+    __slots__ = ("_capacity", "_dtype", "_key", "_lanes", "_lengths", "_pool", "_slots", "_window")
+
+    def __init__(self, seed: int, epoch: int, lanes: int, window: int, sample_count: int) -> None:
+        self._key = key(seed, Domain.WINDOW, epoch)
+        self._lanes = lanes
+        self._window = window
+        self._lengths = divmod(sample_count, lanes)
+        self._dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
+        fitting = WINDOW_CACHE_BYTES // (window * self._dtype.itemsize)
+        self._capacity = max(1, min(_HELD_PER_LANE * lanes, fitting))
+        self._pool = np.empty((0, window), self._dtype)
+        self._slots: OrderedDict[int, int] = OrderedDict()
+
+    def permuted(self, lane: Int64, offset: Int64) -> Int64:
+        """The place in its lane of the sample that is served at each lane offset.
+
+        Shapes:  lane, offset: int64[n].   result: int64[n].
+        """
+        return self._mapped(lane, offset, inverse=False)
+
+    def restored(self, lane: Int64, place: Int64) -> Int64:
+        """The lane offset at which the sample at each place of its lane is served.
+
+        Shapes:  lane, place: int64[n].   result: int64[n].
+        """
+        return self._mapped(lane, place, inverse=True)
+
+    def _mapped(self, lane: Int64, offset: Int64, *, inverse: bool) -> Int64:
+        if self._window == 1 or not len(lane):
+            return offset
+        window = offset // self._window
+        start = window * self._window
+        window *= self._lanes
+        window += lane
+        found, number = distinct(window)
+        within = offset - start
+        if len(found) <= self._capacity:
+            return start + self._looked_up(found, number, within, inverse=inverse)
+        # More windows than are remembered: one group of windows after the other.
+        order = np.argsort(number, kind="stable")
+        groups = range(0, len(found), self._capacity)
+        cuts = np.searchsorted(number[order], [*groups, len(found)])
+        for first, begin, end in zip(groups, cuts[:-1], cuts[1:], strict=True):
+            some = order[begin:end]
+            windows = found[first : first + self._capacity]
+            start[some] += self._looked_up(
+                windows, number[some] - first, within[some], inverse=inverse
+            )
+        return start
+
+    def _looked_up(
+        self, found: Int64, number: NDArray[np.intp], within: Int64, *, inverse: bool
+    ) -> Int64:
+        slots = self._held(found)
+        if not inverse:
+            return self._pool[slots[number], within].astype(np.int64)
+        lengths = self._length_of(found)
+        result = np.empty_like(within)
+        for each, (slot, length) in enumerate(zip(slots, lengths.tolist(), strict=True)):
+            back = np.empty(length, np.int64)
+            back[self._pool[slot, :length]] = np.arange(length)
+            mine = number == each
+            result[mine] = back[within[mine]]
+        return result
+
+    def _held(self, found: Int64) -> NDArray[np.intp]:
+        """The pool's slots of these windows, made where they are not there. `found` fits."""
+        slots = np.empty(len(found), np.intp)
+        missing: list[int] = []
+        for each, name in enumerate(found.tolist()):
+            slot = self._slots.get(name)
+            if slot is None:
+                missing.append(each)
+            else:
+                self._slots.move_to_end(name)
+                slots[each] = slot
+        if missing:
+            self._make_room(len(missing))
+            for each in missing:
+                # Those of this call are the youngest, and they all fit: none of them is dropped.
+                full = len(self._slots) == self._capacity
+                slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
+                self._slots[int(found[each])] = slot
+                slots[each] = slot
+            self._fill(found[missing], slots[missing])
+        return slots
+
+    def _make_room(self, more: int) -> None:
+        needed = min(len(self._slots) + more, self._capacity)
+        if needed > len(self._pool):
+            grown = min(max(needed, 2 * len(self._pool)), self._capacity)
+            pool = np.empty((grown, self._window), self._dtype)
+            pool[: len(self._pool)] = self._pool
+            self._pool = pool
+
+    def _length_of(self, windows: Int64) -> Int64:
+        """How many samples each window has: the last one of a lane may be short.
+
+        Shapes:  windows: int64[m], window * lanes + lane.   result: int64[m].
+        """
+        number, lane = np.divmod(windows, self._lanes)
+        shared, longer = self._lengths
+        left: Int64 = shared + (lane < longer) - number * self._window
+        left[left > self._window] = self._window
+        return left
+
+    def _fill(self, windows: Int64, slots: NDArray[np.intp]) -> None:
+        lengths = self._length_of(windows)
+        number, lane = np.divmod(windows, self._lanes)
+        keys = extended(extended(self._key, lane), number)
+        for length in np.unique(lengths).tolist():
+            alike = np.flatnonzero(lengths == length)
+            together = max(1, _TOGETHER // length)
+            for begin in range(0, len(alike), together):
+                some = alike[begin : begin + together]
+                self._pool[slots[some], :length] = permutations(keys[some], length)

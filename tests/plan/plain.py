@@ -1,0 +1,44 @@
+"""docs/order.md in plain Python, word by word: slow, and with nothing of the product in it."""
+
+from __future__ import annotations
+
+MASK = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15
+BLOCKS, WINDOW = 1, 2
+
+
+def mix(word):
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & MASK
+    return word ^ (word >> 31)
+
+
+def key(seed, *parts):
+    word = mix((seed + GAMMA) & MASK)
+    for part in parts:
+        word = mix(((word ^ part) + GAMMA) & MASK)
+    return word
+
+
+def permutation(keyed, length):
+    bits = (length - 1).bit_length()
+    hashed = [mix((keyed + index * GAMMA) & MASK) >> bits for index in range(length)]
+    return sorted(range(length), key=hashed.__getitem__)
+
+
+def order(block_rows, seed, lanes, window, epoch):
+    """(block, row) at every position of the epoch."""
+    blocks = permutation(key(seed, BLOCKS, epoch), len(block_rows))
+    samples = [(block, row) for block in blocks for row in range(block_rows[block])]
+    shared, longer = divmod(len(samples), lanes)
+    served = []
+    for lane in range(lanes):
+        start = lane * shared + min(lane, longer)
+        mine = samples[start : start + shared + (lane < longer)]
+        shuffled = []
+        for number, begin in enumerate(range(0, len(mine), window)):
+            inside = mine[begin : begin + window]
+            keyed = key(seed, WINDOW, epoch, lane, number)
+            shuffled += [inside[place] for place in permutation(keyed, len(inside))]
+        served.append(shuffled)
+    return [served[position % lanes][position // lanes] for position in range(len(samples))]

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from plan import golden, plain
+
+from dataplane.errors import ConfigError
+from dataplane.plan import windows
+from dataplane.plan.order import (
+    LANES,
+    OPEN_WINDOWS_BYTES,
+    WINDOW_MAX,
+    BlockSizes,
+    Order,
+    default_lanes_window,
+)
+
+KIB = 1 << 10
+layouts = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array)
+words = st.integers(0, 2**64 - 1)
+counts = st.integers(1, 70)
+modest = settings(max_examples=150)
+
+
+def everything(order):
+    return np.arange(order.sample_count)
+
+
+def sample_ids(order, rows, positions):
+    """The places of samples in the dataset's own order."""
+    block, row = order.locate(positions)
+    return (np.cumsum(rows) - rows)[block] + row
+
+
+@modest
+@given(layouts, words, st.booleans(), counts, counts, words)
+def test_order_is_a_bijection(rows, seed, shuffle, lanes, window, epoch):
+    order = Order(rows, seed, shuffle, lanes, window, epoch)
+    found = sample_ids(order, rows, everything(order))
+    assert np.array_equal(np.sort(found), everything(order))
+
+
+@modest
+@given(layouts, words, counts, counts, words)
+def test_order_is_what_the_documentation_defines(rows, seed, lanes, window, epoch):
+    order = Order(rows, seed, True, lanes, window, epoch)
+    found = np.stack(order.locate(everything(order)), axis=1)
+    expected = plain.order(rows.tolist(), seed, lanes, window, epoch)
+    assert [tuple(pair) for pair in found.tolist()] == expected
+
+
+@modest
+@given(layouts, words, st.booleans(), counts, counts)
+def test_position_of_is_the_inverse_of_locate(rows, seed, shuffle, lanes, window):
+    order = Order(rows, seed, shuffle, lanes, window, 0)
+    positions = everything(order)[::-1]
+    assert np.array_equal(order.position_of(*order.locate(positions)), positions)
+
+
+@modest
+@given(layouts, words, counts, counts, st.data())
+def test_positions_are_found_alike_in_any_company(rows, seed, lanes, window, more):
+    order = Order(rows, seed, True, lanes, window, 1)
+    whole = sample_ids(order, rows, everything(order))
+    some = np.array(more.draw(st.lists(st.integers(0, len(whole) - 1), max_size=50)), np.int64)
+    assert np.array_equal(sample_ids(order, rows, some), whole[some])
+    fresh = Order(rows, seed, True, lanes, window, 1)
+    assert np.array_equal(sample_ids(fresh, rows, some), whole[some])
+
+
+@modest
+@given(layouts, words, counts, counts)
+def test_forgotten_windows_are_made_again_alike(rows, seed, lanes, window):
+    roomy = Order(rows, seed, True, lanes, window, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "WINDOW_CACHE_BYTES", 3 * 2 * window)
+        tight = Order(rows, seed, True, lanes, window, 0)
+    positions = everything(roomy)
+    expected = roomy.locate(positions)
+    assert np.array_equal(tight.locate(positions), expected)
+    assert np.array_equal(tight.locate(positions[::-1]), np.array(expected)[:, ::-1])
+    assert np.array_equal(tight.position_of(*expected), positions)
+
+
+@modest
+@given(layouts, words, st.booleans(), counts, counts)
+def test_block_spans_are_those_of_the_windows_that_need_the_block(
+    rows, seed, shuffle, lanes, window
+):
+    order = Order(rows, seed, shuffle, lanes, window, 2)
+    first, last = np.full(len(rows), order.sample_count), np.full(len(rows), -1)
+    for lane in range(order.lanes):
+        base, end = order.lane_starts(np.array([lane, lane + 1])).tolist()
+        for number in range(-(-(end - base) // order.window)):
+            opened = number * order.window
+            closed = min(opened + order.window, end - base) - 1
+            needed = order.window_blocks(lane, number)
+            first[needed] = np.minimum(first[needed], opened * order.lanes + lane)
+            last[needed] = np.maximum(last[needed], closed * order.lanes + lane)
+    spans = order.block_span(np.arange(len(rows)))
+    assert np.array_equal(spans[0], first)
+    assert np.array_equal(spans[1], last)
+    block, _ = order.locate(everything(order))
+    assert (first[block] <= everything(order)).all()
+    assert (last[block] >= everything(order)).all()
+
+
+@modest
+@given(layouts, words, counts, counts, st.integers(0, 200), st.integers(1, 9))
+def test_upcoming_blocks_are_distinct_and_in_order_of_first_use(
+    rows, seed, lanes, window, start, stride
+):
+    order = Order(rows, seed, True, lanes, window, 0)
+    start = min(start, order.sample_count)
+    block, _ = order.locate(np.arange(start, order.sample_count, stride))
+    expected = list(dict.fromkeys(block.tolist()))
+    assert order.upcoming(start, order.sample_count, stride).tolist() == expected
+
+
+def test_upcoming_reaches_over_many_pieces():
+    rows = np.full(500, 1000)
+    order = Order(rows, 3, True, 4, 2500, 0)
+    block, _ = order.locate(everything(order))
+    assert order.upcoming(0, 500_000).tolist() == list(dict.fromkeys(block.tolist()))
+
+
+@modest
+@given(layouts, words, counts, counts)
+def test_without_shuffle_the_order_is_the_datasets_own(rows, seed, lanes, window):
+    order = Order(rows, seed, False, lanes, window, 5)
+    assert np.array_equal(sample_ids(order, rows, everything(order)), everything(order))
+    assert order.lanes == 1
+
+
+def test_a_lane_holds_its_own_blocks():
+    rows = np.full(64, 10)
+    order = Order(rows, 9, True, 8, 20, 0)
+    block, _ = order.locate(everything(order))
+    for lane in range(8):
+        mine = order.block_lanes(np.unique(block[lane::8]))
+        assert mine[0].tolist() == mine[1].tolist() == [lane] * 8
+
+
+@pytest.mark.parametrize(("case", "expected"), golden.ORDERS.items(), ids=str)
+def test_golden_orders(case, expected):
+    rows, seed, lanes, window, epoch = case
+    order = Order(np.array(rows), seed, True, lanes, window, epoch)
+    found = np.stack(order.locate(everything(order)), axis=1)
+    assert [f"{block}.{row}" for block, row in found.tolist()] == expected.split()
+
+
+def test_golden_positions_of_ten_thousand_million_samples():
+    order = Order(np.full(2_500_000, 4000), 7, True, 96, 4096, 3)
+    positions = list(golden.FAR)
+    assert [tuple(pair) for pair in np.stack(order.locate(positions), axis=1).tolist()] == [
+        golden.FAR[position] for position in positions
+    ]
+
+
+def test_seeds_and_epochs_give_other_orders():
+    rows = np.full(30, 10)
+    seen = {
+        sample_ids(Order(rows, seed, True, 4, 16, epoch), rows, np.arange(300)).tobytes()
+        for seed in (0, 1, 2**64 - 1)
+        for epoch in (0, 1, 2**64 - 1)
+    }
+    assert len(seen) == 9
+
+
+def test_window_longer_than_a_lane_is_the_whole_lane():
+    rows = np.full(10, 7)
+    short, long = (Order(rows, 1, True, 2, window, 0) for window in (35, 1 << 40))
+    positions = np.arange(70)
+    assert np.array_equal(short.locate(positions), long.locate(positions))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"lanes": 0}, "lanes"),
+        ({"lanes": -4}, "lanes"),
+        ({"lanes": 1 << 40}, "lanes"),
+        ({"window": 0}, "window"),
+        ({"window": 1 << 62}, "window"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"epoch": -1}, "epoch"),
+        ({"block_rows": np.array([], np.int64)}, "block_rows"),
+        ({"block_rows": np.array([3, 0, 2])}, "block_rows"),
+        ({"block_rows": np.array([3, -1])}, "block_rows"),
+        ({"block_rows": np.array([1 << 61] * 4)}, "block_rows"),
+        ({"block_rows": np.array([1.5])}, "block_rows"),
+        ({"block_rows": np.array([[1, 2]])}, "block_rows"),
+        ({"block_rows": np.array([4 * WINDOW_MAX]), "lanes": 1, "window": 1 << 40}, "window"),
+    ],
+)
+def test_what_no_order_can_have_is_refused(change, field):
+    good = {
+        "block_rows": np.array([5, 5]),
+        "seed": 0,
+        "shuffle": True,
+        "lanes": 2,
+        "window": 3,
+        "epoch": 0,
+    }
+    with pytest.raises(ConfigError) as refused:
+        Order(**{**good, **change})
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("wrong", [-1, 10, 1 << 62])
+def test_positions_and_samples_outside_are_refused(wrong):
+    order = Order(np.array([5, 5]), 0, True, 2, 3, 0)
+    for ask in (
+        lambda: order.locate(np.array([0, wrong])),
+        lambda: order.position_of(np.array([wrong]), np.array([0])),
+        lambda: order.position_of(np.array([0]), np.array([wrong])),
+        lambda: order.block_span(np.array([wrong])),
+        lambda: order.window_blocks(wrong, 0),
+        lambda: order.window_blocks(0, wrong),
+        lambda: order.upcoming(0, 10, -1),
+    ):
+        with pytest.raises(ConfigError):
+            ask()
+
+
+def test_no_positions_give_no_samples():
+    order = Order(np.array([5, 5]), 0, True, 2, 3, 0)
+    assert [len(each) for each in order.locate(np.array([], np.int64))] == [0, 0]
+    assert order.upcoming(4, 4).tolist() == []
+
+
+@modest
+@given(
+    st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 64 << 20)), min_size=1, max_size=20),
+    st.integers(1, 5000),
+)
+def test_default_windows_fit_into_the_budget(blocks, repeat):
+    rows, decoded = (np.repeat(column, repeat) for column in np.array(blocks).T)
+    lanes, window = default_lanes_window(rows, decoded)
+    sizes = BlockSizes.of(rows, decoded)
+    assert lanes in LANES
+    if lanes > 1:
+        assert lanes * sizes.open_window_bytes(window) <= OPEN_WINDOWS_BYTES
+        assert sizes.block_rows <= window <= -(-sizes.samples // lanes)
+    assert 1 <= window <= sizes.samples
+
+
+@pytest.mark.parametrize(
+    ("block_count", "rows", "decoded", "expected"),
+    [
+        (1, 4000, 4000 * KIB, (1, 4000)),
+        (50, 4000, 4000 * KIB, (1, 200_000)),
+        (2_500_000, 4000, 4000 * KIB, (24, 6895)),
+        (2_500_000, 4000, 400 * KIB, (192, 9238)),
+        (100_000, 64, 64 * 1536 * KIB, (1, 106)),
+        (1000, 64, 1 << 30, (1, 15)),
+        (1000, 1_000_000, 0, (4, 1_048_576)),
+        (3, 1, 0, (1, 3)),
+    ],
+)
+def test_golden_defaults(block_count, rows, decoded, expected):
+    columns = np.full(block_count, rows), np.full(block_count, decoded)
+    assert default_lanes_window(*columns) == expected

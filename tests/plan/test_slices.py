@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dataplane.errors import ConfigError
+from dataplane.model import End
+from dataplane.plan.order import Order
+from dataplane.plan.slices import Slice
+
+modest = settings(max_examples=150)
+ends = st.sampled_from(End)
+
+
+@st.composite
+def epochs(draw):
+    sample_count = draw(st.integers(1, 300))
+    end = draw(ends)
+    batch = draw(st.integers(1, sample_count if end is End.DROP else 350))
+    return sample_count, batch, end, draw(st.integers(0, sample_count))
+
+
+def ranks(sample_count, cursor, batch, end, dp_size):
+    return [Slice(sample_count, cursor, batch, end, rank, dp_size) for rank in range(dp_size)]
+
+
+def global_batches(sample_count, cursor, batch, end, dp_size):
+    """The ranks' batches of every step, put together by unwrapped position."""
+    slices = ranks(sample_count, cursor, batch, end, dp_size)
+    for step in range(slices[0].step_count):
+        start = cursor + step * batch
+        mine = [each.positions(step) for each in slices]
+        joined = np.full(sum(map(len, mine)), -1)
+        for rank, positions in enumerate(mine):
+            joined[(rank - start) % dp_size :: dp_size] = positions
+        yield joined.tolist()
+
+
+@modest
+@given(epochs(), st.data())
+def test_global_batches_are_the_same_for_every_dp_size(epoch, more):
+    sample_count, batch, end, cursor = epoch
+    dp_size = more.draw(st.integers(1, min(batch, 9)))
+    alone = list(global_batches(sample_count, cursor, batch, end, 1))
+    assert list(global_batches(sample_count, cursor, batch, end, dp_size)) == alone
+    flat = [position for each in alone for position in each]
+    assert flat == [(cursor + place) % sample_count for place in range(len(flat))]
+
+
+@modest
+@given(epochs(), st.data())
+def test_every_rank_makes_the_same_steps_and_batches_differ_by_one_at_most(epoch, more):
+    sample_count, batch, end, cursor = epoch
+    dp_size = more.draw(st.integers(1, min(batch, 9)))
+    slices = ranks(sample_count, cursor, batch, end, dp_size)
+    assert len({each.step_count for each in slices}) == 1
+    steps = slices[0].step_count
+    left = sample_count - cursor
+    assert steps == (left // batch if end is End.DROP else -(-left // batch))
+    rows = np.array([each.positions_of_steps(0, steps).rows for each in slices])
+    assert steps == 0 or (rows.max(axis=0) - rows.min(axis=0)).max() <= 1
+    if end is not End.RAGGED:
+        assert (rows.sum(axis=0) == batch).all()
+
+
+@modest
+@given(epochs(), st.data())
+def test_valid_rows_come_first_and_cover_the_rest_of_the_epoch_once(epoch, more):
+    sample_count, batch, end, cursor = epoch
+    dp_size = more.draw(st.integers(1, min(batch, 9)))
+    seen = []
+    for each in ranks(sample_count, cursor, batch, end, dp_size):
+        for step in range(each.step_count):
+            one = each.positions_of_steps(step, 1)
+            seen += one.positions[: one.valid[0]].tolist()
+            assert end is End.PAD or one.valid[0] == one.rows[0]
+    steps = each.step_count
+    stop = cursor + steps * batch if end is End.DROP else sample_count
+    assert sorted(seen) == list(range(cursor, stop))
+
+
+@modest
+@given(epochs(), st.integers(0, 20), st.integers(1, 5), st.data())
+def test_many_steps_at_once_are_the_steps_one_by_one(epoch, first, stride, more):
+    sample_count, batch, end, cursor = epoch
+    dp_size = more.draw(st.integers(1, min(batch, 9)))
+    rank = more.draw(st.integers(0, dp_size - 1))
+    one = Slice(sample_count, cursor, batch, end, rank, dp_size)
+    steps = range(min(first, one.step_count), one.step_count, stride)
+    many = one.positions_of_steps(steps.start, len(steps), stride)
+    singly = [one.positions_of_steps(step, 1) for step in steps]
+    assert many.positions.tolist() == [t for each in singly for t in each.positions]
+    assert many.rows.tolist() == [len(each.positions) for each in singly]
+    assert many.valid.tolist() == [int(each.valid[0]) for each in singly]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=12).map(np.array),
+    st.integers(0, 2**64 - 1),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.data(),
+)
+def test_resuming_anywhere_on_any_dp_size_gives_the_identical_suffix(
+    rows, seed, lanes, window, more
+):
+    sample_count = int(rows.sum())
+    batch = more.draw(st.integers(8, 40))
+    whole = np.stack(Order(rows, seed, True, lanes, window, 4).locate(np.arange(sample_count)))
+    consumed = []
+    cursor = 0
+    while cursor < sample_count:
+        dp_size = more.draw(st.integers(1, 8))
+        order = Order(rows, seed, True, lanes, window, 4)
+        batches = list(global_batches(sample_count, cursor, batch, End.RAGGED, dp_size))
+        for positions in batches[: more.draw(st.integers(1, 4))]:
+            consumed.append(np.stack(order.locate(np.array(positions))))
+            cursor += len(positions)
+    assert np.array_equal(np.concatenate(consumed, axis=1), whole)
+
+
+def test_ragged_end_may_leave_ranks_without_samples():
+    slices = ranks(10, 0, 8, End.RAGGED, 4)
+    assert [each.positions(1).tolist() for each in slices] == [[8], [9], [], []]
+    assert [each.step_count for each in slices] == [2] * 4
+
+
+def test_pad_wraps_to_the_start_of_the_epoch_and_says_so():
+    steps = [each.positions_of_steps(1, 1) for each in ranks(10, 0, 8, End.PAD, 4)]
+    assert [each.positions.tolist() for each in steps] == [[8, 2], [9, 3], [0, 4], [1, 5]]
+    assert [each.valid.tolist() for each in steps] == [[1], [1], [0], [0]]
+
+
+def test_pad_wraps_as_often_as_the_batch_needs():
+    one = Slice(3, 1, 8, End.PAD).positions_of_steps(0, 1)
+    assert one.positions.tolist() == [1, 2, 0, 1, 2, 0, 1, 2]
+    assert one.valid.tolist() == [2]
+
+
+def test_a_finished_epoch_has_no_steps():
+    for end in End:
+        one = Slice(10, 10, 4, end)
+        assert one.step_count == 0
+        assert one.positions_of_steps(0, 0).positions.tolist() == []
+
+
+def test_ten_thousand_million_samples_need_no_array_of_them():
+    one = Slice(10**10, 10**10 - 4096, 4096, End.RAGGED, 511, 512)
+    assert one.positions(0).tolist() == list(range(10**10 - 4096 + 511, 10**10, 512))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"cursor": -1}, "cursor"),
+        ({"cursor": 101}, "cursor"),
+        ({"dp_rank": 4}, "dp_rank"),
+        ({"dp_rank": -1}, "dp_rank"),
+        ({"dp_size": 0}, "dp_size"),
+        ({"global_batch": 0}, "global_batch"),
+        ({"global_batch": 3}, "global_batch"),
+        ({"global_batch": 1 << 40}, "global_batch"),
+        ({"global_batch": 101, "end": End.DROP}, "global_batch"),
+        ({"sample_count": 0, "cursor": 0}, "sample_count"),
+    ],
+)
+def test_what_makes_no_slice_is_refused(change, field):
+    good = {
+        "sample_count": 100,
+        "cursor": 0,
+        "global_batch": 8,
+        "end": End.RAGGED,
+        "dp_rank": 3,
+        "dp_size": 4,
+    }
+    with pytest.raises(ConfigError) as refused:
+        Slice(**{**good, **change})
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("steps", [(-1, 1, 1), (25, 1, 1), (20, 6, 1), (0, 1, 0), (0, -1, 1)])
+def test_steps_that_are_not_there_are_refused(steps):
+    one = Slice(100, 0, 4, End.RAGGED)
+    with pytest.raises(ConfigError):
+        one.positions_of_steps(*steps)
