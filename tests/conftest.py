@@ -42,8 +42,10 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def run_mark() -> str:
+def run_mark(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The mark by which descendants of this test run are known."""
+    # pytest's own folder must be there before the first test gets a TMPDIR that is emptied.
+    tmp_path_factory.getbasetemp()
     hygiene.warm_up()
     return hygiene.mark_run()
 
