@@ -1,0 +1,107 @@
+"""What this machine gives to this process: memory and processors, cgroup limits counted.
+
+Everything that knows Linux's files for it is here.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What defaults are computed from. `memory_bytes` and `cpu_count` are this process's share."""
+
+    memory_bytes: int
+    cpu_count: int
+    uid: int
+
+
+def this_machine() -> Machine:
+    """The machine, as this process may use it."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    schedulable = len(os.sched_getaffinity(0))
+    root = Path("/")
+    return Machine(
+        memory_bytes=min(installed, memory_limit(root) or installed),
+        cpu_count=min(schedulable, cpu_limit(root) or schedulable),
+        uid=os.getuid(),
+    )
+
+
+def pwd_home(uid: int) -> str:
+    """The home folder that the password database has for a user; "" where it knows none."""
+    try:
+        return pwd.getpwuid(uid).pw_dir
+    except KeyError:
+        return ""
+
+
+def memory_limit(root: Path) -> int | None:
+    """Bytes that the tightest cgroup around this process allows; None where none limits.
+
+    Source: Documentation/admin-guide/cgroup-v2.rst (memory.max), cgroup-v1/memory.rst.
+    """
+    limits = [
+        int(text)
+        for folder in _cgroups(root, "memory")
+        for text in _words(folder / "memory.max", folder / "memory.limit_in_bytes")[:1]
+        if text.isdigit()
+    ]
+    return min(limits, default=None)
+
+
+def cpu_limit(root: Path) -> int | None:
+    """Whole processors that the tightest cgroup quota allows, at least 1; None without a quota.
+
+    Source: Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst.
+    """
+    counts = []
+    for folder in _cgroups(root, "cpu"):
+        quota = _words(folder / "cpu.max") or [
+            *_words(folder / "cpu.cfs_quota_us"),
+            *_words(folder / "cpu.cfs_period_us"),
+        ]
+        # "max" in version 2 and -1 in version 1 mean that there is no quota.
+        if len(quota) == 2 and all(text.isdigit() for text in quota) and int(quota[1]):
+            counts.append(max(1, int(quota[0]) // int(quota[1])))
+    return min(counts, default=None)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The cgroup of this process and all above it, in the hierarchy that has this controller.
+
+    Inside a container the path of /proc/self/cgroup may not exist below the mount; then only the
+    mount itself, which is the container's own cgroup, has the files.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        below = mount / path.strip().lstrip("/")
+        yield below
+        yield from (folder for folder in below.parents if folder.is_relative_to(mount))
+
+
+def _words(*candidates: Path) -> list[str]:
+    for path in candidates:
+        words = _text(path).split()
+        if words:
+            return words
+    return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

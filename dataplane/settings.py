@@ -1,0 +1,307 @@
+"""Every setting: its name, what it may be, its default, and where its value came from.
+
+A setting has one name everywhere: `--slab-bytes` on a command line, DATAPLANE_SLAB_BYTES in the
+environment, `slab_bytes` in a TOML file. The first of these that says something is what counts;
+then comes the default, computed from the machine. The command line and trainers that start a node
+of their own read settings through this file and no other way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane import units
+from dataplane.config import NodeConfig
+from dataplane.errors import BudgetTooSmall, ConfigError
+from dataplane.machine import Machine, pwd_home, this_machine
+from dataplane.units import Kind, Value
+
+PREFIX = "DATAPLANE_"
+CONFIG_VARIABLE = "DATAPLANE_CONFIG"
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_SERVICE"})
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table. `default` is computed from the machine and the environment."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    default: Callable[[Machine, Mapping[str, str]], Value]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """One setting's value and its source: a flag, a variable, a file, or "default"."""
+
+    setting: Setting
+    value: Value
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The settings that a TOML file holds, checked."""
+
+    path: Path
+    values: Mapping[str, Value]
+
+
+def _fixed(value: Value) -> Callable[[Machine, Mapping[str, str]], Value]:
+    return lambda _machine, _environ: value
+
+
+def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, str]], Value]:
+    """Our folder below an XDG one."""
+
+    def default(machine: Machine, environ: Mapping[str, str]) -> str:
+        if environ.get(variable):
+            return str(Path(environ[variable], "dataplane").absolute())
+        home = environ.get("HOME") or pwd_home(machine.uid)
+        if not home:
+            raise ConfigError(
+                f"user {machine.uid} has no home folder to keep files in; "
+                f"set HOME, {variable}, or DATAPLANE_CACHE_DIR and DATAPLANE_STATE_DIR"
+            )
+        return str(Path(home, below_home, "dataplane").absolute())
+
+    return default
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "listen",
+        units.ADDRESS,
+        "where the coordinator listens",
+        _fixed("127.0.0.1:7077"),
+    ),
+    Setting(
+        "join",
+        units.ADDRESS_OR_NONE,
+        "the coordinator that a node without its own reports to",
+        _fixed(""),
+    ),
+    Setting(
+        "insecure_bind",
+        units.SWITCH,
+        "allow listening beyond loopback, although anyone who reaches the port is trusted",
+        _fixed(value=False),
+    ),
+    Setting(
+        "state_dir",
+        units.FOLDER,
+        "where the coordinator keeps its database",
+        _folder("XDG_STATE_HOME", ".local/state"),
+    ),
+    Setting(
+        "cache_dir",
+        units.FOLDER,
+        "where a node keeps manifests",
+        _folder("XDG_CACHE_HOME", ".cache"),
+    ),
+    Setting(
+        "socket_name",
+        units.NAME,
+        "the abstract Unix socket on which a node serves its host",
+        lambda machine, _environ: f"dataplane-{machine.uid}",
+    ),
+    Setting(
+        "block_arena_bytes",
+        units.BYTES,
+        "memory for fetched and decoded blocks, per node",
+        # A quarter leaves the trainers theirs; beyond 4 GiB only a cache would profit.
+        lambda machine, _environ: min(machine.memory_bytes // 4, 4 * GIB) // MIB * MIB,
+    ),
+    Setting(
+        "delivery_bytes_per_rank",
+        units.BYTES,
+        "memory for finished batches, per rank of a job",
+        _fixed(128 * MIB),
+    ),
+    Setting(
+        "slab_bytes",
+        units.BYTES,
+        "size of a slab: batches travel to a trainer in pieces of this size",
+        _fixed(4 * MIB),
+    ),
+    Setting(
+        "worker_count",
+        units.COUNT,
+        "processes of a node that decode and assemble",
+        lambda machine, _environ: max(1, min(machine.cpu_count, 8)),
+    ),
+    Setting(
+        "fetch_count",
+        units.COUNT,
+        "reads from object storage in flight at once, per node",
+        _fixed(16),
+    ),
+    Setting(
+        "fetch_timeout_s",
+        units.SECONDS,
+        "deadline of one read from object storage, before its retries",
+        _fixed(30.0),
+    ),
+    Setting(
+        "stall_timeout_s",
+        units.SECONDS,
+        "how long a rank waits for a batch before it is told why there is none",
+        _fixed(120.0),
+    ),
+    Setting(
+        "lease_s",
+        units.SECONDS,
+        "a rank that is silent for this long has left its job",
+        _fixed(30.0),
+    ),
+    Setting(
+        "linger_s",
+        units.SECONDS,
+        "how long an embedded node waits for another trainer after the last has gone",
+        _fixed(2.0),
+    ),
+)
+
+BY_NAME: Mapping[str, Setting] = {setting.name: setting for setting in SETTINGS}
+
+
+def resolve(
+    flags: Mapping[str, str | bool],
+    environ: Mapping[str, str],
+    file: ConfigFile | None,
+    machine: Machine,
+) -> dict[str, Resolved]:
+    """Every setting's value and source: flag, environment, file, default.
+
+    Raises:  ConfigError: a flag or variable that is not what its setting may be.
+    """
+    found = {}
+    for setting in SETTINGS:
+        value: Value
+        if setting.name in flags:
+            value, source = parse(setting, flags[setting.name], setting.flag), setting.flag
+        elif environ.get(setting.variable):
+            source = f"${setting.variable}"
+            value = parse(setting, environ[setting.variable], source)
+        elif file is not None and setting.name in file.values:
+            value, source = file.values[setting.name], str(file.path)
+        else:
+            value, source = setting.default(machine, environ), "default"
+        found[setting.name] = Resolved(setting, value, source)
+    return found
+
+
+def parse(setting: Setting, given: object, where: str) -> Value:
+    """The value that was given, or an error that names the place and what is allowed.
+
+    Raises:  ConfigError: key, found, allowed.
+    """
+    try:
+        return setting.kind.parse(given)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: {setting.name} cannot be {given!r}; allowed: {setting.kind.allowed}",
+            key=setting.name,
+            found=str(given),
+            allowed=setting.kind.allowed,
+        ) from error
+
+
+def find_file(
+    named: str | None, environ: Mapping[str, str], folder: Path | None = None
+) -> ConfigFile | None:
+    """The first of: the file that was named, DATAPLANE_CONFIG's, ./dataplane.toml, and
+    config.toml in the user's configuration folder. A file that was named must be there.
+
+    Raises:  ConfigError: no such file, not TOML, an unknown key, a bad value; file, key, allowed.
+    """
+    for path, source in ((named, "--config"), (environ.get(CONFIG_VARIABLE), CONFIG_VARIABLE)):
+        if path:
+            if not Path(path).is_file():
+                raise ConfigError(f"{source}: there is no file {path}", file=path)
+            return read_file(Path(path))
+    candidates = [(folder or Path.cwd()) / "dataplane.toml"]
+    if environ.get("XDG_CONFIG_HOME"):
+        candidates.append(Path(environ["XDG_CONFIG_HOME"], "dataplane", "config.toml"))
+    elif environ.get("HOME"):
+        candidates.append(Path(environ["HOME"], ".config", "dataplane", "config.toml"))
+    return next((read_file(path) for path in candidates if path.is_file()), None)
+
+
+def read_file(path: Path) -> ConfigFile:
+    """A TOML file of settings.
+
+    Raises:  ConfigError: not readable, not TOML, an unknown key, a bad value; file, key, allowed.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}", file=str(path)) from error
+    values = {}
+    for key, given in table.items():
+        if key not in BY_NAME:
+            near = difflib.get_close_matches(key, BY_NAME, n=1)
+            advice = f"did you mean {near[0]}?" if near else "`dataplane config show` lists them"
+            raise ConfigError(
+                f"{path}: there is no setting {key!r}; {advice}",
+                file=str(path),
+                key=key,
+                allowed=", ".join(BY_NAME),
+            )
+        values[key] = parse(BY_NAME[key], given, str(path))
+    return ConfigFile(path, values)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """DATAPLANE_* variables that nothing reads: misspelt ones, most likely."""
+    known = OTHER_VARIABLES.union(setting.variable for setting in SETTINGS)
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+
+
+def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
+    """The node's part of the settings.
+
+    Raises:  BudgetTooSmall: no slab fits into a rank's delivery memory; needed, budget.
+    """
+    values = {name: resolved.value for name, resolved in settings.items()}
+    fields = {field.name for field in dataclasses.fields(NodeConfig)}
+    config = NodeConfig(
+        **{name: value for name, value in values.items() if name in fields},  # type: ignore[arg-type]
+        coordinator=str(values["join"]),
+    )
+    if config.slab_bytes > config.delivery_bytes_per_rank:
+        raise BudgetTooSmall(
+            f"slab_bytes ({settings['slab_bytes'].source}) is larger than "
+            f"delivery_bytes_per_rank ({settings['delivery_bytes_per_rank'].source}): "
+            f"{config.slab_bytes} > {config.delivery_bytes_per_rank}",
+            needed=config.slab_bytes,
+            budget=config.delivery_bytes_per_rank,
+        )
+    return config
+
+
+def default_node_config() -> NodeConfig:
+    """A node as the environment, the configuration file and this machine have it: what a trainer
+    starts that names no service.
+
+    Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
+    """
+    file = find_file(None, os.environ)
+    return node_config(resolve({}, os.environ, file, this_machine()))

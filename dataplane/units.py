@@ -1,0 +1,138 @@
+"""What a setting may be, as people write it: sizes, durations, counts, addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Value = str | int | float | bool
+
+_BYTES_OF = {"": 1, "b": 1}
+_BYTES_OF |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")}
+_BYTES_OF |= {f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")}
+_SECONDS_OF = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True}
+_SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
+SOCKET_NAME_BYTES_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value. `parse` takes text, or what TOML makes of it, and raises ValueError."""
+
+    allowed: str
+    metavar: str
+    parse: Callable[[object], Value]
+    show: Callable[[Value], str] = str
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port"; an IPv6 host stands in brackets.
+
+    Raises:  ValueError: it is not of this form.
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = str(ipaddress.IPv6Address(host[1:-1]))
+    elif ":" in host:
+        raise ValueError(address)
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(address)
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host. A name other than localhost may be anyone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def show_bytes(value: Value) -> str:
+    """4194304 -> "4 MiB"; a number without such a form stays a number of bytes."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if isinstance(value, int) and value and value % 1024**power == 0:
+            return f"{value // 1024**power} {unit}"
+    return f"{value} B"
+
+
+def _scaled(given: object, scale: dict[str, float] | dict[str, int]) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", str(given).lower())
+    if match is None or match[2] not in scale:
+        raise ValueError(given)
+    number = int(match[1]) if match[1].isdecimal() else float(match[1])
+    return number * scale[match[2]]
+
+
+def _bytes(given: object) -> int:
+    size = _scaled(given, _BYTES_OF)
+    if size != int(size) or size < 1:
+        raise ValueError(given)
+    return int(size)
+
+
+def _seconds(given: object) -> float:
+    seconds = float(_scaled(given, _SECONDS_OF))
+    if not 0 < seconds < float("inf"):
+        raise ValueError(given)
+    return seconds
+
+
+def _count(given: object) -> int:
+    count = _scaled(given, {"": 1})
+    if count != int(count) or not 1 <= count <= 4096:
+        raise ValueError(given)
+    return int(count)
+
+
+def _switch(given: object) -> bool:
+    if isinstance(given, bool):
+        return given
+    if not isinstance(given, str) or given.lower() not in _SWITCHES:
+        raise ValueError(given)
+    return _SWITCHES[given.lower()]
+
+
+def _text(given: object) -> str:
+    if not isinstance(given, str) or not given or not given.isprintable():
+        raise ValueError(given)
+    return given
+
+
+def _folder(given: object) -> str:
+    return str(Path(_text(given)).expanduser().absolute())
+
+
+def _name(given: object) -> str:
+    text = _text(given)
+    if len(text.encode()) > SOCKET_NAME_BYTES_MAX:
+        raise ValueError(given)
+    return text
+
+
+def _address(given: object) -> str:
+    split_address(_text(given))
+    return str(given)
+
+
+def _address_or_none(given: object) -> str:
+    return "" if given == "" else _address(given)
+
+
+BYTES = Kind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
+SECONDS = Kind(
+    'seconds, or a duration such as "30s", "500ms", "2min"',
+    "TIME",
+    _seconds,
+    lambda value: f"{value:g} s",
+)
+COUNT = Kind("a whole number from 1 to 4096", "N", _count)
+SWITCH = Kind("true or false", "BOOL", _switch, lambda value: str(value).lower())
+FOLDER = Kind("the path of a folder", "DIR", _folder)
+NAME = Kind(f"a name of at most {SOCKET_NAME_BYTES_MAX} bytes", "NAME", _name)
+ADDRESS = Kind('"host:port"', "HOST:PORT", _address)
+ADDRESS_OR_NONE = Kind('"host:port", or "" for none', "HOST:PORT", _address_or_none)

@@ -1,0 +1,218 @@
+"""Settings: precedence, provenance, and errors that say what to do."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane import settings, units
+from dataplane.errors import BudgetTooSmall, ConfigError
+from dataplane.machine import Machine
+
+MIB = 1 << 20
+MACHINE = Machine(memory_bytes=64 << 30, cpu_count=12, uid=1000)
+ENVIRON = {"HOME": "/nobody"}
+
+
+def resolved(flags=None, environ=None, file=None, machine=MACHINE):
+    return settings.resolve(flags or {}, ENVIRON | (environ or {}), file, machine)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "dataplane.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "in_file"), list(itertools.product((True, False), repeat=3))
+)
+def test_the_first_of_flag_variable_file_and_default_counts(flag, variable, in_file, tmp_path):
+    file = settings.read_file(written(tmp_path, 'slab_bytes = "3MiB"\n' if in_file else ""))
+    found = resolved(
+        flags={"slab_bytes": "1MiB"} if flag else {},
+        environ={"DATAPLANE_SLAB_BYTES": "2MiB"} if variable else {},
+        file=file,
+    )["slab_bytes"]
+    expected = [
+        (flag, MIB, "--slab-bytes"),
+        (variable, 2 * MIB, "$DATAPLANE_SLAB_BYTES"),
+        (in_file, 3 * MIB, str(file.path)),
+        (True, 4 * MIB, "default"),
+    ]
+    value, source = next((value, source) for given, value, source in expected if given)
+    assert (found.value, found.source) == (value, source)
+
+
+def test_an_empty_variable_says_nothing():
+    assert resolved(environ={"DATAPLANE_SLAB_BYTES": ""})["slab_bytes"].source == "default"
+
+
+def test_every_default_is_a_value_that_its_setting_may_have():
+    for one in resolved().values():
+        assert one.setting.kind.parse(one.value) == one.value
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"), [(8 << 30, 2 << 30), (1 << 40, 4 << 30), ((4 << 20) + 5, 1 << 20)]
+)
+def test_the_block_arena_is_a_quarter_of_memory_up_to_a_bound(memory, expected):
+    machine = Machine(memory_bytes=memory, cpu_count=2, uid=0)
+    assert resolved(machine=machine)["block_arena_bytes"].value == expected
+
+
+@pytest.mark.parametrize(("cpus", "expected"), [(1, 1), (6, 6), (64, 8)])
+def test_workers_follow_the_processors_up_to_eight(cpus, expected):
+    machine = Machine(memory_bytes=1 << 30, cpu_count=cpus, uid=0)
+    assert resolved(machine=machine)["worker_count"].value == expected
+
+
+def test_folders_follow_the_xdg_variables_and_then_home():
+    assert resolved()["cache_dir"].value == "/nobody/.cache/dataplane"
+    assert resolved()["state_dir"].value == "/nobody/.local/state/dataplane"
+    xdg = resolved(environ={"XDG_CACHE_HOME": "/c"})
+    assert xdg["cache_dir"].value == "/c/dataplane"
+
+
+def test_a_user_without_a_home_is_told_what_to_set():
+    machine = Machine(memory_bytes=1 << 30, cpu_count=1, uid=3_999_999_999)
+    with pytest.raises(ConfigError, match="DATAPLANE_CACHE_DIR"):
+        settings.resolve({}, {}, None, machine)
+    folders = {"DATAPLANE_CACHE_DIR": "/c", "DATAPLANE_STATE_DIR": "/s"}
+    assert settings.resolve({}, folders, None, machine)["cache_dir"].value == "/c"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("slab_byte = 3", "did you mean slab_bytes"),
+        ("zzz = 3", "dataplane config show"),
+        ('slab_bytes = "4 Mb/s"', "512MiB"),
+        ("slab_bytes = true", "512MiB"),
+        ("slab_bytes = [1]", "512MiB"),
+        ("slab_bytes = 0", "512MiB"),
+        ("slab_bytes = -1", "512MiB"),
+        ("worker_count = 1.5", "whole number"),
+        ('stall_timeout_s = "soon"', "30s"),
+        ("stall_timeout_s = inf", "30s"),
+        ("stall_timeout_s = 0", "30s"),
+        ('insecure_bind = "perhaps"', "true or false"),
+        ('listen = "7077"', "host:port"),
+        ('listen = "::1:7077"', "host:port"),
+        ('listen = "a:99999"', "host:port"),
+        (f'socket_name = "{"x" * 200}"', "at most"),
+        ("slab_bytes = ", "not a TOML file"),
+        ("[node]\nslab_bytes = 3", "no setting 'node'"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_key_and_what_is_allowed(text, wanted, tmp_path):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        settings.read_file(path)
+    assert str(path) in str(caught.value)
+    assert wanted in str(caught.value)
+    assert text.split()[0].strip("[]") in str(caught.value) or "TOML" in wanted
+
+
+def test_a_wrong_variable_and_a_wrong_flag_are_named():
+    with pytest.raises(ConfigError, match=r"\$DATAPLANE_FETCH_COUNT: .*'many'.*whole number"):
+        resolved(environ={"DATAPLANE_FETCH_COUNT": "many"})
+    with pytest.raises(ConfigError, match=r"--fetch-count: .*'0'"):
+        resolved(flags={"fetch_count": "0"})
+
+
+def test_the_file_that_is_named_first_is_the_one_that_counts(tmp_path):
+    places = [tmp_path / name for name in ("named", "variable", "cwd", "user")]
+    for count, place in enumerate(places, 1):
+        place.mkdir()
+        written(place, f"fetch_count = {count}")
+    user = tmp_path / "user" / "dataplane"
+    user.mkdir()
+    written(tmp_path / "user", "fetch_count = 4").rename(user / "config.toml")
+    environ = {"XDG_CONFIG_HOME": str(tmp_path / "user")}
+    variable = environ | {"DATAPLANE_CONFIG": str(places[1] / "dataplane.toml")}
+    found = [
+        settings.find_file(str(places[0] / "dataplane.toml"), variable, places[2]),
+        settings.find_file(None, variable, places[2]),
+        settings.find_file(None, environ, places[2]),
+        settings.find_file(None, environ, tmp_path),
+    ]
+    assert [file.values["fetch_count"] for file in found if file] == [1, 2, 3, 4]
+    assert settings.find_file(None, {"HOME": str(tmp_path)}, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("named", "environ"), [("/no/such", {}), (None, {"DATAPLANE_CONFIG": "/no/such"})]
+)
+def test_a_file_that_was_named_must_be_there(named, environ):
+    with pytest.raises(ConfigError, match="there is no file /no/such"):
+        settings.find_file(named, environ)
+
+
+def test_the_node_has_what_the_settings_say():
+    config = settings.node_config(
+        resolved(
+            flags={"join": "head:7077", "slab_bytes": "1MiB"}, environ={"XDG_CACHE_HOME": "/c"}
+        )
+    )
+    assert (config.coordinator, config.slab_bytes, config.cache_dir, config.embedded) == (
+        "head:7077",
+        MIB,
+        "/c/dataplane",
+        False,
+    )
+
+
+def test_a_slab_that_no_rank_can_be_given_is_refused():
+    with pytest.raises(BudgetTooSmall, match=r"slab_bytes \(--slab-bytes\).*\(default\)"):
+        settings.node_config(resolved(flags={"slab_bytes": "1GiB"}))
+
+
+def test_misspelt_variables_are_found():
+    environ = {"DATAPLANE_SLAB_BITES": "1", "DATAPLANE_SLAB_BYTES": "1", "DATAPLANE_DEBUG": "1"}
+    assert settings.unknown_variables(environ) == ["DATAPLANE_SLAB_BITES"]
+
+
+@given(st.integers(1, 1 << 60))
+def test_a_size_reads_back_as_it_is_shown(size):
+    assert units.BYTES.parse(units.show_bytes(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("1 kB", 1000), ("1KiB", 1024), ("1.5GiB", 3 << 29), ("2 TB", 2 * 10**12)],
+)
+def test_sizes_have_decimal_and_binary_units(text, size):
+    assert units.BYTES.parse(text) == size
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("500ms", 0.5), ("2min", 120), (3, 3)])
+def test_durations_have_units(text, seconds):
+    assert units.SECONDS.parse(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")),
+    ],
+)
+def test_only_loopback_is_loopback(host, expected):
+    assert units.is_loopback(host) is expected
+
+
+def test_an_ipv6_host_stands_in_brackets():
+    assert units.split_address("[::1]:7077") == ("::1", 7077)
+
+
+def test_a_trainer_reads_settings_without_heavy_imports():
+    heavy = "{'torch', 'pyarrow', 'grpc', 'click', 'rich', 'numpy', 'fsspec'}"
+    script = f"import sys, dataplane.settings; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
