@@ -287,6 +287,7 @@ class Slab:
     region: Region
     batches: tuple[Batch, ...]
     columns: tuple[Column, ...]
+    copy_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,11 +416,20 @@ class BlockSource:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenBlocks:
+    """Blocks that later Assembles name by key, and those to forget."""
+
+    dataset_id: int
+    blocks: tuple[BlockSource, ...] = ()
+    forget: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Assemble:
     """Gather the rows of some batches into a slab."""
 
     dataset_id: int
-    blocks: tuple[BlockSource, ...]
+    block_keys: tuple[int, ...]
     row_index: Region
     batches: tuple[Batch, ...]
     arena_id: int
@@ -436,7 +446,7 @@ class Assembled:
     columns: tuple[Column, ...] = field(default=())
 
 
-TaskBody = AttachArena | DetachArena | OpenDataset | Decode | Assemble
+TaskBody = AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Assemble
 ResultBody = DataplaneError | Done | Decoded | Assembled
 
 

@@ -158,18 +158,20 @@ class NextSlab(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
 
 class Slab(_message.Message):
-    __slots__ = ("stream_id", "slab_id", "region", "batches", "columns")
+    __slots__ = ("stream_id", "slab_id", "region", "batches", "columns", "copy_out")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    COPY_OUT_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     slab_id: int
     region: _types_pb2.Region
     batches: _containers.RepeatedCompositeFieldContainer[Batch]
     columns: _containers.RepeatedCompositeFieldContainer[Column]
-    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[Batch, _Mapping]]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ...) -> None: ...
+    copy_out: bool
+    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[Batch, _Mapping]]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., copy_out: _Optional[bool] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("step", "rows", "valid")

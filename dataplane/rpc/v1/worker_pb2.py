@@ -26,7 +26,7 @@ from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb
 from dataplane.rpc.v1 import local_pb2 as dataplane_dot_rpc_dot_v1_dot_local__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x61taplane/rpc/v1/worker.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\x1a\x1c\x64\x61taplane/rpc/v1/local.proto\"\x8f\x02\n\x04Task\x12\x35\n\x0c\x61ttach_arena\x18\x01 \x01(\x0b\x32\x1d.dataplane.rpc.v1.AttachArenaH\x00\x12\x35\n\x0c\x64\x65tach_arena\x18\x02 \x01(\x0b\x32\x1d.dataplane.rpc.v1.DetachArenaH\x00\x12\x35\n\x0copen_dataset\x18\x03 \x01(\x0b\x32\x1d.dataplane.rpc.v1.OpenDatasetH\x00\x12*\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.DecodeH\x00\x12.\n\x08\x61ssemble\x18\x05 \x01(\x0b\x32\x1a.dataplane.rpc.v1.AssembleH\x00\x42\x06\n\x04\x62ody\"\xc2\x01\n\x06Result\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x17.dataplane.rpc.v1.ErrorH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.dataplane.rpc.v1.DoneH\x00\x12,\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.DecodedH\x00\x12\x30\n\tassembled\x18\x04 \x01(\x0b\x32\x1b.dataplane.rpc.v1.AssembledH\x00\x42\x06\n\x04\x62ody\"\x06\n\x04\x44one\"\x1f\n\x0b\x41ttachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\x1f\n\x0b\x44\x65tachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\xbc\x01\n\x0bOpenDataset\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0e\n\x06schema\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x05 \x03(\t\x12+\n\x05lists\x18\x06 \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12-\n\tfill_null\x18\x07 \x03(\x0b\x32\x1a.dataplane.rpc.v1.FillNull\"\xf6\x01\n\x08RawBlock\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\'\n\x05place\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x30\n\x0epreamble_place\x18\x05 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x13\n\x0bshard_bytes\x18\x06 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x07 \x01(\t\x12)\n\x05\x61rena\x18\x08 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x12\x0e\n\x04path\x18\t \x01(\tH\x00\x42\x07\n\x05where\"m\n\x06\x44\x65\x63ode\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\'\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlock\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"(\n\x07\x44\x65\x63oded\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x08\"|\n\x0b\x42lockSource\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12)\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlockH\x00\x12+\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x42\x08\n\x06source\"\xde\x01\n\x08\x41ssemble\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12-\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1d.dataplane.rpc.v1.BlockSource\x12+\n\trow_index\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12(\n\x07\x62\x61tches\x18\x04 \x03(\x0b\x32\x17.dataplane.rpc.v1.Batch\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04slab\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"u\n\tAssembled\x12\x13\n\x0b\x62\x61tch_count\x18\x01 \x01(\r\x12\x14\n\x0c\x62ytes_needed\x18\x02 \x01(\x04\x12\x12\n\nbytes_used\x18\x03 \x01(\x04\x12)\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x18.dataplane.rpc.v1.Columnb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x61taplane/rpc/v1/worker.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\x1a\x1c\x64\x61taplane/rpc/v1/local.proto\"\xc4\x02\n\x04Task\x12\x35\n\x0c\x61ttach_arena\x18\x01 \x01(\x0b\x32\x1d.dataplane.rpc.v1.AttachArenaH\x00\x12\x35\n\x0c\x64\x65tach_arena\x18\x02 \x01(\x0b\x32\x1d.dataplane.rpc.v1.DetachArenaH\x00\x12\x35\n\x0copen_dataset\x18\x03 \x01(\x0b\x32\x1d.dataplane.rpc.v1.OpenDatasetH\x00\x12*\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.DecodeH\x00\x12.\n\x08\x61ssemble\x18\x05 \x01(\x0b\x32\x1a.dataplane.rpc.v1.AssembleH\x00\x12\x33\n\x0bopen_blocks\x18\x06 \x01(\x0b\x32\x1c.dataplane.rpc.v1.OpenBlocksH\x00\x42\x06\n\x04\x62ody\"\xc2\x01\n\x06Result\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x17.dataplane.rpc.v1.ErrorH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.dataplane.rpc.v1.DoneH\x00\x12,\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.DecodedH\x00\x12\x30\n\tassembled\x18\x04 \x01(\x0b\x32\x1b.dataplane.rpc.v1.AssembledH\x00\x42\x06\n\x04\x62ody\"\x06\n\x04\x44one\"\x1f\n\x0b\x41ttachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\x1f\n\x0b\x44\x65tachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\xbc\x01\n\x0bOpenDataset\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0e\n\x06schema\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x05 \x03(\t\x12+\n\x05lists\x18\x06 \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12-\n\tfill_null\x18\x07 \x03(\x0b\x32\x1a.dataplane.rpc.v1.FillNull\"\xf6\x01\n\x08RawBlock\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\'\n\x05place\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x30\n\x0epreamble_place\x18\x05 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x13\n\x0bshard_bytes\x18\x06 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x07 \x01(\t\x12)\n\x05\x61rena\x18\x08 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x12\x0e\n\x04path\x18\t \x01(\tH\x00\x42\x07\n\x05where\"m\n\x06\x44\x65\x63ode\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\'\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlock\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"(\n\x07\x44\x65\x63oded\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x08\"|\n\x0b\x42lockSource\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12)\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlockH\x00\x12+\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x42\x08\n\x06source\"_\n\nOpenBlocks\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12-\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1d.dataplane.rpc.v1.BlockSource\x12\x0e\n\x06\x66orget\x18\x03 \x03(\x04\"\xc3\x01\n\x08\x41ssemble\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\x12\n\nblock_keys\x18\x02 \x03(\x04\x12+\n\trow_index\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12(\n\x07\x62\x61tches\x18\x04 \x03(\x0b\x32\x17.dataplane.rpc.v1.Batch\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04slab\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"u\n\tAssembled\x12\x13\n\x0b\x62\x61tch_count\x18\x01 \x01(\r\x12\x14\n\x0c\x62ytes_needed\x18\x02 \x01(\x04\x12\x12\n\nbytes_used\x18\x03 \x01(\x04\x12)\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x18.dataplane.rpc.v1.Columnb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.rpc.v1.worker_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TASK']._serialized_start=112
-  _globals['_TASK']._serialized_end=383
-  _globals['_RESULT']._serialized_start=386
-  _globals['_RESULT']._serialized_end=580
-  _globals['_DONE']._serialized_start=582
-  _globals['_DONE']._serialized_end=588
-  _globals['_ATTACHARENA']._serialized_start=590
-  _globals['_ATTACHARENA']._serialized_end=621
-  _globals['_DETACHARENA']._serialized_start=623
-  _globals['_DETACHARENA']._serialized_end=654
-  _globals['_OPENDATASET']._serialized_start=657
-  _globals['_OPENDATASET']._serialized_end=845
-  _globals['_RAWBLOCK']._serialized_start=848
-  _globals['_RAWBLOCK']._serialized_end=1094
-  _globals['_DECODE']._serialized_start=1096
-  _globals['_DECODE']._serialized_end=1205
-  _globals['_DECODED']._serialized_start=1207
-  _globals['_DECODED']._serialized_end=1247
-  _globals['_BLOCKSOURCE']._serialized_start=1249
-  _globals['_BLOCKSOURCE']._serialized_end=1373
-  _globals['_ASSEMBLE']._serialized_start=1376
-  _globals['_ASSEMBLE']._serialized_end=1598
-  _globals['_ASSEMBLED']._serialized_start=1600
-  _globals['_ASSEMBLED']._serialized_end=1717
+  _globals['_TASK']._serialized_end=436
+  _globals['_RESULT']._serialized_start=439
+  _globals['_RESULT']._serialized_end=633
+  _globals['_DONE']._serialized_start=635
+  _globals['_DONE']._serialized_end=641
+  _globals['_ATTACHARENA']._serialized_start=643
+  _globals['_ATTACHARENA']._serialized_end=674
+  _globals['_DETACHARENA']._serialized_start=676
+  _globals['_DETACHARENA']._serialized_end=707
+  _globals['_OPENDATASET']._serialized_start=710
+  _globals['_OPENDATASET']._serialized_end=898
+  _globals['_RAWBLOCK']._serialized_start=901
+  _globals['_RAWBLOCK']._serialized_end=1147
+  _globals['_DECODE']._serialized_start=1149
+  _globals['_DECODE']._serialized_end=1258
+  _globals['_DECODED']._serialized_start=1260
+  _globals['_DECODED']._serialized_end=1300
+  _globals['_BLOCKSOURCE']._serialized_start=1302
+  _globals['_BLOCKSOURCE']._serialized_end=1426
+  _globals['_OPENBLOCKS']._serialized_start=1428
+  _globals['_OPENBLOCKS']._serialized_end=1523
+  _globals['_ASSEMBLE']._serialized_start=1526
+  _globals['_ASSEMBLE']._serialized_end=1721
+  _globals['_ASSEMBLED']._serialized_start=1723
+  _globals['_ASSEMBLED']._serialized_end=1840
 # @@protoc_insertion_point(module_scope)

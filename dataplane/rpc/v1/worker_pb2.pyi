@@ -9,18 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Task(_message.Message):
-    __slots__ = ("attach_arena", "detach_arena", "open_dataset", "decode", "assemble")
+    __slots__ = ("attach_arena", "detach_arena", "open_dataset", "decode", "assemble", "open_blocks")
     ATTACH_ARENA_FIELD_NUMBER: _ClassVar[int]
     DETACH_ARENA_FIELD_NUMBER: _ClassVar[int]
     OPEN_DATASET_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     ASSEMBLE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     attach_arena: AttachArena
     detach_arena: DetachArena
     open_dataset: OpenDataset
     decode: Decode
     assemble: Assemble
-    def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ...) -> None: ...
+    open_blocks: OpenBlocks
+    def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ..., open_blocks: _Optional[_Union[OpenBlocks, _Mapping]] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("error", "done", "decoded", "assembled")
@@ -118,21 +120,31 @@ class BlockSource(_message.Message):
     decoded: _types_pb2.Region
     def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
-class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "blocks", "row_index", "batches", "arena_id", "slab")
+class OpenBlocks(_message.Message):
+    __slots__ = ("dataset_id", "blocks", "forget")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: int
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockSource]
+    forget: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dataset_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockSource, _Mapping]]] = ..., forget: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Assemble(_message.Message):
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockSource]
+    block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
     batches: _containers.RepeatedCompositeFieldContainer[_local_pb2.Batch]
     arena_id: int
     slab: _types_pb2.Region
-    def __init__(self, dataset_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockSource, _Mapping]]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[_local_pb2.Batch, _Mapping]]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[_local_pb2.Batch, _Mapping]]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns")
