@@ -1,0 +1,104 @@
+"""Where the slabs of one delivery arena lie: equal slots, and one zone for oversized batches. Pure.
+
+Slots are equal because a trainer holds slabs for as long as it likes: extents of different sizes
+would leave gaps that nothing fits into, and slabs cannot be moved. A batch that outgrows a slot
+goes to the zone at the end of the arena; the trainer copies it out at once, so that the zone is
+free again whatever the trainer holds.
+
+Invariants:
+1. A slot is free, or was given out once; the zone likewise.
+2. The slot freed last is given out first: its pages are warm in every cache.
+3. `held_bytes_max` leaves `AHEAD_SLOTS_MIN` slots to the node, so that a trainer which holds all it
+   may hold still gets batches.
+
+    slot                  held by the trainer as long as it likes     | held_slots
+    slot                  slabs ready or in the making                | ahead_slots
+    zone                  one oversized batch on its way              | one
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataplane.errors import ClosedError
+from dataplane.model import Region
+
+AHEAD_SLOTS_MIN = 4
+_SLOTS_MIN = 6
+_ZONE_SHARE = 4
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """The sizes of one delivery arena, in bytes."""
+
+    slot_bytes: int
+    slot_count: int
+    zone_bytes: int
+
+    @property
+    def arena_bytes(self) -> int:
+        """All of it."""
+        return self.slot_bytes * self.slot_count + self.zone_bytes
+
+    @property
+    def ahead_slots(self) -> int:
+        """How many slabs may be ready or in the making."""
+        return max(AHEAD_SLOTS_MIN, self.slot_count // 3)
+
+    @property
+    def held_bytes_max(self) -> int:
+        """What the trainer may hold before it must copy."""
+        return (self.slot_count - self.ahead_slots) * self.slot_bytes
+
+
+def plan_slots(arena_bytes: int, slot_bytes: int) -> SlotLayout:
+    """The layout of an arena of about `arena_bytes`, more where six slots need more."""
+    slot = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    zone = max(2 * slot, arena_bytes // _ZONE_SHARE // _PAGE_BYTES * _PAGE_BYTES)
+    return SlotLayout(slot, max(_SLOTS_MIN, (arena_bytes - zone) // slot), zone)
+
+
+class Slots:
+    """Which slots of one arena are free."""
+
+    def __init__(self, layout: SlotLayout) -> None:
+        self.layout = layout
+        self._free = [i * layout.slot_bytes for i in reversed(range(layout.slot_count))]
+        self._taken: set[int] = set()
+        self._zone_at = layout.slot_bytes * layout.slot_count
+        self.zone_is_free = True
+
+    @property
+    def free_count(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def take(self) -> Region | None:
+        """A slot, or None where none is free."""
+        if not self._free:
+            return None
+        at = self._free.pop()
+        self._taken.add(at)
+        return Region(at, self.layout.slot_bytes)
+
+    def take_zone(self) -> Region | None:
+        """The zone, or None while it is in use."""
+        if not self.zone_is_free:
+            return None
+        self.zone_is_free = False
+        return Region(self._zone_at, self.layout.zone_bytes)
+
+    def give_back(self, region: Region) -> None:
+        """Free a slot, or the zone.
+
+        Raises:  ClosedError: it is free already.
+        """
+        if region.offset == self._zone_at and not self.zone_is_free:
+            self.zone_is_free = True
+            return
+        if region.offset not in self._taken:
+            raise ClosedError(f"no slot at {region.offset} is in use")
+        self._taken.remove(region.offset)
+        self._free.append(region.offset)

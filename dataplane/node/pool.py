@@ -1,0 +1,288 @@
+"""The worker processes of a node: started by exec, one job at a time each, replaced when they die.
+
+Invariants:
+1. A job is reported once: done, or failed.
+2. A job whose worker died is given to another worker; the second death is blamed on the job.
+3. Before a job a worker is told whatever it needs and was not told yet; a new worker knows nothing.
+4. A worker that was told to open a block is told to forget it before it sees anything else of a
+   node that has reused its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dataplane.errors import CorruptShard, DataplaneError, PeerLost
+from dataplane.rpc import local, messages
+from dataplane.trace import Trace
+
+_DEATHS_MAX = 2
+_SCHEMA_PART_BYTES = 128 * 1024
+_BLOCKS_A_PACKET = 200
+_QUICK_DEATHS_MAX = 5
+
+Report = Callable[[messages.ResultBody], None]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One order to a worker, and what the worker must know for it.
+
+    `arenas` are (arena id, descriptor); `blocks` are the sources that `body` names by key.
+    """
+
+    body: messages.Decode | messages.Assemble
+    dataset: messages.OpenDataset
+    arenas: tuple[tuple[int, int], ...]
+    blocks: tuple[messages.BlockSource, ...]
+    report: Report
+    blame: str
+    deaths: int = 0
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    job: Job | None = None
+    packets: deque[tuple[messages.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
+    arenas: set[int] = field(default_factory=set)
+    datasets: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+    forget: list[int] = field(default_factory=list)
+    jobs_done: int = 0
+
+
+class WorkerPool:
+    """`worker_count` processes and one queue, most urgent first."""
+
+    def __init__(self, worker_count: int, trace: Trace) -> None:
+        self._worker_count = worker_count
+        self._trace = trace
+        self._workers: list[_Worker] = []
+        self._queue: list[tuple[int, int, Job]] = []
+        self._numbers = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._quick_deaths = 0
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the processes; does not wait for them."""
+        self._loop = asyncio.get_running_loop()
+        for _ in range(self._worker_count):
+            self._spawn()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The workers' process ids."""
+        return tuple(worker.process.pid for worker in self._workers)
+
+    @property
+    def queued_count(self) -> int:
+        """Jobs that wait for a worker."""
+        return len(self._queue)
+
+    @property
+    def busy_count(self) -> int:
+        """Jobs that a worker has."""
+        return sum(worker.job is not None for worker in self._workers)
+
+    def submit(self, job: Job, urgency: int) -> None:
+        """Queue a job; the smallest urgency goes first, then the oldest."""
+        heapq.heappush(self._queue, (urgency, next(self._numbers), job))
+        self._dispatch()
+
+    def forget_block(self, key: int) -> None:
+        """The memory of this block is about to hold another one."""
+        for worker in self._workers:
+            if key in worker.blocks:
+                worker.blocks.remove(key)
+                worker.forget.append(key)
+
+    def detach_arena(self, arena_id: int) -> None:
+        """Nobody needs this arena any more."""
+        for worker in self._workers:
+            if arena_id in worker.arenas:
+                worker.arenas.remove(arena_id)
+                worker.packets.append((messages.DetachArena(arena_id), ()))
+                if worker.job is None:
+                    self._send_next(worker)
+
+    def close(self) -> None:
+        """End all workers and wait for them. May be called twice."""
+        self._closed = True
+        for worker in self._workers:
+            self._forget_socket(worker)
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+        self._workers.clear()
+
+    def _spawn(self) -> None:
+        ours, theirs = local.pair()
+        ours.setblocking(False)
+        command = [sys.executable, "-m", "dataplane.node", "--worker-fd", str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), close_fds=True
+        )
+        theirs.close()
+        worker = _Worker(process, ours)
+        self._workers.append(worker)
+        assert self._loop is not None
+        self._loop.add_reader(ours.fileno(), self._on_readable, worker)
+        self._trace.started("worker", pid=process.pid)
+
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            if worker.job is not None or worker.packets:
+                continue
+            job = self._pop()
+            if job is None:
+                return
+            worker.job = job
+            self._prepare(worker, job)
+            self._send_next(worker)
+
+    def _pop(self) -> Job | None:
+        while self._queue:
+            job = heapq.heappop(self._queue)[2]
+            if not job.cancelled:
+                return job
+        return None
+
+    def _prepare(self, worker: _Worker, job: Job) -> None:
+        for arena_id, fd in job.arenas:
+            if arena_id not in worker.arenas:
+                worker.arenas.add(arena_id)
+                worker.packets.append((messages.AttachArena(arena_id), (fd,)))
+        dataset_id = job.dataset.dataset_id
+        if dataset_id not in worker.datasets:
+            worker.datasets.add(dataset_id)
+            worker.packets.extend((part, ()) for part in _in_parts(job.dataset))
+        new = [source for source in job.blocks if source.key not in worker.blocks]
+        worker.blocks.update(source.key for source in new)
+        forget, worker.forget = worker.forget, []
+        if forget:
+            worker.packets.append((messages.OpenBlocks(dataset_id, (), tuple(forget)), ()))
+        for some in _batched(new, _BLOCKS_A_PACKET):
+            worker.packets.append((messages.OpenBlocks(dataset_id, tuple(some)), ()))
+        worker.packets.append((job.body, ()))
+
+    def _send_next(self, worker: _Worker) -> None:
+        body, descriptors = worker.packets[0]
+        try:
+            local.send(worker.sock, messages.Task(body), descriptors)
+        except PeerLost:
+            self._on_death(worker)
+
+    def _on_readable(self, worker: _Worker) -> None:
+        try:
+            result, _ = local.receive(worker.sock, messages.Result)
+        except BlockingIOError:
+            return
+        except PeerLost:
+            self._on_death(worker)
+            return
+        done, _ = worker.packets.popleft()
+        failed = isinstance(result.body, DataplaneError)
+        if failed and worker.job is not None and done is not worker.job.body:
+            self._undo(worker)
+        if worker.packets:
+            self._send_next(worker)
+            return
+        self._finish(worker, result.body)
+
+    def _undo(self, worker: _Worker) -> None:
+        """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
+        job = worker.job
+        assert job is not None
+        worker.packets.clear()
+        keys = {source.key for source in job.blocks} & worker.blocks
+        worker.blocks -= keys
+        worker.forget.extend(keys)
+
+    def _finish(self, worker: _Worker, body: messages.ResultBody) -> None:
+        job, worker.job = worker.job, None
+        worker.jobs_done += job is not None
+        self._quick_deaths = 0
+        if job is not None and not job.cancelled:
+            job.report(body)
+        self._dispatch()
+
+    def _forget_socket(self, worker: _Worker) -> None:
+        if self._loop is not None and worker.sock.fileno() >= 0:
+            self._loop.remove_reader(worker.sock.fileno())
+        worker.sock.close()
+
+    def _on_death(self, worker: _Worker) -> None:
+        """Replace a worker; its job goes to the next one, or is blamed."""
+        self._forget_socket(worker)
+        worker.process.kill()
+        status = worker.process.wait()
+        self._workers.remove(worker)
+        if self._closed:
+            return
+        self._trace.failed("worker", pid=worker.process.pid, status=status)
+        job = worker.job
+        if not worker.jobs_done:
+            self._quick_deaths += 1
+        if job is not None and not job.cancelled:
+            job.deaths += 1
+            if job.deaths >= _DEATHS_MAX:
+                job.report(_quarantine(job, status))
+            else:
+                heapq.heappush(self._queue, (-1, next(self._numbers), job))
+        if self._quick_deaths > _QUICK_DEATHS_MAX * self._worker_count:
+            self._fail_all(status)
+            return
+        self._spawn()
+        self._dispatch()
+
+    def _fail_all(self, status: int) -> None:
+        while (job := self._pop()) is not None:
+            job.report(
+                DataplaneError(
+                    f"no worker process stays alive (the last ended with status {status}): "
+                    "look at the node's output for the reason"
+                )
+            )
+
+
+def _quarantine(job: Job, status: int) -> CorruptShard:
+    return CorruptShard(
+        f"{job.blame}: the worker process died {job.deaths} times at it (last exit status "
+        f"{status}): these rows are quarantined",
+        shard=job.blame,
+    )
+
+
+def _in_parts(dataset: messages.OpenDataset) -> list[messages.OpenDataset]:
+    schema, step = dataset.schema, _SCHEMA_PART_BYTES
+    cuts = list(range(0, max(len(schema), 1), step))
+    return [
+        messages.OpenDataset(
+            dataset.dataset_id,
+            dataset.format,
+            schema[at : at + step],
+            more=at != cuts[-1],
+            columns=dataset.columns,
+            lists=dataset.lists,
+            fill_null=dataset.fill_null,
+        )
+        for at in cuts
+    ]
+
+
+def _batched(
+    sources: Sequence[messages.BlockSource], size: int
+) -> list[Sequence[messages.BlockSource]]:
+    return [sources[at : at + size] for at in range(0, len(sources), size)]
