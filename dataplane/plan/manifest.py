@@ -1,0 +1,406 @@
+"""The manifest: what a dataset's shards and blocks are, under one fingerprint.
+
+1. Two manifests are equal if and only if their fingerprints are: same shards, in the same content,
+   cut into the same blocks. How the user named the dataset (`urls`) is no part of it.
+2. Every block has samples; blocks lie in shard order, and in a shard in the format's order.
+3. A file is believed only if its checksum and its fingerprint are right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import ObjectInfo, Region
+from dataplane.plan.order import counted
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+VERSION = 1
+_MAGIC = b"DP-INDEX"
+_CHECKSUM_BYTES = 32
+_COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
+    ("block_shard", np.dtype(np.int32)),
+    ("block_rows", np.dtype(np.int64)),
+    ("block_offset", np.dtype(np.int64)),
+    ("block_length", np.dtype(np.int64)),
+    ("block_decoded", np.dtype(np.int64)),
+)
+_BLOCK_LISTS = ("rows", "gap", "length", "decoded")
+_FILE_SCHEMA = pa.schema(
+    [
+        pa.field("url", pa.string(), nullable=False),
+        pa.field("size_bytes", pa.int64(), nullable=False),
+        pa.field("etag", pa.string(), nullable=False),
+        pa.field("preamble_offset", pa.int64(), nullable=False),
+        pa.field("preamble_length", pa.int64(), nullable=False),
+        pa.field("zero_copy", pa.bool_(), nullable=False),
+        *(pa.field(name, pa.list_(pa.int64()), nullable=False) for name in _BLOCK_LISTS),
+        pa.field("empty_blocks", pa.list_(pa.int64()), nullable=False),
+    ]
+)
+
+
+class BlockExtent(Protocol):
+    """What a format's index says of one block."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def place(self) -> Region: ...
+    @property
+    def decoded_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedShard:
+    """One shard as it was listed, with what indexing it gave."""
+
+    listed: ObjectInfo
+    blocks: Sequence[BlockExtent]
+    preamble: Region
+    zero_copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard. `block_count` counts its blocks with samples; `empty_blocks` are the indices,
+    rising, of those without, which the manifest leaves out.
+    """
+
+    url: str
+    size_bytes: int
+    etag: str
+    block_count: int
+    preamble: Region
+    zero_copy: bool
+    empty_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Manifest:
+    """The shards of a dataset and their K blocks. The arrays are read-only.
+
+    `schema` is the dataset's Arrow schema, serialised; `fingerprint` is 32 hex digits.
+
+    Shapes:  block_shard: int32[K], rising.   block_rows: int64[K], samples, > 0.
+             block_offset, block_length: int64[K], bytes in the shard.
+             block_decoded: int64[K], bytes, an estimate.
+    Raises:  ConfigError: the columns do not fit together, or there are no samples.
+    """
+
+    urls: tuple[str, ...]
+    format: str
+    schema: bytes
+    shards: tuple[Shard, ...]
+    block_shard: Int32
+    block_rows: Int64
+    block_offset: Int64
+    block_length: Int64
+    block_decoded: Int64
+    sample_count: int = field(init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, dtype in _COLUMNS:
+            object.__setattr__(self, name, _column(getattr(self, name), dtype, name))
+        object.__setattr__(self, "sample_count", counted(self.block_rows))
+        self._check()
+        object.__setattr__(self, "fingerprint", self._fingerprint())
+
+    @classmethod
+    def build(
+        cls, urls: Iterable[str], format_name: str, schema: bytes, shards: Iterable[IndexedShard]
+    ) -> Manifest:
+        """The manifest of these shards, in this order. Blocks without rows are left out.
+
+        Raises:  ConfigError: no samples at all, or numbers that no block can have.
+        """
+        kept: list[Shard] = []
+        tables: list[Int64] = []
+        for shard in shards:
+            table = _table(shard)
+            filled = table[:, 0] != 0
+            listed, count = shard.listed, int(filled.sum())
+            empty = tuple(np.flatnonzero(~filled).tolist())
+            kept.append(
+                Shard(
+                    listed.url, listed.size_bytes, listed.etag, count, shard.preamble,
+                    shard.zero_copy, empty,
+                )
+            )  # fmt: skip
+            tables.append(table[filled])
+        if not tables:
+            raise ConfigError("the dataset has no shards: check its urls", field="urls")
+        counts = [shard.block_count for shard in kept]
+        block_shard = np.repeat(np.arange(len(kept), dtype=np.int32), counts)
+        columns = (np.ascontiguousarray(column) for column in np.concatenate(tables).T)
+        return cls(tuple(urls), format_name, schema, tuple(kept), block_shard, *columns)
+
+    @property
+    def block_count(self) -> int:
+        return len(self.block_rows)
+
+    def block_in_shard(self, block: int) -> int:
+        """The index that the block's shard gives it: what a format's RawBlock wants to know.
+
+        Raises:  ConfigError: there is no such block.
+        """
+        if not 0 <= block < self.block_count:
+            raise ConfigError(
+                f"there is no block {block}: they run from 0 to {self.block_count - 1}",
+                field="block",
+            )
+        shard = int(self.block_shard[block])
+        index = block - int(np.searchsorted(self.block_shard, shard))
+        for empty in self.shards[shard].empty_blocks:
+            if empty > index:
+                break
+            index += 1
+        return index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Manifest {self.fingerprint}: {len(self.shards)} {self.format} shards,"
+            f" {self.block_count} blocks, {self.sample_count} samples>"
+        )
+
+    def to_bytes(self) -> bytes:
+        """One Arrow IPC stream, zstd-compressed, one row a shard; then its checksum and a mark."""
+        counts = [shard.block_count for shard in self.shards]
+        offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+        ends = self.block_offset + self.block_length
+        # Blocks mostly follow one another: what lies between them is nearly always nothing, and
+        # compresses to nothing. Wrapping arithmetic undoes itself.
+        gap = self.block_offset.copy()
+        same = self.block_shard[1:] == self.block_shard[:-1]
+        gap[1:][same] -= ends[:-1][same]
+        lists = (self.block_rows, gap, self.block_length, self.block_decoded)
+        columns = [
+            pa.array([shard.url for shard in self.shards], pa.string()),
+            pa.array([shard.size_bytes for shard in self.shards], pa.int64()),
+            pa.array([shard.etag for shard in self.shards], pa.string()),
+            pa.array([shard.preamble.offset for shard in self.shards], pa.int64()),
+            pa.array([shard.preamble.length for shard in self.shards], pa.int64()),
+            pa.array([shard.zero_copy for shard in self.shards], pa.bool_()),
+            *(pa.ListArray.from_arrays(offsets, pa.array(values)) for values in lists),
+            pa.array([shard.empty_blocks for shard in self.shards], pa.list_(pa.int64())),
+        ]
+        described = _FILE_SCHEMA.with_metadata(
+            {
+                "dataplane.manifest": str(VERSION),
+                "fingerprint": self.fingerprint,
+                "format": self.format,
+                "schema": self.schema,
+                "urls": json.dumps(self.urls),
+            }
+        )
+        sink = pa.BufferOutputStream()
+        options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
+        with pa.ipc.new_stream(sink, described, options=options) as writer:
+            writer.write_batch(pa.record_batch(columns, schema=described))
+        body: bytes = sink.getvalue().to_pybytes()
+        return body + _checksum(body) + _MAGIC
+
+    @classmethod
+    def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
+        """The manifest that `to_bytes` wrote; `name` is what errors call it.
+
+        Raises:  CorruptShard: it is no manifest, or damaged.  ConfigError: of another version.
+        """
+        body = _verified(memoryview(content), name)
+        try:
+            options = pa.ipc.IpcReadOptions(use_threads=False)
+            with pa.ipc.open_stream(pa.py_buffer(body), options=options) as reader:
+                metadata = reader.schema.metadata or {}
+                _check_version(metadata, name)
+                batch = reader.read_next_batch()
+            batch.validate(full=True)
+            if not batch.schema.remove_metadata().equals(_FILE_SCHEMA):
+                raise ValueError(f"columns {batch.schema.names}")
+            manifest = _decoded(batch, metadata)
+        except ConfigError as error:
+            if error.nouns.get("field") == "version":
+                raise
+            raise _damaged(name, "columns that fit together", str(error)) from error
+        except (
+            pa.ArrowException,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            StopIteration,
+        ) as error:
+            raise _damaged(name, "the columns of a manifest", str(error)) from error
+        expected = metadata[b"fingerprint"].decode()
+        if manifest.fingerprint != expected:
+            raise _damaged(name, f"fingerprint {expected}", manifest.fingerprint)
+        return manifest
+
+    def _check(self) -> None:
+        lengths = {len(getattr(self, name)) for name, _ in _COLUMNS}
+        if len(lengths) != 1:
+            raise ConfigError(f"block columns of different lengths {sorted(lengths)}")
+        for shard in self.shards:
+            _check_shard(shard)
+        if (self.block_shard[1:] < self.block_shard[:-1]).any():
+            raise ConfigError("blocks must lie in the order of their shards", field="block_shard")
+        if self.block_shard[-1] >= len(self.shards):
+            raise ConfigError("a block lies in a shard that is not there", field="block_shard")
+        counts = np.bincount(self.block_shard, minlength=len(self.shards)).tolist()
+        for shard, count in zip(self.shards, counts, strict=True):
+            if shard.block_count != count:
+                raise ConfigError(
+                    f"{shard.url} should have {shard.block_count} blocks and has {count}",
+                    shard=shard.url,
+                )
+
+    def _fingerprint(self) -> str:
+        """A hash of the canonical encoding: lengths before texts, numbers as little-endian."""
+        digest = hashlib.blake2b(digest_size=16, person=b"dp-manifest-1")
+        texts = (self.format.encode(), self.schema)
+        digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
+        digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
+        for shard in self.shards:
+            url, etag, empty = shard.url.encode(), shard.etag.encode(), shard.empty_blocks
+            numbers = (
+                len(url), len(etag), shard.size_bytes, shard.block_count, shard.preamble.offset,
+                shard.preamble.length, int(shard.zero_copy), len(empty), *empty,
+            )  # fmt: skip
+            digest.update(struct.pack(f"<{len(numbers)}q", *numbers) + url + etag)
+        for name, dtype in _COLUMNS:
+            digest.update(getattr(self, name).astype(dtype.newbyteorder("<"), copy=False).data)
+        return digest.hexdigest()
+
+
+def _table(shard: IndexedShard) -> Int64:
+    try:
+        rows = [
+            (block.rows, block.place.offset, block.place.length, block.decoded_bytes)
+            for block in shard.blocks
+        ]
+        return np.array(rows, np.int64).reshape(-1, 4)
+    except OverflowError as error:
+        url = shard.listed.url
+        raise ConfigError(f"{url} has a block with a number above 2**63", shard=url) from error
+
+
+def _check_shard(shard: Shard) -> None:
+    empty = shard.empty_blocks
+    places = (shard.size_bytes, shard.preamble.offset, shard.preamble.length, *empty)
+    if min(places) < 0 or max(places) >= 1 << 63:
+        raise ConfigError(
+            f"{shard.url} has a size or a place that is negative or too large", shard=shard.url
+        )
+    if list(empty) != sorted(set(empty)):
+        raise ConfigError(f"{shard.url} has empty blocks that do not rise", shard=shard.url)
+    try:
+        _ = shard.url.encode(), shard.etag.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{shard.url!r} is not valid Unicode: rename the shard", shard=repr(shard.url)
+        ) from error
+
+
+def _column(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+    values = np.asarray(values)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ConfigError(f"{name} must be one array of whole numbers", field=name)
+    if len(values) and (values.min() < 0 or values.max() > np.iinfo(dtype).max):
+        raise ConfigError(f"{name} has a number that is negative or too large", field=name)
+    column = np.ascontiguousarray(values, dtype).view()
+    column.flags.writeable = False
+    return column
+
+
+def _checksum(body: Buffer) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptShard:
+    return CorruptShard(
+        f"{name} is no manifest that can be believed: expected {expected}, found {found}."
+        " Index the dataset again",
+        shard=name,
+        offset=offset,
+        expected=expected,
+        found=found,
+    )
+
+
+def _verified(content: memoryview, name: str) -> memoryview:
+    """The Arrow stream, after its checksum was found right: Arrow never sees damaged bytes."""
+    content = content.cast("B")
+    end = len(content) - _CHECKSUM_BYTES - len(_MAGIC)
+    mark = bytes(content[-len(_MAGIC) :])
+    if end < 0 or mark != _MAGIC:
+        raise _damaged(name, f"{_MAGIC!r} at its end (was it cut short?)", repr(mark), max(end, 0))
+    body = content[:end]
+    if bytes(content[end : -len(_MAGIC)]) != _checksum(body):
+        raise _damaged(name, "its own checksum", f"another over {end} bytes", end)
+    return body
+
+
+def _check_version(metadata: dict[bytes, bytes], name: str) -> None:
+    found = metadata[b"dataplane.manifest"].decode()
+    if found != str(VERSION):
+        raise ConfigError(
+            f"{name} is a manifest of version {found}, and this is Dataplane with version"
+            f" {VERSION}: index the dataset again, or use the release that wrote it",
+            field="version",
+            expected=VERSION,
+            found=found,
+        )
+
+
+def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
+    if any(column.null_count for column in batch.columns):
+        raise ValueError("a value is missing")
+    listed = [batch.column(name) for name in _BLOCK_LISTS]
+    counts = listed[0].value_lengths().to_numpy()
+    if any(not np.array_equal(each.value_lengths().to_numpy(), counts) for each in listed[1:]):
+        raise ValueError("a shard's block columns have different lengths")
+    # A missing number among the values would turn them into floating point, which is refused.
+    rows, gap, length, decoded = (each.flatten().to_numpy(zero_copy_only=False) for each in listed)
+    stop = np.cumsum(gap + length)
+    before = np.concatenate([[0], stop])[np.cumsum(counts) - counts]
+    preambles = zip(*(batch.column(f"preamble_{end}").to_pylist() for end in ("offset", "length")),
+                    strict=True)  # fmt: skip
+    shards = map(
+        Shard,
+        batch.column("url").to_pylist(),
+        batch.column("size_bytes").to_pylist(),
+        batch.column("etag").to_pylist(),
+        counts.tolist(),
+        (Region(*place) for place in preambles),
+        batch.column("zero_copy").to_pylist(),
+        map(tuple, batch.column("empty_blocks").to_pylist()),
+    )
+    return Manifest(
+        urls=tuple(json.loads(metadata[b"urls"])),
+        format=metadata[b"format"].decode(),
+        schema=metadata[b"schema"],
+        shards=tuple(shards),
+        block_shard=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+        block_rows=rows,
+        block_offset=stop - length - np.repeat(before, counts),
+        block_length=length,
+        block_decoded=decoded,
+    )
