@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from dataplane.model import End, ListPolicy
 
+# The build reads the version here; clients, nodes and coordinators of one service must be equal.
+VERSION = "0.1.0"
 PROTOCOL_VERSION = 1
 
 

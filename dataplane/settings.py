@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dataplane import units
 from dataplane.config import NodeConfig
@@ -282,10 +283,8 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
     """
     values = {name: resolved.value for name, resolved in settings.items()}
     fields = {field.name for field in dataclasses.fields(NodeConfig)}
-    config = NodeConfig(
-        **{name: value for name, value in values.items() if name in fields},  # type: ignore[arg-type]
-        coordinator=str(values["join"]),
-    )
+    chosen: dict[str, Any] = {name: value for name, value in values.items() if name in fields}
+    config = NodeConfig(**chosen, coordinator=str(values["join"]))
     if config.slab_bytes > config.delivery_bytes_per_rank:
         raise BudgetTooSmall(
             f"slab_bytes ({settings['slab_bytes'].source}) is larger than "

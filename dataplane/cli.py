@@ -1,0 +1,88 @@
+"""`dataplane`: the command line. It reads flags, the environment and files; nothing below it does.
+
+Errors are printed as one block (what, where, what to do) and become an exit status; a traceback
+comes only with --debug, or for a bug.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.config import config
+from dataplane.commands.options import config_option
+from dataplane.config import VERSION
+from dataplane.errors import DataplaneError
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="\b\n" + output.EXIT_CODES,
+)
+@click.version_option(VERSION, "--version", message="dataplane %(version)s")
+@click.option(
+    "--debug",
+    is_flag=True,
+    envvar="DATAPLANE_DEBUG",
+    help="Log everything, and show tracebacks.  [env: DATAPLANE_DEBUG]",
+)
+@config_option
+def cli(*, debug: bool, config_file: str | None) -> None:
+    """Feed training loops from object storage: one order on any number of GPUs, exact resume.
+
+    \b
+    Look at a dataset, check it, then serve it:
+      dataplane inspect s3://bucket/train/
+      dataplane verify s3://bucket/train/
+      dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
+      dataplane serve
+    """
+    del config_file  # the commands that read settings ask for it
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+for command in (config,):
+    cli.add_command(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Carry out one command line; the result is the exit status."""
+    debug = "--debug" in arguments or bool(os.environ.get("DATAPLANE_DEBUG"))
+    try:
+        status = cli.main(list(arguments), prog_name="dataplane", standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):
+        output.stderr().print("interrupted")
+        return output.EXIT_INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return output.EXIT_USAGE
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output has seen enough. click and rich say so with SystemExit, which
+        # no command raises; Python must not complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return output.EXIT_PIPE_CLOSED
+    except DataplaneError as error:
+        if debug:
+            output.stderr().print_exception()
+        output.write_error(error)
+        return output.exit_code(error)
+    except Exception as error:  # noqa: BLE001 - the outermost door: whatever else comes is a bug
+        output.stderr().print_exception()
+        output.write_error(error)
+        output.stderr().print("  this is a bug in dataplane: please report it with the above")
+        return output.EXIT_BUG
+    return status if isinstance(status, int) else output.EXIT_OK
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))

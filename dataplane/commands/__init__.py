@@ -1,0 +1,1 @@
+"""The commands of `dataplane`, one a file; `cli.py` is their group."""

@@ -1,0 +1,63 @@
+"""Settings as options: any command may take some of them, and gets all of them resolved."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from dataplane import settings, units
+from dataplane.machine import this_machine
+from dataplane.settings import Resolved
+
+Settings = Mapping[str, Resolved]
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--json`, wherever data is shown."""
+    return click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")(command)
+
+
+def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--config`, before or after the command's name."""
+    return click.option(
+        "--config",
+        "config_file",
+        metavar="FILE",
+        help="Read settings from this TOML file.  [env: DATAPLANE_CONFIG]",
+    )(command)
+
+
+def setting_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of these settings. It is called with `settings`: all of them,
+    each with its source.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        @click.pass_context
+        def resolved(context: click.Context, /, config_file: str | None, **given: Any) -> Any:
+            flags = {name: given.pop(name) for name in names}
+            general = context.find_root().params.get("config_file")
+            file = settings.find_file(config_file or general, os.environ)
+            known = {name: value for name, value in flags.items() if value is not None}
+            found = settings.resolve(known, os.environ, file, this_machine())
+            return command(settings=found, **given)
+
+        made: Callable[..., Any] = resolved
+        for name in reversed(names):
+            made = _option(settings.BY_NAME[name])(made)
+        return config_option(made)
+
+    return decorate
+
+
+def _option(setting: settings.Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    meaning = setting.meaning[0].upper() + setting.meaning[1:]
+    text = f"{meaning}.  [env: {setting.variable}]"
+    if setting.kind is units.SWITCH:
+        return click.option(setting.flag, setting.name, is_flag=True, default=None, help=text)
+    return click.option(setting.flag, setting.name, metavar=setting.kind.metavar, help=text)

@@ -1,0 +1,166 @@
+"""What commands write: results to stdout, progress and errors to stderr, one error as one block."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TextIO, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from dataplane import errors
+
+EXIT_OK = 0
+EXIT_BAD_DATA = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141
+
+EXIT_CODES = """\
+Exit status:
+  0    all is well
+  1    the data is not: corrupt, changed, or a check failed
+  2    the command line or a setting is wrong
+  3    the store or a peer did not answer, or refused
+  70   a bug in dataplane
+  130  interrupted with Ctrl-C
+"""
+
+# The first class of an error's ancestry that is listed here decides.
+_EXIT_OF: dict[type[BaseException], int] = {
+    errors.ConfigError: EXIT_USAGE,
+    errors.CorruptShard: EXIT_BAD_DATA,
+    errors.DatasetChangedError: EXIT_BAD_DATA,
+    errors.DataplaneError: EXIT_UNREACHABLE,
+}
+
+_ADVICE: dict[type[BaseException], str] = {
+    errors.VersionMismatch: "install one version of dataplane-loader on every host, and restart",
+    errors.BudgetTooSmall: "raise the budget; `dataplane config show` says where it was set",
+    errors.ConfigError: "put it right and run the command again; --help has examples",
+    errors.ShardNotFound: "check the spelling, and that the store's endpoint is the one you mean",
+    errors.StoreDenied: "check the credentials in the environment, and what they may read",
+    errors.StoreError: "check the network and the store; then run the command again",
+    errors.DatasetChangedError: "index the dataset again, or restore the shard that was pinned",
+    errors.SchemaMismatch: "write the shard again with the dataset's schema, or leave it out",
+    errors.CorruptShard: "write the shard again from its source; retrying will not help",
+    errors.PeerLost: "check that it runs (`dataplane status`) and that its address is right",
+    errors.LeaseError: "another launch of the job took over; stop this one, or start it again",
+    errors.DataStallError: "`dataplane status` shows who waits; look at that node's log",
+}
+
+NON_TERMINAL_WIDTH = 200
+
+T = TypeVar("T")
+
+
+def _console(stream: TextIO) -> Console:
+    # Tables that go into a file or a pipe are not folded to a terminal's usual 80 columns.
+    width = None if stream.isatty() else NON_TERMINAL_WIDTH
+    return Console(file=stream, width=width, highlight=False)
+
+
+def stdout() -> Console:
+    """Where results go."""
+    return _console(sys.stdout)
+
+
+def stderr() -> Console:
+    """Where progress, warnings and errors go."""
+    return _console(sys.stderr)
+
+
+def write_json(value: object) -> None:
+    """One JSON document on stdout. What JSON lacks is written as its text."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n")
+
+
+def write_table(
+    headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+) -> None:
+    """A plain table on stdout; numbers stand at the right of their columns."""
+    stdout().print(table(headings, rows, title))
+
+
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+) -> Table:
+    """The same table as a value, for live display."""
+    found = [list(row) for row in rows]
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    for index, heading in enumerate(headings):
+        numeric = bool(found) and all(isinstance(row[index], int | float) for row in found)
+        made.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in found:
+        made.add_row(*(escape(show(cell)) for cell in row))
+    return made
+
+
+def show(cell: object) -> str:
+    """A cell's text: thousands apart, floats short, None a dash."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    if isinstance(cell, float):
+        return f"{cell:,.1f}"
+    return str(cell)
+
+
+def progress() -> Progress:
+    """A progress bar on stderr; nothing at all where stderr is not a terminal."""
+    console = stderr()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
+def warn(message: str) -> None:
+    """One line of warning on stderr."""
+    stderr().print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
+
+
+def write_error(error: BaseException) -> None:
+    """What, where, what to do: one block on stderr."""
+    console = stderr()
+    what = str(error) or type(error).__name__
+    console.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True)
+    if isinstance(error, errors.DataplaneError):
+        for noun, value in error.nouns.items():
+            if value is not None:
+                console.print(f"  {noun + ':':<12} {escape(str(value))}", soft_wrap=True)
+        console.print(f"  {'kind:':<12} {type(error).__name__}")
+    advice = _first(_ADVICE, error)
+    if advice:
+        console.print(f"  {'what to do:':<12} {escape(advice)}", soft_wrap=True)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit status that an error stands for."""
+    return _first(_EXIT_OF, error) or EXIT_BUG
+
+
+def _first(by_class: Mapping[type[BaseException], T], error: BaseException) -> T | None:
+    return next((by_class[one] for one in type(error).__mro__ if one in by_class), None)
