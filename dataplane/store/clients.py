@@ -1,0 +1,115 @@
+"""obstore clients from what the environment says.
+
+obstore itself reads AWS_*, GOOGLE_* and AZURE_*; what it does not read is added here: the profiles
+of ~/.aws (with SSO and the like), and that an http endpoint may be spoken to without TLS.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+from dataplane.errors import ConfigError
+
+if TYPE_CHECKING:
+    # These are there for type checkers only: obstore's module has them not.
+    from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
+
+Client = S3Store | GCSStore | AzureStore | HTTPStore
+
+CONNECT_TIMEOUT_S = 5.0
+CREDENTIAL_LIFE = dt.timedelta(minutes=5)
+_S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_NO_RETRIES: RetryConfig = {"max_retries": 0}
+
+
+def client(base: str, environment: Mapping[str, str], request_timeout_s: float) -> Client:
+    """A client of one bucket, container or http server.
+
+    Raises:  ConfigError: the profile is not there.  ValueError and obstore's own, for what it
+    finds wrong.
+    """
+    scheme, _, authority = base.partition("://")
+    options: ClientConfig = {
+        "connect_timeout": dt.timedelta(seconds=min(CONNECT_TIMEOUT_S, request_timeout_s)),
+        "timeout": dt.timedelta(seconds=request_timeout_s),
+    }
+    if scheme == "s3":
+        return _s3(authority, environment, options)
+    if scheme == "gs":
+        return GCSStore(authority, client_options=options, retry_config=_NO_RETRIES)
+    if scheme in ("http", "https"):
+        options["allow_http"] = scheme == "http"
+        return HTTPStore(base, client_options=options, retry_config=_NO_RETRIES)
+    return AzureStore.from_url(base, client_options=options, retry_config=_NO_RETRIES)
+
+
+def _s3(bucket: str, environment: Mapping[str, str], options: ClientConfig) -> S3Store:
+    config: S3Config = {}
+    endpoint = next((environment[name] for name in _S3_ENDPOINTS if environment.get(name)), "")
+    provider = None
+    if _needs_profile(environment):
+        session = _profile(environment)
+        endpoint = endpoint or session.get_scoped_config().get("endpoint_url", "")
+        region = session.get_config_variable("region")
+        if region:
+            config["region"] = region
+        credentials = session.get_credentials()
+        provider = _provider(credentials) if credentials is not None else None
+    if endpoint:
+        config["endpoint"] = endpoint
+        if endpoint.startswith("http://"):
+            options["allow_http"] = True
+    return S3Store(
+        bucket,
+        config=config,
+        client_options=options,
+        retry_config=_NO_RETRIES,
+        credential_provider=provider,
+    )
+
+
+def _needs_profile(environment: Mapping[str, str]) -> bool:
+    """Whether credentials come from ~/.aws: named so, or there and nothing else given."""
+    if environment.get("AWS_PROFILE"):
+        return True
+    given = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if any(environment.get(name) for name in given):
+        return False
+    home = Path(environment.get("HOME", "/")) / ".aws"
+    files = (
+        environment.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials",
+        environment.get("AWS_CONFIG_FILE") or home / "config",
+    )
+    return any(Path(file).is_file() for file in files)
+
+
+def _profile(environment: Mapping[str, str]) -> Any:
+    import botocore.exceptions  # type: ignore[import-untyped]
+    import botocore.session  # type: ignore[import-untyped]
+
+    session = botocore.session.Session(profile=environment.get("AWS_PROFILE"))
+    try:
+        session.get_scoped_config()
+    except botocore.exceptions.BotoCoreError as cause:
+        raise ConfigError(f"AWS_PROFILE or ~/.aws cannot be used: {cause}") from cause
+    return session
+
+
+def _provider(credentials: Any) -> Callable[[], S3Credential]:
+    """Botocore refreshes early enough that what it gives is good for CREDENTIAL_LIFE."""
+
+    def provide() -> S3Credential:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": dt.datetime.now(dt.UTC) + CREDENTIAL_LIFE,
+        }
+
+    return provide

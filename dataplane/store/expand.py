@@ -1,0 +1,162 @@
+"""From what a user names to the objects that are there."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+from dataplane.errors import ConfigError, ShardNotFound
+from dataplane.model import ObjectInfo
+from dataplane.store import globs
+from dataplane.store.base import Store
+from dataplane.store.urls import Url, base_of, braces, local_path, normalise
+
+Connect = Callable[[str], Store]
+
+_HEADS_IN_FLIGHT = 16
+_NAMES_SHOWN = 3
+
+
+def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
+    """Every object that `urls` names: in the order of the names, and by url within one name.
+
+    A name is a url or path; braces, wildcards and folders stand for many. A folder is all that
+    lies below it but what is hidden (see globs). `stores` gives the store of a url.
+
+    Raises:  ConfigError: an object named twice, or no url.  ShardNotFound: a name that stands for
+    nothing, with what is near.  What the stores raise.
+    """
+    names = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    if not names:
+        raise ConfigError("no shards: the list of urls is empty")
+    found: dict[str, ObjectInfo] = {}
+    named_by: dict[str, Url] = {}
+    for name in names:
+        matches = [info for pattern in _patterns(name) for info in _objects(pattern, stores)]
+        for info in sorted(matches, key=lambda info: info.url):
+            if info.url in found:
+                raise ConfigError(
+                    f"{info.url} is named twice, by {os.fspath(named_by[info.url])!r} and by "
+                    f"{os.fspath(name)!r}: an epoch visits each shard once",
+                    shard=info.url,
+                )
+            found[info.url] = info
+            named_by[info.url] = name
+    return list(found.values())
+
+
+def _patterns(name: Url) -> Iterator[list[str]]:
+    """The patterns of one name; literal ones together, since they are looked up together."""
+    url = normalise(name)
+    path = local_path(url)
+    if path is not None and path.exists():
+        yield [url]  # whatever braces and stars its name has
+        return
+    literals: list[str] = []
+    for pattern in braces(url):
+        if globs.is_glob(pattern):
+            yield [pattern]
+        else:
+            literals.append(pattern)
+    if literals:
+        yield literals
+
+
+def _objects(patterns: Sequence[str], stores: Connect) -> Iterator[ObjectInfo]:
+    path = local_path(patterns[0])
+    is_literal = not globs.is_glob(patterns[0]) or (path is not None and path.exists())
+    if not is_literal:
+        yield from _matching(patterns[0], stores)
+    elif len(patterns) == 1:
+        yield from _named(patterns[0], stores)
+    else:
+        with ThreadPoolExecutor(_HEADS_IN_FLIGHT, thread_name_prefix="dataplane-head") as pool:
+            for infos in pool.map(lambda url: _named(url, stores), patterns):
+                yield from infos
+
+
+def _named(url: str, stores: Connect) -> list[ObjectInfo]:
+    """The object of that url, or else all that is below the folder of that url."""
+    store = stores(url)
+    is_folder = url.endswith("/") or url == base_of(url)
+    if not is_folder:
+        try:
+            return [store.head(url)]
+        except ShardNotFound as cause:
+            missing = cause
+    folder = f"{url.rstrip('/')}/"
+    below = list(store.list(folder)) if _can_be_folder(url) else []
+    shown = [info for info in below if not globs.is_hidden(info.url[len(folder) :])]
+    if shown:
+        return shown
+    if below:
+        raise ShardNotFound(
+            f"all {len(below)} objects below {folder} are hidden (led by a dot or underscore): "
+            f"{_some(below)}. A pattern such as {folder}_* names them",
+            shard=url,
+        )
+    if is_folder:
+        raise ShardNotFound(f"there is nothing below {folder}{_near_file(folder)}", shard=url)
+    raise ShardNotFound(
+        f"{missing}. There is nothing below {folder} either{_near_file(url)}", shard=url
+    ) from missing
+
+
+def _matching(pattern: str, stores: Connect) -> Iterator[ObjectInfo]:
+    prefix = globs.literal_prefix(pattern)
+    listed = list(stores(pattern).list(prefix))
+    matches = globs.compile_glob(pattern).fullmatch
+    found = [info for info in listed if info.url == pattern or matches(info.url)]
+    if found:
+        return iter(found)
+    if not listed:
+        raise ShardNotFound(
+            f"no object matches {pattern}: no url starts with {prefix}{_near_file(prefix)}",
+            shard=pattern,
+        )
+    objects = f"{len(listed)} object{'s' if len(listed) > 1 else ''}"
+    where = f"under {prefix}" if prefix.endswith("/") else f"with a url that starts {prefix}"
+    raise ShardNotFound(
+        f"{objects} {where}, but none matches {pattern}{_near(pattern, [info.url for info in listed])}",
+        shard=pattern,
+    )
+
+
+def _near(pattern: str, urls: Sequence[str]) -> str:
+    """A guess at what was meant: the pattern with another ending, else names that are there."""
+    stem, dot, ending = pattern.rpartition(".")
+    if dot and "/" not in ending:
+        endings = {url.rpartition(".")[2] for url in urls if "." in url.rpartition("/")[2]}
+        for near in difflib.get_close_matches(ending, sorted(endings), n=3, cutoff=0.5):
+            matches = globs.compile_glob(f"{stem}.{near}").fullmatch
+            if any(matches(url) for url in urls):
+                return f"; did you mean {stem}.{near}?"
+    return f": there is {', '.join(islice(urls, _NAMES_SHOWN))}"
+
+
+def _near_file(url: str) -> str:
+    """What is beside a local file that is not there; of a remote one, listing costs too much."""
+    path = local_path(url)
+    if path is None:
+        return ""
+    folder = path if url.endswith("/") and path.is_dir() else path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
+    near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN)
+    if near:
+        return f"; did you mean {', '.join(str(folder / name) for name in near)}?"
+    return f"; {folder} is there and has {len(names)} entries"
+
+
+def _some(infos: Sequence[ObjectInfo]) -> str:
+    shown = ", ".join(info.url for info in infos[:_NAMES_SHOWN])
+    return shown if len(infos) <= _NAMES_SHOWN else f"{shown}, …"
+
+
+def _can_be_folder(url: str) -> bool:
+    """An http server has files only: it cannot say what is below one."""
+    return not url.startswith(("http://", "https://"))

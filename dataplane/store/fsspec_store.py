@@ -1,0 +1,144 @@
+"""Every other url that fsspec knows, and memory:// for tests and demonstrations.
+
+fsspec has no conditional read, so a read is checked after the fact: the object's info is asked
+again behind it. That costs one more request a read, and it is why S3, Google and Azure have
+another store. Pieces that a file system caches of an older object are the file system's own fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import fsspec
+from typing_extensions import Buffer
+
+from dataplane.errors import (
+    ConfigError,
+    ShardNotFound,
+    StoreDenied,
+    StoreError,
+    StoreThrottled,
+    StoreUnavailable,
+    TruncatedRead,
+)
+from dataplane.model import ObjectInfo
+from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.urls import base_of, folder_of, scheme_of
+
+T = TypeVar("T")
+
+_ETAG_KEYS = ("ETag", "etag", "md5", "md5Hash", "content_md5", "checksum", "uid", "version")
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+_THROTTLES = ("SlowDown", "503", "429", "TooManyRequests", "reduce your request rate", "throttl")
+
+
+class FsspecStore:
+    """One file system of fsspec. `base` is its url: "memory://", "hf://datasets"."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        scheme = scheme_of(base)
+        try:
+            options = {"use_listings_cache": False, "skip_instance_cache": True}
+            self._files, _ = fsspec.url_to_fs(f"{base}/", **options)
+        except (ImportError, ValueError) as cause:
+            raise ConfigError(f"{scheme}:// urls cannot be read here: {cause}") from cause
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = folder_of(prefix)
+        root = self._path(folder)
+
+        def ask() -> Mapping[str, Any]:
+            self._files.invalidate_cache()
+            try:
+                found: Mapping[str, Any] = self._files.find(root, detail=True)
+            except FileNotFoundError:
+                # A folder that is not there is an empty prefix; a bucket that is not there is not.
+                if not self._files.exists(self._path(f"{self._base}/")):
+                    raise
+                return {}
+            return found
+
+        infos = (
+            _described(f"{folder}{name[len(root) :].lstrip('/')}", info)
+            for name, info in self._ask(prefix, ask).items()
+            if info.get("type", "file") == "file"
+        )
+        wanted = (info for info in infos if info.url.startswith(prefix))
+        return iter(sorted(wanted, key=lambda info: info.url))
+
+    def head(self, url: str) -> ObjectInfo:
+        info = self._ask(url, lambda: self._files.info(self._path(url)))
+        if info.get("type", "file") != "file":
+            raise ShardNotFound(f"{url} is a folder, not an object", shard=url)
+        return _described(url, info)
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        path = self._path(url)
+        body = b""
+        if length:
+            body = self._ask(
+                url, lambda: self._files.cat_file(path, start=offset, end=offset + length)
+            )
+        check_etag(self.head(url), etag)
+        if len(body) != length:
+            raise TruncatedRead(
+                f"{url} gave {len(body)} bytes of the {length} asked for at {offset}",
+                shard=url,
+                offset=offset,
+                expected=length,
+                found=len(body),
+            )
+        return body
+
+    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        return in_pieces(self, url, etag)
+
+    def _path(self, url: str) -> str:
+        path: str = self._files._strip_protocol(url)  # noqa: SLF001 - fsspec's own extension point
+        return path
+
+    def _ask(self, url: str, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except FileNotFoundError as cause:
+            where = base_of(url)
+            raise ShardNotFound(f"there is no object {url}, or no {where}", shard=url) from cause
+        except PermissionError as cause:
+            raise StoreDenied(f"{url}: access refused: {cause}", shard=url) from cause
+        except (TimeoutError, OSError) as cause:
+            if any(word in str(cause) for word in _THROTTLES):
+                raise StoreThrottled(f"{url}: told to slow down: {cause}", shard=url) from cause
+            raise StoreUnavailable(f"{url} cannot be reached: {cause!r}", shard=url) from cause
+        except Exception as cause:
+            # Each file system has exceptions of its own; none of them may get past this door.
+            raise _foreign(url, cause) from cause
+
+
+def _foreign(url: str, cause: Exception) -> StoreError:
+    name = type(cause).__name__
+    if "Credential" in name:
+        return StoreDenied(f"{url}: {cause}", shard=url)
+    if "Range" in str(cause):
+        return TruncatedRead(f"{url}: {cause}", shard=url)
+    if any(word in name for word in ("Connect", "Timeout", "Client", "HTTP")):
+        return StoreUnavailable(f"{url} cannot be reached: {name}: {cause}", shard=url)
+    return StoreError(f"{url}: {name}: {cause}", shard=url)
+
+
+def _described(url: str, info: Mapping[str, Any]) -> ObjectInfo:
+    size = info.get("size")
+    if size is None:
+        raise StoreError(f"{url} has no known size, so it cannot be read by range", shard=url)
+    return ObjectInfo(url, int(size), _etag(info, int(size)))
+
+
+def _etag(info: Mapping[str, Any], size: int) -> str:
+    """The store's own etag or checksum, else its times and size, whatever it has."""
+    for key in _ETAG_KEYS:
+        if info.get(key):
+            return str(info[key])
+    times = "|".join(str(info[key]) for key in _TIME_KEYS if info.get(key) is not None)
+    return f"{hashlib.blake2b(times.encode(), digest_size=8).hexdigest()}-{size:x}"

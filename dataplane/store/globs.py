@@ -1,0 +1,88 @@
+"""Glob patterns over urls, with the rules that data folders need.
+
+`*` and `?` stay within one folder, `**` as a whole segment crosses any number of them, `[…]` is a
+set of characters. What tools leave beside the data ("_SUCCESS", ".part-0.crc", "_temporary/") is
+hidden: a wildcard does not match it, and no folder includes it. "_key=value" is no such name.
+"""
+
+from __future__ import annotations
+
+import re
+
+_MAGIC = re.compile(r"[*?\[]")
+_VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
+"""At the start of a segment: it is not hidden."""
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether a wildcard is in it. In an http url a question mark opens the query."""
+    return _MAGIC.search(_searched(pattern)) is not None
+
+
+def literal_prefix(pattern: str) -> str:
+    """The longest start of the pattern that has no wildcard: what to ask a store to list."""
+    found = _MAGIC.search(_searched(pattern))
+    return pattern[: found.start()] if found else pattern
+
+
+def is_hidden(name: str) -> bool:
+    """Whether any segment of a key below a folder is one that data folders do not show."""
+    return any(re.match(_VISIBLE, segment) is None for segment in name.split("/"))
+
+
+def compile_glob(pattern: str) -> re.Pattern[str]:
+    """The expression that whole urls match."""
+    scheme, _, rest = pattern.partition("://")
+    question = re.escape("?") if scheme in ("http", "https") else "[^/]"
+    segments = rest.split("/")
+    text = ""
+    for index, segment in enumerate(segments):
+        last = index == len(segments) - 1
+        if segment == "**":
+            below = f"(?:{_VISIBLE}[^/]+/)*"
+            text += below + (f"{_VISIBLE}[^/]+" if last else "")
+        else:
+            text += _segment(segment, question) + ("" if last else "/")
+    return re.compile(f"{re.escape(scheme)}://{text}", re.DOTALL)
+
+
+def _segment(segment: str, question: str) -> str:
+    shown = segment[:1] in ("*", "?") or (segment[:1] == "[" and segment[1:2] not in ("_", "."))
+    text = _VISIBLE if shown else ""
+    index = 0
+    while index < len(segment):
+        letter = segment[index]
+        close = segment.find("]", index + 2) if letter == "[" else -1
+        if letter == "*":
+            text += "[^/]*"
+        elif letter == "?":
+            text += question
+        elif close > 0:
+            text += _set(segment[index + 1 : close])
+            index = close
+        else:
+            text += re.escape(letter)
+        index += 1
+    return text
+
+
+def _set(inner: str) -> str:
+    negated = inner[0] in "!^" and len(inner) > 1
+    body = inner[1:] if negated else inner
+    parts: list[str] = []
+    index = 0
+    while index < len(body):
+        if body[index + 1 : index + 2] == "-" and index + 2 < len(body):
+            low, high = sorted((body[index], body[index + 2]))
+            parts.append(f"{re.escape(low)}-{re.escape(high)}")
+            index += 3
+        else:
+            parts.append(re.escape(body[index]))
+            index += 1
+    return f"(?!/)[{'^' if negated else ''}{''.join(parts)}]"
+
+
+def _searched(pattern: str) -> str:
+    if pattern.startswith(("http://", "https://")):
+        return pattern.replace("?", " ")
+    return pattern

@@ -1,0 +1,150 @@
+"""Files of this machine, and of what is mounted on it.
+
+Written on os.preadv rather than on obstore's LocalStore, whose etag is made of inode, mtime in
+microseconds and size, so that no other room could compute it from an fstat, and which takes a
+detour through its own thread pool for what is one system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from dataplane.errors import ShardNotFound, StoreDenied, StoreError, StoreUnavailable, TruncatedRead
+from dataplane.model import ObjectInfo
+from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.urls import local_path
+
+_NOT_THERE = (FileNotFoundError, NotADirectoryError)
+
+
+def local_etag(status: os.stat_result) -> str:
+    """What pins a local file: its mtime in nanoseconds and its size.
+
+    A file that is rewritten with the same size within one tick of the file system's clock (4 ms on
+    usual kernels) keeps its etag.
+    """
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}"
+
+
+class LocalStore:
+    """The file system, as urls "file:///absolute/path". Paths are raw: nothing is quoted."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        start = _path(prefix)
+        folder = start if prefix.endswith("/") else start.parent
+        return iter(sorted(_walk(folder, prefix, set()), key=lambda found: found.url))
+
+    def head(self, url: str) -> ObjectInfo:
+        with _mapped(url):
+            return _described(url, _path(url).stat())
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        with _mapped(url):
+            fd = os.open(_path(url), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                check_etag(_described(url, os.fstat(fd)), etag)
+                body = bytearray(length)
+                filled = _fill(fd, memoryview(body), offset)
+                # A writer may have been at work while we read.
+                check_etag(_described(url, os.fstat(fd)), etag)
+            finally:
+                os.close(fd)
+        if filled != length:
+            raise TruncatedRead(
+                f"{url} gave {filled} bytes of the {length} asked for at {offset}",
+                shard=url,
+                offset=offset,
+                expected=length,
+                found=filled,
+            )
+        return body
+
+    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        return in_pieces(self, url, etag)
+
+
+def _fill(fd: int, into: memoryview, offset: int) -> int:
+    filled = 0
+    while filled < len(into):
+        count = os.preadv(fd, [into[filled:]], offset + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
+    """Every file below. Links are followed, and a loop of links ends where it closes."""
+    with _mapped(f"file://{folder}"):
+        try:
+            status = folder.stat()
+            entries = list(os.scandir(folder))
+        except _NOT_THERE:
+            return
+    place = (status.st_dev, status.st_ino)
+    if place in entered:
+        return
+    for entry in entries:
+        url = f"file://{entry.path}"
+        if not (url.startswith(prefix) or prefix.startswith(f"{url}/")):
+            continue
+        with _mapped(url):
+            try:
+                found = entry.stat()
+            except FileNotFoundError:
+                if entry.is_symlink() and not entry.name.startswith((".", "_")):
+                    target = Path(entry.path).readlink()
+                    raise ShardNotFound(
+                        f"{url} is a symbolic link to {target}, which is not there: restore the "
+                        "file, or remove the link",
+                        shard=url,
+                    ) from None
+                continue  # it went away while we looked, or is an editor's lock
+        if stat.S_ISDIR(found.st_mode):
+            yield from _walk(Path(entry.path), prefix, entered | {place})
+        elif stat.S_ISREG(found.st_mode):
+            yield ObjectInfo(url, found.st_size, local_etag(found))
+
+
+def _described(url: str, status: os.stat_result) -> ObjectInfo:
+    if stat.S_ISDIR(status.st_mode):
+        raise ShardNotFound(f"{url} is a folder, not a file", shard=url)
+    if not stat.S_ISREG(status.st_mode):
+        raise ShardNotFound(f"{url} is not a regular file", shard=url)
+    return ObjectInfo(url, status.st_size, local_etag(status))
+
+
+def _path(url: str) -> Path:
+    path = local_path(url)
+    if path is None:
+        raise StoreError(f"{url} is not the url of a local file", shard=url)
+    return path
+
+
+@contextlib.contextmanager
+def _mapped(url: str) -> Iterator[None]:
+    try:
+        yield
+    except _NOT_THERE as cause:
+        raise ShardNotFound(f"there is no file {url}{_where(url)}", shard=url) from cause
+    except PermissionError as cause:
+        raise StoreDenied(
+            f"user {os.geteuid()} may not read {url}: check its mode, and that of its folders",
+            shard=url,
+        ) from cause
+    except OSError as cause:
+        raise StoreUnavailable(f"{url} cannot be read: {cause}", shard=url) from cause
+
+
+def _where(url: str) -> str:
+    """The first folder of the path that is missing, if it is a folder that is missing."""
+    for folder in reversed(_path(url).parents):
+        if not folder.is_dir():
+            return f": {folder} is not a folder"
+    return ""

@@ -1,0 +1,147 @@
+"""S3, Google Cloud Storage, Azure and plain http, through obstore (Rust, one connection pool).
+
+obstore's own retries are off: the one retry table is ours. Its clients live on a runtime of
+threads that a fork does not copy, so a forked child is refused instead of left to hang.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import obstore
+import obstore.exceptions
+from typing_extensions import Buffer
+
+from dataplane.errors import ConfigError, DatasetChangedError, StoreError, TruncatedRead
+from dataplane.model import ObjectInfo
+from dataplane.store.clients import client
+from dataplane.store.obstore_faults import mapped
+from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.urls import folder_of, key_of, scheme_of
+
+T = TypeVar("T")
+LIST_PAGE = 1000
+_NO_ETAG = "modified-"
+"""Opens the etag that we make for a server that has none, from time and size."""
+
+
+class ObstoreStore:
+    """One bucket or container, or one http server. `base` is its url: "s3://bucket"."""
+
+    def __init__(self, base: str, request_timeout_s: float = 30.0) -> None:
+        self._base = base
+        self._pid = os.getpid()
+        self._is_http = scheme_of(base) in ("http", "https")
+        try:
+            self._client = client(base, os.environ, request_timeout_s)
+        except (ValueError, obstore.exceptions.BaseError) as cause:
+            raise ConfigError(
+                f"the environment does not say how to reach {base}: {_first_line(cause)}"
+            ) from cause
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        # obstore lists whole folders: what lies beside the prefix is dropped here.
+        folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/")
+        pages = self._ask(
+            prefix,
+            lambda: [
+                meta
+                for page in obstore.list(self._client, folder or None, chunk_size=LIST_PAGE)
+                for meta in page
+            ],
+        )
+        infos = sorted(
+            (self._info(f"{self._base}/{meta['path']}", meta) for meta in pages),
+            key=lambda info: info.url,
+        )
+        return (info for info in _without_markers(infos) if info.url.startswith(prefix))
+
+    def head(self, url: str) -> ObjectInfo:
+        key = self._key(url)
+        return self._info(url, self._ask(url, lambda: obstore.head(self._client, key)))
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        if length == 0:
+            check_etag(self.head(url), etag)
+            return b""
+        key = self._key(url)
+        options: dict[str, Any] = {"range": (offset, offset + length)}
+        if not etag.startswith(_NO_ETAG):
+            options["if_match"] = etag
+        result, body = self._ask(url, lambda: self._get(key, options), etag, (offset, length))
+        # A server that ignores If-Match still says whose bytes it sent.
+        check_etag(self._info(url, result.meta), etag)
+        if len(body) != length:
+            raise TruncatedRead(
+                f"{url} gave {len(body)} bytes of the {length} asked for at {offset}",
+                shard=url,
+                offset=offset,
+                expected=length,
+                found=len(body),
+            )
+        return body
+
+    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        return in_pieces(self, url, etag)
+
+    def _get(self, key: str, options: Any) -> tuple[obstore.GetResult, obstore.Bytes]:
+        result = obstore.get(self._client, key, options=options)
+        return result, result.bytes()
+
+    def _ask(
+        self,
+        url: str,
+        question: Callable[[], T],
+        etag: str = "",
+        span: tuple[int, int] | None = None,
+    ) -> T:
+        if os.getpid() != self._pid:
+            raise StoreError(
+                f"{url}: this process was forked from one that reads object stores, whose "
+                "connections a fork does not survive. Start it by spawn or exec",
+                shard=url,
+            )
+        try:
+            return question()
+        except (obstore.exceptions.BaseError, OSError, ValueError) as cause:
+            fault = mapped(cause, url, self._base, span)
+            if isinstance(fault, DatasetChangedError):
+                raise self._changed(url, etag, fault) from cause
+            raise fault from cause
+
+    def _changed(self, url: str, etag: str, fault: DatasetChangedError) -> Exception:
+        """The refusal of a conditional read, with the etag that is there now, if it can be had."""
+        try:
+            check_etag(self.head(url), etag)
+        except (StoreError, DatasetChangedError) as better:
+            return better
+        return fault
+
+    def _key(self, url: str) -> str:
+        key = key_of(url)
+        if self._is_http:
+            return urllib.parse.unquote(key)
+        if any(segment in ("", ".", "..") for segment in key.split("/")):
+            raise StoreError(
+                f"{url}: a key with an empty, '.' or '..' part cannot be read; copy the object to "
+                "another name",
+                shard=url,
+            )
+        return key
+
+    def _info(self, url: str, meta: obstore.ObjectMeta) -> ObjectInfo:
+        etag = meta["e_tag"] or f"{_NO_ETAG}{meta['last_modified'].timestamp():.0f}-{meta['size']}"
+        return ObjectInfo(url, meta["size"], etag)
+
+
+def _without_markers(infos: list[ObjectInfo]) -> Iterator[ObjectInfo]:
+    """All but the empty objects called "folder/" that consoles make, listed as "folder"."""
+    folders = {info.url.rpartition("/")[0] for info in infos}
+    return (info for info in infos if info.size_bytes or info.url not in folders)
+
+
+def _first_line(cause: BaseException) -> str:
+    return str(cause).partition("\n")[0]

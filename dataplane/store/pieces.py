@@ -1,0 +1,44 @@
+"""A whole object as a run of ranged reads, which is how every store streams.
+
+A request for a whole object lives as long as its consumer is slow: it trips the timeouts of
+clients and proxies, and when it breaks there is nothing to resume. Pieces have none of this, and
+each is pinned to the object's etag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from typing_extensions import Buffer
+
+from dataplane.errors import DatasetChangedError
+from dataplane.model import ObjectInfo
+from dataplane.store.base import Store
+
+PIECE_BYTES = 8 << 20
+
+
+def in_pieces(store: Store, url: str, etag: str) -> Iterator[Buffer]:
+    """The object from its start. Every piece but the last has PIECE_BYTES.
+
+    Raises:  DatasetChangedError.  What `read` and `head` of the store raise.
+    """
+    found = store.head(url)
+    check_etag(found, etag)
+    for offset in range(0, found.size_bytes, PIECE_BYTES):
+        yield store.read(url, offset, min(PIECE_BYTES, found.size_bytes - offset), etag)
+
+
+def check_etag(found: ObjectInfo, etag: str) -> None:
+    """Refuse an object that is not the pinned one.
+
+    Raises:  DatasetChangedError: shard, expected, found.
+    """
+    if found.etag != etag:
+        raise DatasetChangedError(
+            f"{found.url} changed since it was indexed: its etag was {etag} and is now "
+            f"{found.etag}. Index the dataset anew, or restore the object",
+            shard=found.url,
+            expected=etag,
+            found=found.etag,
+        )

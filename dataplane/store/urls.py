@@ -1,0 +1,177 @@
+"""The urls that a user names, and ours.
+
+Ours are "scheme://authority/key" with the key as the store knows it: nothing is percent-encoded,
+except in http urls, which stay as the web writes them. A local file is "file:///absolute/path".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dataplane.errors import ConfigError
+
+Url = str | os.PathLike[str]
+
+NAMES_MAX = 1_000_000
+_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az"}
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+_LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])")
+_NO_AUTHORITY = ("file", "memory", "local")
+
+
+def normalise(url: Url) -> str:
+    """The one way in which we write this url. A closing slash, which names a folder, is kept.
+
+    Raises:  ConfigError: not a url, or not one that can name an object.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str):
+        raise ConfigError(f"{text!r} is {type(text).__name__}: name shards by str or path")
+    if not text.strip() or "\0" in text:
+        raise ConfigError(f"{text!r} names nothing: give a url or a path")
+    if "::" in text.partition("://")[0]:
+        raise ConfigError(f"{text!r} is a chain of urls, which cannot be read by range: name one")
+    found = _SCHEME.match(text)
+    if found is None and not text.startswith("file:"):
+        return _file_url(os.path.expanduser(text))  # noqa: PTH111 - Path would drop the last slash
+    scheme = found[1].lower() if found else "file"
+    scheme = _ALIASES.get(scheme, scheme)
+    rest = text[found.end() :] if found else text.removeprefix("file:")
+    if scheme in ("file", "local"):
+        return _from_file_url(rest, text)
+    authority = rest.partition("/")[0]
+    if not authority and scheme not in _NO_AUTHORITY:
+        raise ConfigError(f"{text!r} names no bucket: write {scheme}://bucket/key")
+    return f"{scheme}://{rest}"
+
+
+def local_path(url: str) -> Path | None:
+    """The path of a file url; None for every other url."""
+    return Path(url[len("file://") :]) if url.startswith("file://") else None
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a normalised url: "s3"."""
+    return url.partition("://")[0]
+
+
+def base_of(url: str) -> str:
+    """Scheme and authority of a normalised url, without a slash at the end: "s3://bucket"."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
+
+
+def key_of(url: str) -> str:
+    """What follows the authority: "folder/name", as the store knows it."""
+    return url[len(base_of(url)) + 1 :]
+
+
+def folder_of(prefix: str) -> str:
+    """The folder, with its slash, below which everything lies that starts with `prefix`."""
+    cut = prefix.rfind("/")
+    return prefix[: cut + 1] if cut >= len(base_of(prefix)) else f"{base_of(prefix)}/"
+
+
+def braces(pattern: str) -> Iterator[str]:
+    """The names that `{a,b}`, `{000..127}`, `{0..9..3}` and `{a..e}` stand for, in their order.
+
+    What a shell would leave alone ("{}", "{a}") stays as it is. Nothing inside a glob's brackets
+    is expanded, so "[{]" is a plain brace.
+
+    Raises:  ConfigError: a brace that never closes; more than NAMES_MAX names.
+    """
+    start, end = _outer_braces(pattern)
+    if start < 0:
+        yield pattern
+        return
+    head, inner, tail = pattern[:start], pattern[start + 1 : end], pattern[end + 1 :]
+    choices = _alternatives(inner)
+    count = 0
+    for one in choices if choices is not None else [f"{{{inner}}}"]:
+        for rest in braces(tail):
+            count += 1
+            if count > NAMES_MAX:
+                raise ConfigError(f"{pattern!r} stands for more than {NAMES_MAX} names")
+            yield f"{head}{one}{rest}"
+
+
+def _file_url(path: str) -> str:
+    absolute = os.path.abspath(path)  # noqa: PTH100 - lexical: links stay as they are
+    # abspath keeps a doubled slash at the start, and drops the one at the end, which says
+    # that a folder is meant.
+    tail = "/" if path.endswith("/") else ""
+    return "file:///" + (absolute.lstrip("/") + tail).removeprefix("/")
+
+
+def _from_file_url(rest: str, text: str) -> str:
+    path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    if not path.startswith("/"):
+        raise ConfigError(f"{text!r} is not absolute: write file:///folder/name, or a plain path")
+    return _file_url(path)
+
+
+def _outer_braces(pattern: str) -> tuple[int, int]:
+    """Where the first brace that is to be expanded opens and closes; (-1, -1) if none."""
+    start, depth, index = -1, 0, 0
+    while index < len(pattern):
+        letter = pattern[index]
+        if letter == "[":
+            close = pattern.find("]", index + 2)
+            if close > 0 and "/" not in pattern[index:close]:
+                index = close
+        elif letter == "{":
+            start = index if depth == 0 else start
+            depth += 1
+        elif letter == "}" and depth:
+            depth -= 1
+            if depth == 0:
+                return start, index
+        index += 1
+    if depth:
+        raise ConfigError(
+            f"{pattern!r} has a brace that never closes: write {{000..127}} or {{a,b}}"
+        )
+    return -1, -1
+
+
+def _alternatives(inner: str) -> list[str] | None:
+    """What one pair of braces stands for; None if it is no list and no range."""
+    numbers = _RANGE.fullmatch(inner)
+    if numbers:
+        return _numbers(numbers[1], numbers[2], int(numbers[3] or 1))
+    letters = _LETTERS.fullmatch(inner)
+    if letters:
+        first, last = ord(letters[1]), ord(letters[2])
+        step = 1 if last >= first else -1
+        return [chr(code) for code in range(first, last + step, step)]
+    parts = _split(inner)
+    if len(parts) == 1:
+        nested = list(braces(inner))
+        return None if nested == [inner] else [f"{{{name}}}" for name in nested]
+    return [name for part in parts for name in braces(part)]
+
+
+def _numbers(first: str, last: str, step: int) -> list[str]:
+    low, high = int(first), int(last)
+    step = max(1, abs(step)) * (1 if high >= low else -1)
+    count = abs(high - low) // abs(step) + 1
+    if count > NAMES_MAX:
+        raise ConfigError(f"{{{first}..{last}}} stands for {count} names, over {NAMES_MAX}")
+    padded = any(len(end.lstrip("-")) > 1 and end.lstrip("-")[0] == "0" for end in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    return [f"{number:0{width}d}" for number in range(low, high + (1 if step > 0 else -1), step)]
+
+
+def _split(inner: str) -> list[str]:
+    """`inner` at its commas, but not at those of braces within."""
+    parts, depth, start = [], 0, 0
+    for index, letter in enumerate(inner):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "," and depth == 0:
+            parts.append(inner[start:index])
+            start = index + 1
+    return [*parts, inner[start:]]
