@@ -1,0 +1,165 @@
+"""A coordinator in this process: the state machine, its journal, and the clock that moves them.
+
+It decides nothing: every call becomes an event, every decision an answer and a write. The gRPC
+server answers from it, and a node that is its own coordinator calls it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dataplane.config import PROTOCOL_VERSION
+from dataplane.coordinator.journal import Journal
+from dataplane.coordinator.records import Answer, Event, Tick
+from dataplane.coordinator.state import State
+from dataplane.coordinator.store import MEMORY
+from dataplane.errors import ClosedError, ConfigError, DataplaneError
+from dataplane.rpc.messages import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
+    RegisterNodeRequest,
+    RegisterNodeResponse,
+    StatusRequest,
+    StatusResponse,
+)
+
+log = logging.getLogger("dataplane.coordinator")
+
+T = TypeVar("T")
+LEASE_S_MIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """One coordinator. Progress that is younger than `progress_flush_s` may be lost in a crash, and
+    comes back with the next heartbeat; joins and leaves are never lost.
+    """
+
+    version: str
+    database: str = MEMORY
+    lease_s: float = 30.0
+    progress_flush_s: float = 5.0
+    protocol: int = PROTOCOL_VERSION
+
+
+def steady_wall_clock() -> Callable[[], float]:
+    """Seconds since 1970 as of now, which then run evenly, whatever happens to the wall clock."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
+class Coordinator:
+    """`Coordination` without a wire. Use: `await start()`, the calls, `await close()`."""
+
+    def __init__(self, config: CoordinatorConfig, clock: Callable[[], float] | None = None) -> None:
+        if config.lease_s < LEASE_S_MIN:
+            raise ConfigError(
+                f"lease_s is {config.lease_s:g}: at least {LEASE_S_MIN:g} s are needed",
+                field="lease_s",
+            )
+        self.config = config
+        self.coordinator_id = uuid.uuid4().hex
+        self._clock = clock or steady_wall_clock()
+        self._journal = Journal(config.database)
+        self._state: State | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._flushed_at = 0.0
+
+    async def start(self) -> None:
+        """Read the store. Whoever had a place has a whole lease from now on.
+
+        Raises:  ConfigError: the store is locked, damaged, or of a newer version.
+        """
+        records = await self._journal.open()
+        self._state = State(
+            coordinator_id=self.coordinator_id,
+            version=self.config.version,
+            protocol=self.config.protocol,
+            lease_s=self.config.lease_s,
+            now=self._clock(),
+            records=records,
+        )
+        self._ticking = asyncio.create_task(self._keep_ticking())
+
+    async def close(self) -> None:
+        """Write what waits and close the store; may be called twice."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+            self._ticking = None
+        if self._state is not None:
+            self._state = None
+            with contextlib.suppress(DataplaneError):
+                await self._flush()
+        await self._journal.close()
+
+    async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
+        """As `Coordination.register_node`."""
+        return await self._ask(request, RegisterNodeResponse)
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        """As `Coordination.join`."""
+        return await self._ask(request, JoinResponse)
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        """As `Coordination.heartbeat`."""
+        return await self._ask(request, HeartbeatResponse)
+
+    async def leave(self, request: LeaveRequest) -> LeaveResponse:
+        """As `Coordination.leave`."""
+        return await self._ask(request, LeaveResponse)
+
+    async def status(self, request: StatusRequest) -> StatusResponse:
+        """As `Coordination.status`."""
+        return await self._ask(request, StatusResponse)
+
+    async def tick(self) -> None:
+        """Let time pass: end leases, write progress that has waited long enough."""
+        self._decide(Tick())
+        now = self._clock()
+        if now - self._flushed_at >= self.config.progress_flush_s:
+            self._flushed_at = now
+            await self._flush()
+
+    async def _ask(self, event: Event, expected: type[T]) -> T:
+        answer, durable = self._decide(event)
+        if durable:
+            # Also when this event wrote nothing: it may repeat one whose write has failed.
+            await self._journal.commit()
+        if isinstance(answer, DataplaneError):
+            raise answer
+        assert isinstance(answer, expected)
+        return answer
+
+    def _decide(self, event: Event) -> tuple[Answer, bool]:
+        if self._state is None:
+            raise ClosedError("the coordinator is not running: call start() first")
+        decision = self._state.decide(event, self._clock())
+        self._journal.add(decision.writes)
+        return decision.answer, decision.durable
+
+    async def _flush(self) -> None:
+        try:
+            await self._journal.commit()
+        except DataplaneError as error:
+            log.warning("the coordinator's progress waits to be written: %s", error)
+            raise
+
+    async def _keep_ticking(self) -> None:
+        period_s = min(1.0, self.config.lease_s / 10)
+        while True:
+            await asyncio.sleep(period_s)
+            with contextlib.suppress(DataplaneError):
+                await self.tick()

@@ -1,0 +1,94 @@
+"""Writes on their way to the store: merged by record, committed in groups, from one thread.
+
+Invariants:
+1. Records reach the disk in the order of the decisions, whole decisions at a time.
+2. When `commit()` returns, everything that was added before it was called is on disk.
+3. A commit that fails loses nothing: its writes wait for the next one.
+4. What waits is bounded by the number of records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from dataplane.coordinator.records import Key, Record, Write, key_of
+from dataplane.coordinator.store import Store
+
+
+class Journal:
+    """The store, seen from the event loop. Joins that arrive together share one fsync."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        # The connection is made, used and closed by this one thread.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="coordinator-store")
+        self._store: Store | None = None
+        self._waiting: dict[Key, Write] = {}
+        self._added = 0
+        self._committed = 0
+        self._commit: asyncio.Task[None] | None = None
+
+    async def open(self) -> list[Record]:
+        """Open the store and read it.
+
+        Raises:  ConfigError: as `Store`.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, self._open)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+
+    def _open(self) -> list[Record]:
+        self._store = Store(self._path)
+        return self._store.load()
+
+    def add(self, writes: Iterable[Write]) -> None:
+        """Take a decision's writes along in the next commit."""
+        for write in writes:
+            key = key_of(write)
+            self._waiting.pop(key, None)
+            self._waiting[key] = write
+            self._added += 1
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether anything is not yet on disk."""
+        return self._committed < self._added
+
+    async def commit(self) -> None:
+        """Return when all that was added so far is on disk.
+
+        Raises:  ConfigError: the disk is full or failed; the writes wait for the next commit.
+        """
+        wanted = self._added
+        while self._committed < wanted:
+            if self._commit is None or self._commit.done():
+                self._commit = asyncio.create_task(self._commit_waiting())
+            # A caller that gives up must not cancel the commit that others wait for.
+            await asyncio.shield(self._commit)
+
+    async def _commit_waiting(self) -> None:
+        writes, self._waiting = self._waiting, {}
+        target = self._added
+        store = self._store
+        assert store is not None, "commit() comes after open()"
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._thread, store.write, tuple(writes.values()))
+        except BaseException:
+            self._waiting = writes | self._waiting
+            raise
+        self._committed = target
+
+    async def close(self) -> None:
+        """Close the store; may be called twice. What waits is not written."""
+        if self._commit is not None and not self._commit.done():
+            await asyncio.wait([self._commit])
+        if self._store is not None:
+            store, self._store = self._store, None
+            await asyncio.get_running_loop().run_in_executor(self._thread, store.close)
+        self._thread.shutdown(wait=False)

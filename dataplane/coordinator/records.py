@@ -1,0 +1,160 @@
+"""What the coordinator remembers, as frozen records, and the writes that make them last."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from dataplane.config import JobSpec
+from dataplane.errors import DataplaneError
+from dataplane.model import Topology
+from dataplane.rpc.messages import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
+    RegisterNodeRequest,
+    RegisterNodeResponse,
+    StatusRequest,
+    StatusResponse,
+)
+
+
+class Phase(enum.StrEnum):
+    """Where a member stands.
+
+    JOINED   it has its place, for as long as its lease is renewed
+    LEFT     it went on purpose; its rank does not count as missing
+    EXPIRED  its lease was not renewed in time; it may join again
+    FENCED   a newer process took its place; it may not come back
+    """
+
+    JOINED = "joined"
+    LEFT = "left"
+    EXPIRED = "expired"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job as its present generation knows it. `epoch` and `cursor` are the furthest that any
+    member of this generation has reported; `active_at` is when a member last came or went.
+    """
+
+    job_id: str
+    dataset: str
+    spec: JobSpec
+    sample_count: int
+    dp_size: int
+    generation: int
+    incarnation: str
+    epoch: int = 0
+    cursor: int = 0
+    active_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of a job's present generation. `deadline` is in lease time and is not stored: a
+    restart gives everyone a whole lease. `order` grows with every change of phase.
+    """
+
+    job_id: str
+    member_id: str
+    topology: Topology
+    node_id: str
+    phase: Phase
+    order: int
+    epoch: int = 0
+    cursor: int = 0
+    samples_per_s: float = 0.0
+    stall_s: float = 0.0
+    deadline: float = 0.0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(dp_rank, rank): what only one process of a launch can be."""
+        return (self.topology.dp_rank, self.topology.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One launch of a job, and the first generation that it had."""
+
+    job_id: str
+    name: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node as it presented itself, and when it was last heard of."""
+
+    request: RegisterNodeRequest
+    seen_at: float
+
+
+Record = Job | Member | Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Store this record in place of the one with its key."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove the record with this key, if it is there."""
+
+    cls: type[Record]
+    job_id: str
+    name: str = ""
+
+
+Write = Keep | Forget
+Key = tuple[type[Record], str, str]
+
+
+def key_of(write: Write) -> Key:
+    """The record that a write is about; of two writes with one key only the later matters."""
+    if isinstance(write, Forget):
+        return (write.cls, write.job_id, write.name)
+    match write.record:
+        case Job(job_id=job_id):
+            return (Job, job_id, "")
+        case Member(job_id=job_id, member_id=member_id):
+            return (Member, job_id, member_id)
+        case Incarnation(job_id=job_id, name=name):
+            return (Incarnation, job_id, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed, and nothing else."""
+
+
+Event = RegisterNodeRequest | JoinRequest | HeartbeatRequest | LeaveRequest | StatusRequest | Tick
+Answer = (
+    RegisterNodeResponse
+    | JoinResponse
+    | HeartbeatResponse
+    | LeaveResponse
+    | StatusResponse
+    | DataplaneError
+    | None
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows from an event. If `durable`, no one may see the answer before every write up to
+    and including these is on disk; other writes may wait and be merged.
+    """
+
+    answer: Answer
+    writes: tuple[Write, ...] = ()
+    durable: bool = False

@@ -1,0 +1,143 @@
+"""The sentences with which the coordinator refuses: what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dataplane.coordinator.records import Job, Member
+from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
+from dataplane.rpc.messages import JoinRequest, RegisterNodeRequest
+
+NAME_LENGTH_MAX = 256
+_RANK_COUNT_MAX = 1 << 20
+_SHOWN_LENGTH_MAX = 160
+
+Difference = tuple[str, str, str]
+
+
+def check_join(request: JoinRequest) -> None:
+    """Refuse a place that no job can have.
+
+    Raises:  ConfigError: names the field.
+    """
+    names = ("job_id", "incarnation", "member_id")
+    for field, value in ((name, getattr(request, name)) for name in names):
+        if not value or len(value) > NAME_LENGTH_MAX:
+            raise ConfigError(
+                f"{field} has {len(value)} characters: 1 to {NAME_LENGTH_MAX} are needed",
+                field=field,
+            )
+    place = request.topology
+    if not 0 <= place.dp_rank < place.dp_size <= _RANK_COUNT_MAX:
+        raise ConfigError(
+            f"job {request.job_id!r}: dp_rank {place.dp_rank} is outside of dp_size "
+            f"{place.dp_size}: ranks count from 0 to dp_size - 1",
+            field="dp_rank",
+        )
+    if request.spec.global_batch < 1:
+        raise ConfigError(f"job {request.job_id!r}: global_batch is 0", field="global_batch")
+
+
+def spec_mismatch(
+    job: Job,
+    holder: Member,
+    request: JoinRequest,
+    differences: Sequence[Difference],
+    lease_left_s: float,
+) -> SpecMismatch:
+    """`differences` are (field, the holder's value, the newcomer's)."""
+    field, expected, found = differences[0]
+    rank = request.topology.rank
+    sentence = (
+        f"job {job.job_id!r}: rank {rank} (member {request.member_id}, node {request.node_id}) "
+        f"asks for {field}={_shown(found)}, but rank {holder.topology.rank} (member "
+        f"{holder.member_id}, node {holder.node_id}) has joined with {field}={_shown(expected)}"
+    )
+    if len(differences) > 1:
+        others = ", ".join(
+            f"{name} ({_shown(theirs)}, not {_shown(ours)})"
+            for name, theirs, ours in differences[1:]
+        )
+        sentence += f"; these differ too: {others}"
+    if request.incarnation == job.incarnation:
+        sentence += ". Give every rank of the job the same arguments"
+    else:
+        sentence += (
+            ". An older launch of this job still runs: stop it, or name the new job otherwise. "
+            f"If it was killed, its last lease ends in {lease_left_s:.0f} s"
+        )
+    return SpecMismatch(
+        sentence, field=field, expected=expected, found=found, job=job.job_id, rank=rank
+    )
+
+
+def superseded(job: Job, member_id: str) -> LeaseFenced:
+    """A process of an older launch."""
+    return LeaseFenced(
+        f"job {job.job_id!r}: a newer launch has taken over (generation {job.generation}): "
+        f"member {member_id} belongs to an older one and has to stop",
+        job=job.job_id,
+        member=member_id,
+        generation=job.generation,
+    )
+
+
+def replaced(job: Job, member: Member) -> LeaseFenced:
+    """An older process of a rank that a newer one has taken."""
+    return LeaseFenced(
+        f"job {job.job_id!r}: a newer process has taken the place of rank "
+        f"{member.topology.rank} (dp_rank {member.topology.dp_rank}): member {member.member_id} "
+        "has to stop",
+        job=job.job_id,
+        member=member.member_id,
+        generation=job.generation,
+    )
+
+
+def ambiguous(job: Job, member: Member, request: JoinRequest) -> ConfigError:
+    """Two ranks under one member_id."""
+    return ConfigError(
+        f"job {job.job_id!r}: member {member.member_id} is rank {member.topology.rank} "
+        f"(dp_rank {member.topology.dp_rank}) and asks to be rank {request.topology.rank} "
+        f"(dp_rank {request.topology.dp_rank}) as well: every rank needs a member_id of its own",
+        field="member_id",
+    )
+
+
+def expired(job_id: str, member_id: str, lease_s: float) -> LeaseExpired:
+    """A member without a place."""
+    return LeaseExpired(
+        f"job {job_id!r}: member {member_id} has no lease (it left, or was silent for "
+        f"{lease_s:g} s): join again",
+        job=job_id,
+        member=member_id,
+    )
+
+
+def version_mismatch(
+    node: RegisterNodeRequest, version: str, protocol: int
+) -> VersionMismatch | None:
+    """The refusal of a node of another version, or None where all is well."""
+    if node.protocol != protocol:
+        return VersionMismatch(
+            f"node {node.node_id} on {node.host} (dataplane {node.version}) speaks protocol "
+            f"{node.protocol}, the coordinator (dataplane {version}) speaks {protocol}: "
+            "install the same version on both",
+            expected=protocol,
+            found=node.protocol,
+        )
+    if node.version != version:
+        return VersionMismatch(
+            f"node {node.node_id} on {node.host} is dataplane {node.version}, the coordinator is "
+            f"{version}: install the same version on both",
+            expected=version,
+            found=node.version,
+        )
+    return None
+
+
+def _shown(value: str) -> str:
+    if len(value) <= _SHOWN_LENGTH_MAX:
+        return value
+    half = _SHOWN_LENGTH_MAX // 2
+    return f"{value[:half]} … {value[-half:]}"

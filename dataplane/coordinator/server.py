@@ -1,0 +1,77 @@
+"""The coordinator behind gRPC. It decides nothing: it binds, loads, answers and stops."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dataplane.coordinator.front import Coordinator, CoordinatorConfig
+from dataplane.rpc.serve import GrpcServer
+
+DRAIN_S = 5.0
+
+
+class CoordinatorServer:
+    """One coordinator at one address. Use: `await start()`, `await stop()`."""
+
+    def __init__(
+        self, config: CoordinatorConfig, address: str, *, insecure_bind: bool = False
+    ) -> None:
+        self._address = address
+        self._insecure_bind = insecure_bind
+        self._coordinator = Coordinator(config)
+        self._grpc: GrpcServer | None = None
+        self._stopped = asyncio.Event()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The same coordinator without the wire, for a node in this process."""
+        return self._coordinator
+
+    async def start(self) -> str:
+        """Take the address, load the store, answer. Returns the address, with its real port.
+
+        Raises:  ConfigError: the address is taken or not allowed; the store is locked, damaged or
+        of a newer version. Nothing is left running then.
+        """
+        self._grpc = GrpcServer(self._address, insecure_bind=self._insecure_bind)
+        try:
+            address = self._grpc.bind()
+            await self._coordinator.start()
+            await self._grpc.start(self._coordinator)
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        return address
+
+    async def stop(self, grace_s: float = DRAIN_S) -> None:
+        """Answer what is in flight, send the rest away, write what waits; may be called twice."""
+        if self._grpc is not None:
+            await self._grpc.stop(grace_s)
+        await self._coordinator.close()
+        self._stopped.set()
+
+    async def wait_stopped(self) -> None:
+        """Return when `stop()` is done."""
+        await self._stopped.wait()
+
+
+async def serve_coordinator(
+    config: CoordinatorConfig,
+    address: str,
+    stop: asyncio.Event,
+    *,
+    insecure_bind: bool = False,
+    started: asyncio.Future[str] | None = None,
+) -> None:
+    """Serve until `stop` is set, then drain. `started` gets the address once calls are answered.
+
+    Raises:  ConfigError: as `CoordinatorServer.start`.
+    """
+    server = CoordinatorServer(config, address, insecure_bind=insecure_bind)
+    real = await server.start()
+    try:
+        if started is not None:
+            started.set_result(real)
+        await stop.wait()
+    finally:
+        await server.stop()

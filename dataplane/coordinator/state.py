@@ -1,0 +1,322 @@
+"""Who is in which job, in which generation, until when: events in, decisions out. Pure.
+
+Invariants:
+1. A job has one present generation, which never goes back, not even over a restart (only a job
+   that was idle for 30 days is forgotten with its number). A launch
+   (incarnation) that was not seen before begins the next one; a launch that was superseded never
+   gets a place again.
+2. All joined members of a job are of its present generation and agree on the spec and on dp_size.
+   A newcomer that differs is refused while anyone has a place. Nobody having one, a differing
+   spec begins a generation and replaces the old spec, and progress starts anew.
+3. A good verdict is given only to a joined member of the present generation.
+4. A place (dp_rank, rank) has at most one joined member. A new process of a rank fences the old
+   one, which cannot come back.
+5. The answer to a join or a leave is durable. A restart gives every joined member a whole lease,
+   so it stops nobody.
+6. A lease ends only after `lease_s` in which the coordinator was awake: a jump of the clock, a
+   suspended machine or a blocked disk costs nobody a lease.
+7. Within a generation, the progress of a job and of a member does not go back. (A crash may forget
+   the last seconds of it; the next heartbeat brings them back.)
+8. A repeated event changes nothing but the lease.
+9. Everything is bounded: members without a place, launches, nodes not heard of, idle jobs.
+
+Lease time runs with the clock but takes no step longer than `lease_s / 3`; ticks make it run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from dataplane.coordinator import refusals, view
+from dataplane.coordinator.records import (
+    Answer,
+    Decision,
+    Event,
+    Incarnation,
+    Job,
+    Keep,
+    Member,
+    Node,
+    Phase,
+    Record,
+    Tick,
+    Write,
+)
+from dataplane.coordinator.roster import Roster
+from dataplane.errors import DataplaneError
+from dataplane.rpc.messages import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
+    MemberProgress,
+    MemberVerdict,
+    RegisterNodeRequest,
+    RegisterNodeResponse,
+    StatusRequest,
+)
+
+NODE_KEPT_S = 24 * 3600.0
+JOB_KEPT_S = 30 * 24 * 3600.0
+_DATASET_LENGTH_MAX = 1024
+
+
+class State:
+    """The whole memory of a coordinator, with one door: `decide`."""
+
+    def __init__(
+        self,
+        *,
+        coordinator_id: str,
+        version: str,
+        protocol: int,
+        lease_s: float,
+        now: float,
+        records: Iterable[Record] = (),
+    ) -> None:
+        self._coordinator_id = coordinator_id
+        self._version = version
+        self._protocol = protocol
+        self._lease_s = lease_s
+        self._now = now
+        self._clock = 0.0
+        self._nodes: dict[str, Node] = {}
+        self._jobs = _restored(records, now, deadline=lease_s)
+        self._writes: list[Write] = []
+
+    def decide(self, event: Event, now: float) -> Decision:
+        """What follows from this event at this time: an answer or a refusal, and what to store."""
+        self._clock += min(max(now - self._now, 0.0), self._lease_s / 3)
+        self._now = max(now, self._now)
+        self._writes = []
+        try:
+            answer = self._answer(event)
+        except DataplaneError as refusal:
+            answer = refusal
+        durable = isinstance(event, JoinRequest | LeaveRequest)
+        return Decision(answer, tuple(self._writes), durable)
+
+    def _answer(self, event: Event) -> Answer:
+        match event:
+            case RegisterNodeRequest():
+                return self._register(event)
+            case JoinRequest():
+                return self._join(event)
+            case HeartbeatRequest():
+                return self._heartbeat(event)
+            case LeaveRequest():
+                return self._leave(event)
+            case StatusRequest():
+                return self._status(event)
+            case Tick():
+                self._tick()
+                return None
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _register(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
+        refusal = refusals.version_mismatch(request, self._version, self._protocol)
+        if refusal is not None:
+            raise refusal
+        self._nodes[request.node_id] = Node(request, self._now)
+        return RegisterNodeResponse(self._lease_s, self._coordinator_id)
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def _join(self, request: JoinRequest) -> JoinResponse:
+        refusals.check_join(request)
+        roster = self._jobs.get(request.job_id)
+        if roster is None:
+            job = _first_generation(request, self._now)
+            roster = self._jobs[request.job_id] = Roster(job, self._now)
+            self._writes += roster.begin(job, self._now)
+        else:
+            self._expire(roster)
+            self._admit(roster, request)
+        self._seat(roster, request)
+        return JoinResponse(roster.job.generation, self._lease_s)
+
+    def _admit(self, roster: Roster, request: JoinRequest) -> None:
+        """Refuse a launch or a spec that does not fit, or begin a generation where it may."""
+        job = roster.job
+        if roster.is_superseded(request.incarnation):
+            raise refusals.superseded(job, request.member_id)
+        differences = _differences(job, request)
+        if differences and not roster.is_idle:
+            holder = min(roster.joined(), key=lambda member: member.topology.rank)
+            left_s = max(member.deadline for member in roster.joined()) - self._clock
+            raise refusals.spec_mismatch(job, holder, request, differences, left_s)
+        if differences or request.incarnation != job.incarnation:
+            following = _first_generation(request, self._now)
+            following = replace(following, generation=job.generation + 1)
+            self._writes += roster.begin(following, self._now)
+
+    def _seat(self, roster: Roster, request: JoinRequest) -> None:
+        place = (request.topology.dp_rank, request.topology.rank)
+        rival = roster.holder(place)
+        known = roster.members.get(request.member_id)
+        if known is not None:
+            if known.phase is Phase.JOINED and known.place != place:
+                raise refusals.ambiguous(roster.job, known, request)
+            taken = rival is not None and rival.member_id != known.member_id
+            if known.phase is Phase.FENCED or taken:
+                raise refusals.replaced(roster.job, known)
+        deadline = self._clock + self._lease_s
+        if known is not None and known.phase is Phase.JOINED:
+            self._refresh(
+                roster,
+                replace(
+                    known, topology=request.topology, node_id=request.node_id, deadline=deadline
+                ),
+            )
+            return
+        if rival is not None:
+            self._writes += roster.move(rival, Phase.FENCED, self._now)
+        newcomer = Member(
+            job_id=request.job_id,
+            member_id=request.member_id,
+            topology=request.topology,
+            node_id=request.node_id,
+            phase=Phase.JOINED,
+            order=0,
+            epoch=known.epoch if known is not None else 0,
+            cursor=known.cursor if known is not None else 0,
+            deadline=deadline,
+        )
+        self._writes += roster.move(newcomer, Phase.JOINED, self._now)
+
+    def _refresh(self, roster: Roster, member: Member) -> None:
+        known = roster.members[member.member_id]
+        roster.refresh(member)
+        if replace(member, deadline=known.deadline) != known:
+            self._writes.append(Keep(member))
+
+    # -- renewing --------------------------------------------------------------------------------
+
+    def _heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        self._register(request.node)
+        node_id = request.node.node_id
+        return HeartbeatResponse(tuple(self._renew(node_id, one) for one in request.members))
+
+    def _renew(self, node_id: str, progress: MemberProgress) -> MemberVerdict:
+        roster = self._jobs.get(progress.job_id)
+        refusal = self._refusal(roster, progress)
+        if roster is None or refusal is not None:
+            return MemberVerdict(progress.member_id, refusal)
+        known = roster.members[progress.member_id]
+        renewed = replace(known, node_id=node_id, deadline=self._clock + self._lease_s)
+        reported = (progress.epoch, progress.cursor)
+        if reported >= (known.epoch, known.cursor):
+            renewed = replace(
+                renewed,
+                epoch=progress.epoch,
+                cursor=progress.cursor,
+                samples_per_s=progress.samples_per_s,
+                stall_s=progress.stall_s,
+            )
+        self._refresh(roster, renewed)
+        if reported > (roster.job.epoch, roster.job.cursor):
+            roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
+            self._writes.append(Keep(roster.job))
+        missing = roster.missing_dp_ranks()
+        missing_for_s = self._now - roster.incomplete_since if missing else 0.0
+        return MemberVerdict(progress.member_id, None, missing, missing_for_s)
+
+    def _refusal(self, roster: Roster | None, progress: MemberProgress) -> DataplaneError | None:
+        """Why this member is not renewed, or None."""
+        known = roster.members.get(progress.member_id) if roster is not None else None
+        if roster is not None:
+            if progress.generation < roster.job.generation:
+                return refusals.superseded(roster.job, progress.member_id)
+            if known is not None and known.phase is Phase.FENCED:
+                return refusals.replaced(roster.job, known)
+            if known is not None and known.phase is Phase.JOINED:
+                # A generation that is still to come was given by a store that is lost.
+                if known.deadline > self._clock and progress.generation == roster.job.generation:
+                    return None
+                self._writes += roster.move(known, Phase.EXPIRED, self._now)
+        return refusals.expired(progress.job_id, progress.member_id, self._lease_s)
+
+    # -- leaving ---------------------------------------------------------------------------------
+
+    def _leave(self, request: LeaveRequest) -> LeaveResponse:
+        roster = self._jobs.get(request.job_id)
+        if roster is not None:
+            known = roster.members.get(request.member_id)
+            if known is not None and known.phase in (Phase.JOINED, Phase.EXPIRED):
+                self._writes += roster.move(known, Phase.LEFT, self._now)
+        return LeaveResponse()
+
+    def _expire(self, roster: Roster) -> None:
+        for member in [one for one in roster.joined() if one.deadline <= self._clock]:
+            self._writes += roster.move(member, Phase.EXPIRED, self._now)
+
+    def _tick(self) -> None:
+        for roster in self._jobs.values():
+            self._expire(roster)
+        for job_id, roster in list(self._jobs.items()):
+            if roster.is_idle and self._now - roster.job.active_at > JOB_KEPT_S:
+                self._writes += roster.remove()
+                del self._jobs[job_id]
+        for node_id, node in list(self._nodes.items()):
+            if self._now - node.seen_at > NODE_KEPT_S:
+                del self._nodes[node_id]
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def _status(self, request: StatusRequest) -> Answer:
+        return view.status(
+            request.job_id,
+            version=self._version,
+            coordinator_id=self._coordinator_id,
+            rosters=self._jobs,
+            nodes=self._nodes.values(),
+            clock=self._clock,
+            now=self._now,
+        )
+
+
+def _first_generation(request: JoinRequest, now: float) -> Job:
+    return Job(
+        job_id=request.job_id,
+        dataset=request.dataset[:_DATASET_LENGTH_MAX],
+        spec=request.spec,
+        sample_count=request.sample_count,
+        dp_size=request.topology.dp_size,
+        generation=1,
+        incarnation=request.incarnation,
+        active_at=now,
+    )
+
+
+def _differences(job: Job, request: JoinRequest) -> list[refusals.Difference]:
+    """(field, the job's value, the newcomer's); a new launch may have another world and batch."""
+    found = list(job.spec.differences(request.spec))
+    if request.incarnation != job.incarnation:
+        return [difference for difference in found if difference[0] != "global_batch"]
+    if request.topology.dp_size != job.dp_size:
+        found.append(("dp_size", str(job.dp_size), str(request.topology.dp_size)))
+    return found
+
+
+def _restored(records: Iterable[Record], now: float, deadline: float) -> dict[str, Roster]:
+    """The jobs of a store. Whoever had a place keeps it for a whole lease from now on."""
+    jobs: dict[str, Job] = {}
+    members: dict[str, list[Member]] = {}
+    incarnations: dict[str, list[Incarnation]] = {}
+    for record in records:
+        match record:
+            case Job():
+                jobs[record.job_id] = record
+            case Member():
+                leased = replace(record, deadline=deadline)
+                members.setdefault(record.job_id, []).append(leased)
+            case Incarnation():
+                incarnations.setdefault(record.job_id, []).append(record)
+    return {
+        job_id: Roster(job, now, incarnations.get(job_id, ()), members.get(job_id, ()))
+        for job_id, job in jobs.items()
+    }

@@ -1,0 +1,254 @@
+"""The coordinator's memory on disk: SQLite, one connection, one writer.
+
+One connection and a rollback journal, since SQLite before 3.51.3 can corrupt a WAL database that
+has two. The file is locked for as long as it is open: of two coordinators on one file the second
+is refused. After a SIGKILL the kernel drops the lock and SQLite rolls back what was half written.
+
+Calls block; journal.py makes them from one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from dataplane.config import JobSpec
+from dataplane.coordinator.records import (
+    Forget,
+    Incarnation,
+    Job,
+    Keep,
+    Member,
+    Phase,
+    Record,
+    Write,
+    key_of,
+)
+from dataplane.errors import ConfigError
+from dataplane.model import End, ListPolicy, Topology
+
+SCHEMA_VERSION = 1
+MEMORY = ":memory:"
+_APPLICATION_ID = 0x44504C43  # "DPLC": tells our files from other SQLite databases
+_LOCK_TIMEOUT_S = 3.0
+_SCHEMA = """
+CREATE TABLE jobs (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
+                   PRIMARY KEY (job, name)) WITHOUT ROWID;
+CREATE TABLE members (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
+                      PRIMARY KEY (job, name)) WITHOUT ROWID;
+CREATE TABLE incarnations (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
+                           PRIMARY KEY (job, name)) WITHOUT ROWID;
+"""
+_TABLES: dict[type[Record], str] = {
+    Job: "jobs",
+    Member: "members",
+    Incarnation: "incarnations",
+}
+
+
+class Store:
+    """One database file, or ":memory:" for a coordinator that lives in a node."""
+
+    def __init__(self, path: str) -> None:
+        """Open or create the database, and lock it.
+
+        Raises:  ConfigError: it cannot be written, is locked, damaged, of another program, or of
+        a newer version.
+        """
+        self.path = path
+        if path != MEMORY:
+            _make_private(Path(path))
+        try:
+            self._db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._db.close()
+            raise self._refusal(error) from error
+        except ConfigError:
+            self._db.close()
+            raise
+
+    def load(self) -> list[Record]:
+        """Everything that was written.
+
+        Raises:  ConfigError: the database is damaged.
+        """
+        records: list[Record] = []
+        try:
+            for cls, table in _TABLES.items():
+                rows = self._db.execute(f"SELECT body FROM {table}").fetchall()  # noqa: S608 - ours
+                records += [_READERS[cls](json.loads(body)) for (body,) in rows]
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged(f"a record cannot be read: {error!r}") from error
+        return records
+
+    def write(self, writes: Iterable[Write]) -> None:
+        """All of these or none, on disk when this returns.
+
+        Raises:  ConfigError: the disk is full or failed; nothing was changed.
+        """
+        try:
+            with self._transaction():
+                for write in writes:
+                    self._apply(write)
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+
+    def close(self) -> None:
+        """Unlock and close; may be called twice."""
+        self._db.close()
+
+    def _apply(self, write: Write) -> None:
+        cls, job_id, name = key_of(write)
+        table = _TABLES[cls]
+        if isinstance(write, Forget):
+            where = (job_id, name)
+            self._db.execute(f"DELETE FROM {table} WHERE job = ? AND name = ?", where)  # noqa: S608
+        else:
+            row = (job_id, name, _body(write))
+            self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", row)  # noqa: S608
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._db.execute("PRAGMA journal_mode = TRUNCATE")
+        self._db.execute("PRAGMA synchronous = FULL")
+        with self._transaction():
+            version = self._pragma("user_version")
+            application = self._pragma("application_id")
+            if version == 0 and application == 0 and self._is_empty():
+                for statement in filter(str.strip, _SCHEMA.split(";")):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            elif application != _APPLICATION_ID:
+                raise ConfigError(
+                    f"{self.path} is the database of another program: name another file",
+                    path=self.path,
+                )
+            elif version != SCHEMA_VERSION:
+                raise ConfigError(
+                    f"{self.path} was written by another version of Dataplane (schema {version}; "
+                    f"this one has {SCHEMA_VERSION}): use that version, or name another file",
+                    path=self.path,
+                    expected=SCHEMA_VERSION,
+                    found=version,
+                )
+        (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise self._damaged(str(verdict))
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._db)
+
+    def _pragma(self, name: str) -> int:
+        (value,) = self._db.execute(f"PRAGMA {name}").fetchone()
+        return int(value)
+
+    def _is_empty(self) -> bool:
+        (count,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return int(count) == 0
+
+    def _refusal(self, error: sqlite3.Error) -> ConfigError:
+        name = getattr(error, "sqlite_errorname", "")
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            return ConfigError(
+                f"{self.path} is locked: another coordinator uses it. Stop that one, or name "
+                "another file",
+                path=self.path,
+            )
+        if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+            return self._damaged(str(error))
+        return ConfigError(
+            f"{self.path} cannot be used: {error}. It needs a local disk with free space, and a "
+            "file and folder that this user may write",
+            path=self.path,
+        )
+
+    def _damaged(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path} is damaged: {why}. Restore it from a copy, or move it away: then every "
+            "job starts at generation 1, and running ranks join again",
+            path=self.path,
+        )
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK if anything fails."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            try:
+                self._db.execute("COMMIT")
+            except sqlite3.Error:
+                self._roll_back()
+                raise
+        else:
+            self._roll_back()
+
+    def _roll_back(self) -> None:
+        # Some failures (a full disk, for one) have rolled back already.
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+
+def _make_private(path: Path) -> None:
+    """Create the file for this user alone, since SQLite would follow the umask."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be opened: {error.strerror}. The coordinator's database needs a file "
+            "and folder that this user may write",
+            path=str(path),
+        ) from error
+
+
+def _body(write: Keep) -> str:
+    fields = dataclasses.asdict(write.record)
+    fields.pop("deadline", None)
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _spec(fields: dict[str, Any]) -> JobSpec:
+    fields["end"] = End(fields["end"])
+    fields["lists"] = ListPolicy(fields["lists"])
+    fields["columns"] = tuple(fields["columns"])
+    fields["fill_null"] = tuple((column, value) for column, value in fields["fill_null"])
+    return JobSpec(**fields)
+
+
+def _job(fields: dict[str, Any]) -> Job:
+    return Job(**{**fields, "spec": _spec(fields["spec"])})
+
+
+def _member(fields: dict[str, Any]) -> Member:
+    topology, phase = Topology(**fields["topology"]), Phase(fields["phase"])
+    return Member(**{**fields, "topology": topology, "phase": phase})
+
+
+def _incarnation(fields: dict[str, Any]) -> Incarnation:
+    return Incarnation(**fields)
+
+
+_READERS: dict[type[Record], Callable[[dict[str, Any]], Record]] = {
+    Job: _job,
+    Member: _member,
+    Incarnation: _incarnation,
+}

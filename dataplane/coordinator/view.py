@@ -1,0 +1,84 @@
+"""The coordinator's memory as people want to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dataplane.coordinator.records import Member, Node, Phase
+from dataplane.coordinator.roster import Roster
+from dataplane.errors import ConfigError
+from dataplane.rpc.messages import JobStatus, MemberStatus, NodeStatus, StatusResponse
+
+_SHOWN_MAX = 10
+
+
+def status(
+    job_id: str,
+    *,
+    version: str,
+    coordinator_id: str,
+    rosters: Mapping[str, Roster],
+    nodes: Iterable[Node],
+    clock: float,
+    now: float,
+) -> StatusResponse:
+    """One job, or with "" all of them, sorted by name; and all nodes.
+
+    Raises:  ConfigError: no job has that name.
+    """
+    if job_id and job_id not in rosters:
+        known = ", ".join(sorted(rosters)[:_SHOWN_MAX]) or "none"
+        more = f" and {len(rosters) - _SHOWN_MAX} more" if len(rosters) > _SHOWN_MAX else ""
+        raise ConfigError(f"no job is called {job_id!r}; there are: {known}{more}", job=job_id)
+    chosen = [rosters[job_id]] if job_id else [rosters[name] for name in sorted(rosters)]
+    return StatusResponse(
+        version=version,
+        coordinator_id=coordinator_id,
+        jobs=tuple(_job(roster, clock) for roster in chosen),
+        nodes=tuple(
+            _node(node, now) for node in sorted(nodes, key=lambda node: node.request.node_id)
+        ),
+    )
+
+
+def _job(roster: Roster, clock: float) -> JobStatus:
+    job = roster.job
+    members = sorted(roster.members.values(), key=lambda one: (one.topology.rank, one.order))
+    return JobStatus(
+        job_id=job.job_id,
+        dataset=job.dataset,
+        spec=job.spec,
+        digest=job.spec.digest(),
+        generation=job.generation,
+        state=_state(roster),
+        sample_count=job.sample_count,
+        dp_size=job.dp_size,
+        missing_dp_ranks=roster.missing_dp_ranks(),
+        members=tuple(_member(member, clock) for member in members),
+    )
+
+
+def _state(roster: Roster) -> str:
+    if roster.is_idle:
+        return "idle"
+    return "running" if roster.is_complete else "forming"
+
+
+def _member(member: Member, clock: float) -> MemberStatus:
+    joined = member.phase is Phase.JOINED
+    return MemberStatus(
+        member_id=member.member_id,
+        topology=member.topology,
+        node_id=member.node_id,
+        state=member.phase.value,
+        epoch=member.epoch,
+        cursor=member.cursor,
+        samples_per_s=member.samples_per_s,
+        stall_s=member.stall_s,
+        lease_left_s=max(0.0, member.deadline - clock) if joined else 0.0,
+    )
+
+
+def _node(node: Node, now: float) -> NodeStatus:
+    asked = node.request
+    return NodeStatus(asked.node_id, asked.host, asked.pid, asked.version, now - node.seen_at)

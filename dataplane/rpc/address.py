@@ -1,0 +1,88 @@
+"""Where a gRPC service listens: "host:port", "[::1]:port" or "unix:/path/to/socket"."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from dataplane.errors import ConfigError
+
+_UNIX = "unix:"
+_UNIX_PATH_BYTES_MAX = 107
+_PORT_MAX = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A host and a port; port 0 asks for a free one."""
+
+    host: str
+    port: int
+
+    @property
+    def target(self) -> str:
+        """As gRPC wants it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A socket file."""
+
+    path: str
+
+    @property
+    def target(self) -> str:
+        """As gRPC wants it."""
+        return _UNIX + self.path
+
+
+Address = TcpAddress | UnixAddress
+
+
+def parse(address: str) -> Address:
+    """What an address means.
+
+    Raises:  ConfigError: it is no address.
+    """
+    if address.startswith(_UNIX):
+        path = address.removeprefix(_UNIX)
+        path = path.removeprefix("//") if path.startswith("///") else path
+        length = len(path.encode())
+        if not 0 < length <= _UNIX_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"{address!r}: a socket's path has 1 to {_UNIX_PATH_BYTES_MAX} bytes, not {length}",
+                address=address,
+            )
+        return UnixAddress(path)
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > _PORT_MAX:
+        raise ConfigError(
+            f'{address!r} is no address: "host:port", "[::1]:port" and "unix:/path" are',
+            address=address,
+        )
+    return TcpAddress(host, int(port))
+
+
+def resolve(address: TcpAddress) -> TcpAddress:
+    """The same with the host as one IP address, so that all of a name is bound or nothing.
+
+    Raises:  ConfigError: the name means nothing here.
+    """
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"{address.target!r}: the host name cannot be resolved: {error.strerror}",
+            address=address.target,
+        ) from error
+    by_family = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return TcpAddress(str(by_family[0][4][0]), address.port)
+
+
+def is_loopback(address: TcpAddress) -> bool:
+    """Whether only this machine reaches it; the host is an IP address."""
+    return ipaddress.ip_address(address.host.partition("%")[0]).is_loopback

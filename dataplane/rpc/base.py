@@ -1,0 +1,53 @@
+"""What a node asks of a coordinator, wherever that runs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dataplane.rpc.messages import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
+    RegisterNodeRequest,
+    RegisterNodeResponse,
+    StatusRequest,
+    StatusResponse,
+)
+
+
+class Coordination(Protocol):
+    """A coordinator: in this process, or behind gRPC. Every call may be repeated.
+
+    Every call raises PeerLost where the coordinator does not answer.
+    """
+
+    async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
+        """A node says that it is there.
+
+        Raises:  VersionMismatch: the node is of another version.
+        """
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        """A rank takes its place in a job. An answer means that it survives a restart.
+
+        Raises:  SpecMismatch: field, expected, found.  LeaseFenced: a newer launch of the job, or
+        a newer process of this rank, was seen.  ConfigError: an impossible place.
+        """
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        """A node renews its members; one verdict a member, in the request's order.
+
+        Raises:  VersionMismatch: the node is of another version.
+        """
+
+    async def leave(self, request: LeaveRequest) -> LeaveResponse:
+        """A rank left on purpose. An unknown member is no error: it is gone either way."""
+
+    async def status(self, request: StatusRequest) -> StatusResponse:
+        """Jobs, ranks and nodes, for people.
+
+        Raises:  ConfigError: no job has that name.
+        """

@@ -1,0 +1,127 @@
+"""The coordinator as seen over gRPC: deadlines on every call, retries, our own errors."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from dataplane.errors import ClosedError, PeerLost
+from dataplane.rpc.address import parse
+from dataplane.rpc.messages import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
+    RegisterNodeRequest,
+    RegisterNodeResponse,
+    StatusRequest,
+    StatusResponse,
+)
+from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
+from dataplane.rpc.status import error_of
+
+CHANNEL_OPTIONS = (
+    # A peer whose machine vanished is noticed within 15 s, also between calls.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted coordinator is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_send_message_length", REQUEST_BYTES_MAX),
+    ("grpc.max_receive_message_length", RESPONSE_BYTES_MAX),
+    # Two clients of one process must not share a connection that one of them closes.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The coordinator is named directly; a proxy between hosts of a cluster is never meant.
+    ("grpc.enable_http_proxy", 0),
+)
+_WAIT = wait_random_exponential(multiplier=0.05, max=1.0)
+
+
+class CoordinatorClient:
+    """`Coordination` over gRPC, from one event loop. Connects with the first call.
+
+    A call waits `timeout_s` for an answer. Joining and registering, without which nothing can
+    start, are repeated for `patience_s` while nobody answers; the others come again by themselves.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 5.0, patience_s: float = 10.0) -> None:
+        self.address = parse(address).target
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._methods = {method.python_name: method for method in coordinator_methods()}
+        self._channel: grpc.aio.Channel | None = None
+        self._calls: dict[str, grpc.aio.UnaryUnaryMultiCallable[Any, Any]] = {}
+        self._closed = False
+
+    async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
+        """As `Coordination.register_node`."""
+        answer = await self._patiently("register_node", request, self._patience_s)
+        return cast(RegisterNodeResponse, answer)
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        """As `Coordination.join`."""
+        return cast(JoinResponse, await self._patiently("join", request, self._patience_s))
+
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        """As `Coordination.heartbeat`."""
+        return cast(HeartbeatResponse, await self._call("heartbeat", request))
+
+    async def leave(self, request: LeaveRequest) -> LeaveResponse:
+        """As `Coordination.leave`; repeated for a second at most, since it delays an exit."""
+        patience_s = min(1.0, self._patience_s)
+        return cast(LeaveResponse, await self._patiently("leave", request, patience_s))
+
+    async def status(self, request: StatusRequest) -> StatusResponse:
+        """As `Coordination.status`."""
+        return cast(StatusResponse, await self._call("status", request))
+
+    async def close(self) -> None:
+        """Hang up; may be called twice."""
+        self._closed = True
+        self._calls.clear()
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()
+
+    async def _patiently(self, name: str, request: object, patience_s: float) -> object:
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(PeerLost),
+            wait=_WAIT,
+            stop=stop_after_delay(patience_s),
+            reraise=True,
+        )
+        return await attempts(self._call, name, request)
+
+    async def _call(self, name: str, request: object) -> object:
+        call = self._calls.get(name) or self._open(name)
+        try:
+            return cast(object, await call(request, timeout=self._timeout_s))
+        except grpc.aio.AioRpcError as failure:
+            raise error_of(failure, self.address) from failure
+
+    def _open(self, name: str) -> grpc.aio.UnaryUnaryMultiCallable[Any, Any]:
+        if self._closed:
+            raise ClosedError(f"the client of {self.address} is closed")
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        method = self._methods[name]
+        call = self._channel.unary_unary(
+            method.path,
+            request_serializer=method.write,
+            response_deserializer=method.read_response,
+        )
+        self._calls[name] = call
+        return call

@@ -1,0 +1,214 @@
+"""A gRPC server: where it listens, what it answers, how it stops.
+
+It binds before anything else is done, so that a taken port is known early; it answers only once it
+is started; while it drains, its health is NOT_SERVING and new calls are sent away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from dataplane.errors import ClosedError, ConfigError, DataplaneError, PeerLost
+from dataplane.rpc import status
+from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
+from dataplane.rpc.base import Coordination
+from dataplane.rpc.services import (
+    COORDINATOR,
+    REQUEST_BYTES_MAX,
+    RESPONSE_BYTES_MAX,
+    Method,
+    coordinator_methods,
+)
+
+log = logging.getLogger("dataplane.rpc")
+
+_OPTIONS = (
+    # Two servers on one port would share its calls by chance.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
+    ("grpc.max_send_message_length", RESPONSE_BYTES_MAX),
+    # Clients ping every 10 s, with and without calls.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # And a client whose machine vanished is forgotten.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+Answer = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
+
+
+class GrpcServer:
+    """One listening address. Use: `bind()`, `await start(service)`, `await stop(grace_s)`."""
+
+    def __init__(self, address: str, *, insecure_bind: bool = False) -> None:
+        self._wanted = parse(address)
+        self._insecure_bind = insecure_bind
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._socket_file: tuple[Path, int] | None = None
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self.address = ""
+
+    def bind(self) -> str:
+        """Take the address and return it, with the port that was chosen for port 0.
+
+        Raises:  ConfigError: taken, not of this machine, not allowed, or open to the network.
+        """
+        if isinstance(self._wanted, UnixAddress):
+            self.address = self._bind_unix(self._wanted)
+        else:
+            self.address = self._bind_tcp(self._wanted)
+        return self.address
+
+    async def start(self, service: Coordination) -> None:
+        """Answer calls from now on."""
+        methods = {
+            method.name: grpc.unary_unary_rpc_method_handler(
+                self._answer(method, service),
+                request_deserializer=method.read_request,
+                response_serializer=method.write,
+            )
+            for method in coordinator_methods()
+        }
+        generic = grpc.method_handlers_generic_handler(COORDINATOR, methods)
+        self._server.add_generic_rpc_handlers((generic,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        await self._server.start()
+        await self._health.set(COORDINATOR, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Send new calls away, give those in flight `grace_s`, hang up; may be called twice."""
+        self._draining = True
+        await self._health.enter_graceful_shutdown()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("stopped with %d calls unanswered", self._in_flight)
+        await self._server.stop(None)
+        if self._socket_file is not None:
+            path, inode = self._socket_file
+            self._socket_file = None
+            if path.exists() and path.lstat().st_ino == inode:
+                path.unlink()
+
+    def _answer(self, method: Method, service: Coordination) -> Answer:
+        serve = getattr(service, method.python_name)
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            if self._draining:
+                await _abort(context, PeerLost(f"{self.address} is stopping", peer=self.address))
+            self._in_flight += 1
+            self._idle.clear()
+            try:
+                return await serve(request)
+            except ClosedError:
+                await _abort(context, PeerLost(f"{self.address} has stopped", peer=self.address))
+            except DataplaneError as error:
+                await _abort(context, error)
+            finally:
+                self._in_flight -= 1
+                if not self._in_flight:
+                    self._idle.set()
+
+        return answer
+
+    def _bind_tcp(self, wanted: TcpAddress) -> str:
+        address = resolve(wanted)
+        if not is_loopback(address) and not self._insecure_bind:
+            raise ConfigError(
+                f"{wanted.target} is open to the network, and this service has neither TLS nor "
+                "tokens yet: bind to 127.0.0.1 or unix:/path, or pass --insecure-bind on a network "
+                "that you trust",
+                address=wanted.target,
+            )
+        if address.port:
+            _refuse_if_taken(address)
+        try:
+            port = self._server.add_insecure_port(address.target)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen at {address.target}: {error}", address=address.target
+            ) from error
+        return TcpAddress(address.host, port).target
+
+    def _bind_unix(self, wanted: UnixAddress) -> str:
+        path = Path(wanted.path)
+        _clear_socket_path(path)
+        # gRPC makes the file with the umask's mode and has no other way to say it.
+        old = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(wanted.target)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen at {wanted.target}: {error}. Its folder has to exist and to be "
+                "writable",
+                address=wanted.target,
+            ) from error
+        finally:
+            os.umask(old)
+        self._socket_file = (path, path.lstat().st_ino)
+        return wanted.target
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: DataplaneError) -> None:
+    await context.abort(status.code_of(error), status.details_of(error), status.trailer_of(error))
+
+
+def _refuse_if_taken(address: TcpAddress) -> None:
+    """GRPC says only "Failed to bind"; a plain socket says why."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+            probe.listen(1)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen at {address.target}: {error.strerror}. Is another service on port "
+                f"{address.port}? Stop it, name another port, or port 0 for a free one",
+                address=address.target,
+                port=address.port,
+            ) from error
+
+
+def _clear_socket_path(path: Path) -> None:
+    """Remove the socket file of a server that is gone; refuse any other file."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"unix:{path} is a file that is no socket: name another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"unix:{path} exists and cannot be tried: {error.strerror}. Remove it, or name "
+                "another path",
+                address=f"unix:{path}",
+            ) from error
+        else:
+            raise ConfigError(
+                f"another service listens at unix:{path}: stop it, or name another path",
+                address=f"unix:{path}",
+            )

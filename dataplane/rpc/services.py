@@ -1,0 +1,50 @@
+"""The methods of a gRPC service, read from its descriptor: only the proto files list them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane.rpc import messages
+from dataplane.rpc.convert import decode, encode
+from dataplane.rpc.v1 import coordinator_pb2
+
+REQUEST_BYTES_MAX = 4 << 20
+RESPONSE_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One unary method: values of messages.py go in and out."""
+
+    name: str
+    path: str
+    python_name: str
+    read_request: Callable[[bytes], Any]
+    read_response: Callable[[bytes], Any]
+    write: Callable[[Any], bytes] = encode
+
+
+COORDINATOR: str = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name
+
+
+def coordinator_methods() -> tuple[Method, ...]:
+    """Every method of the coordinator's service."""
+    service = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    return tuple(
+        Method(
+            name=method.name,
+            path=f"/{service.full_name}/{method.name}",
+            python_name=re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower(),
+            read_request=_reader(method.input_type.name),
+            read_response=_reader(method.output_type.name),
+        )
+        for method in service.methods
+    )
+
+
+def _reader(name: str) -> Callable[[bytes], Any]:
+    return functools.partial(decode, getattr(messages, name))

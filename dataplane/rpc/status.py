@@ -1,0 +1,107 @@
+"""Our errors as gRPC statuses and back.
+
+The status code is for proxies, dashboards and other people's clients; our own read the Error
+message in the trailing metadata, which keeps class, sentence and nouns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from dataplane import errors
+from dataplane.errors import DataplaneError, Noun
+from dataplane.rpc.convert import error_from_proto, error_to_proto
+from dataplane.rpc.v1 import types_pb2
+
+ERROR_KEY = "dataplane-error-bin"
+
+# gRPC drops trailing metadata over 8 KiB, and the whole error with it; -bin values grow by a third.
+_ERROR_BYTES_MAX = 4096
+_DETAILS_LENGTH_MAX = 512
+_NOUNS_MAX = 8
+
+# The nearest class counts: a LeaseFenced is looked up, then LeaseError, then the root.
+_CODES: dict[type[DataplaneError], grpc.StatusCode] = {
+    errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ClosedError: grpc.StatusCode.UNAVAILABLE,
+    errors.PeerLost: grpc.StatusCode.UNAVAILABLE,
+    errors.LeaseError: grpc.StatusCode.ABORTED,
+    errors.ShardNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.StoreDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.StoreThrottled: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.StoreError: grpc.StatusCode.UNAVAILABLE,
+    errors.TruncatedRead: grpc.StatusCode.DATA_LOSS,
+    errors.DatasetChangedError: grpc.StatusCode.ABORTED,
+    errors.CorruptShard: grpc.StatusCode.DATA_LOSS,
+    errors.DataStallError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    DataplaneError: grpc.StatusCode.INTERNAL,
+}
+
+
+def code_of(error: DataplaneError) -> grpc.StatusCode:
+    """The status code under which an error travels."""
+    return next(_CODES[cls] for cls in type(error).__mro__ if cls in _CODES)
+
+
+def trailer_of(error: DataplaneError) -> tuple[tuple[str, bytes], ...]:
+    """The trailing metadata under which an error travels, cut to what headers can carry."""
+    wire = error_to_proto(error).SerializeToString()
+    for length in (1024, 256, 32):
+        if len(wire) > _ERROR_BYTES_MAX:
+            wire = error_to_proto(_cut(error, length)).SerializeToString()
+    return ((ERROR_KEY, wire),)
+
+
+def details_of(error: DataplaneError) -> str:
+    """One line for clients that do not read the trailing metadata."""
+    return f"{type(error).__name__}: {_short(str(error), _DETAILS_LENGTH_MAX)}"
+
+
+def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
+    """The error behind a failed call: the peer's own, or what the wire says of the peer."""
+    sent = _sent(failure.trailing_metadata() or ())
+    if sent is not None:
+        return sent
+    code, details = failure.code(), failure.details() or "no details"
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return errors.PeerLost(f"nobody answers at {peer}: {details}", peer=peer)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.PeerLost(f"no answer from {peer} in time: {details}", peer=peer)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.VersionMismatch(
+            f"{peer} does not know this call: it is no Dataplane service, or of another version "
+            f"({details})",
+            peer=peer,
+        )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.ConfigError(f"{peer} refused the size of a message: {details}", peer=peer)
+    return DataplaneError(f"{peer} failed with {code.name}: {details}", peer=peer)
+
+
+def _sent(metadata: Iterable[tuple[str, str | bytes]]) -> DataplaneError | None:
+    for key, value in metadata:
+        if key == ERROR_KEY:
+            message = types_pb2.Error()
+            try:
+                message.ParseFromString(cast(bytes, value))
+                return error_from_proto(message)
+            except (DecodeError, ValueError):
+                return None
+    return None
+
+
+def _cut(error: DataplaneError, length: int) -> DataplaneError:
+    nouns: dict[str, Noun] = {}
+    for name, noun in list(error.nouns.items())[:_NOUNS_MAX]:
+        nouns[name] = _short(noun, length // 4) if isinstance(noun, str) else noun
+    return errors.rebuild(type(error).__name__, _short(str(error), length), nouns)
+
+
+def _short(text: str, length: int) -> str:
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"

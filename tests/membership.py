@@ -1,0 +1,49 @@
+"""Requests with sensible defaults, for every test of the coordinator."""
+
+from dataplane.config import PROTOCOL_VERSION, JobSpec
+from dataplane.model import Topology
+from dataplane.rpc.messages import (
+    HeartbeatRequest,
+    JoinRequest,
+    LeaveRequest,
+    MemberProgress,
+    RegisterNodeRequest,
+)
+
+VERSION = "1.2.3"
+SPEC = JobSpec(fingerprint="f" * 32, seed=1, shuffle=True, lanes=4, window=8, global_batch=16)
+
+
+def node(node_id="n0", version=VERSION, protocol=PROTOCOL_VERSION):
+    return RegisterNodeRequest(
+        node_id, host="host-" + node_id, pid=7, version=version, protocol=protocol
+    )
+
+
+def join(
+    dp_rank=0,
+    dp_size=2,
+    *,
+    job="j",
+    spec=SPEC,
+    incarnation="i1",
+    member=None,
+    node_id="n0",
+    rank=None,
+):
+    rank = dp_rank if rank is None else rank
+    place = Topology(dp_rank=dp_rank, dp_size=dp_size, rank=rank, world_size=max(dp_size, rank + 1))
+    member = f"m{rank}-{incarnation}" if member is None else member
+    return JoinRequest(job, "s3://b/*.parquet", spec, place, incarnation, member, node_id, 1000)
+
+
+def beat(*members, node_id="n0", version=VERSION):
+    return HeartbeatRequest(node(node_id, version), tuple(members))
+
+
+def progress(member="m0-i1", generation=1, epoch=0, cursor=0, *, job="j", speed=0.0, stall=0.0):
+    return MemberProgress(job, member, generation, epoch, cursor, speed, stall)
+
+
+def leave(member="m0-i1", *, job="j"):
+    return LeaveRequest(job, member, "done")
