@@ -16,6 +16,7 @@ import click
 from dataplane.commands import output
 from dataplane.commands.config import config
 from dataplane.commands.options import config_option
+from dataplane.commands.status import status
 from dataplane.config import VERSION
 from dataplane.errors import DataplaneError
 
@@ -50,7 +51,7 @@ def cli(*, debug: bool, config_file: str | None) -> None:
     )
 
 
-for command in (config,):
+for command in (config, status):
     cli.add_command(command)
 
 

@@ -21,6 +21,7 @@ from dataplane import units
 from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, pwd_home, this_machine
+from dataplane.rpc import address
 from dataplane.units import Kind, Value
 
 PREFIX = "DATAPLANE_"
@@ -28,6 +29,22 @@ CONFIG_VARIABLE = "DATAPLANE_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_SERVICE"})
 MIB = 1 << 20
 GIB = 1 << 30
+
+
+def _address(given: object) -> str:
+    try:
+        return address.parse(units.text(given)).target
+    except ConfigError as error:
+        raise ValueError(given) from error
+
+
+def _address_or_none(given: object) -> str:
+    return "" if given == "" else _address(given)
+
+
+_FORMS = '"host:port", "[::1]:port" or "unix:/path"'
+ADDRESS = Kind(_FORMS, "ADDRESS", _address)
+ADDRESS_OR_NONE = Kind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +106,13 @@ def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, s
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "listen",
-        units.ADDRESS,
+        ADDRESS,
         "where the coordinator listens",
         _fixed("127.0.0.1:7077"),
     ),
     Setting(
         "join",
-        units.ADDRESS_OR_NONE,
+        ADDRESS_OR_NONE,
         "the coordinator that a node without its own reports to",
         _fixed(""),
     ),

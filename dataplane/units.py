@@ -1,8 +1,7 @@
-"""What a setting may be, as people write it: sizes, durations, counts, addresses."""
+"""What a setting may be, as people write it: sizes, durations, counts, names."""
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,29 +26,6 @@ class Kind:
     metavar: str
     parse: Callable[[object], Value]
     show: Callable[[Value], str] = str
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port"; an IPv6 host stands in brackets.
-
-    Raises:  ValueError: it is not of this form.
-    """
-    host, colon, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = str(ipaddress.IPv6Address(host[1:-1]))
-    elif ":" in host:
-        raise ValueError(address)
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(address)
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host. A name other than localhost may be anyone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def show_bytes(value: Value) -> str:
@@ -97,30 +73,25 @@ def _switch(given: object) -> bool:
     return _SWITCHES[given.lower()]
 
 
-def _text(given: object) -> str:
+def text(given: object) -> str:
+    """Something written, without control characters.
+
+    Raises:  ValueError: it is not.
+    """
     if not isinstance(given, str) or not given or not given.isprintable():
         raise ValueError(given)
     return given
 
 
 def _folder(given: object) -> str:
-    return str(Path(_text(given)).expanduser().absolute())
+    return str(Path(text(given)).expanduser().absolute())
 
 
 def _name(given: object) -> str:
-    text = _text(given)
-    if len(text.encode()) > SOCKET_NAME_BYTES_MAX:
+    name = text(given)
+    if len(name.encode()) > SOCKET_NAME_BYTES_MAX:
         raise ValueError(given)
-    return text
-
-
-def _address(given: object) -> str:
-    split_address(_text(given))
-    return str(given)
-
-
-def _address_or_none(given: object) -> str:
-    return "" if given == "" else _address(given)
+    return name
 
 
 BYTES = Kind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
@@ -134,5 +105,3 @@ COUNT = Kind("a whole number from 1 to 4096", "N", _count)
 SWITCH = Kind("true or false", "BOOL", _switch, lambda value: str(value).lower())
 FOLDER = Kind("the path of a folder", "DIR", _folder)
 NAME = Kind(f"a name of at most {SOCKET_NAME_BYTES_MAX} bytes", "NAME", _name)
-ADDRESS = Kind('"host:port"', "HOST:PORT", _address)
-ADDRESS_OR_NONE = Kind('"host:port", or "" for none', "HOST:PORT", _address_or_none)

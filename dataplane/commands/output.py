@@ -57,7 +57,7 @@ _ADVICE: dict[type[BaseException], str] = {
     errors.DatasetChangedError: "index the dataset again, or restore the shard that was pinned",
     errors.SchemaMismatch: "write the shard again with the dataset's schema, or leave it out",
     errors.CorruptShard: "write the shard again from its source; retrying will not help",
-    errors.PeerLost: "check that it runs (`dataplane status`) and that its address is right",
+    errors.PeerLost: "check that it runs there (`dataplane serve` starts one), and the address",
     errors.LeaseError: "another launch of the job took over; stop this one, or start it again",
     errors.DataStallError: "`dataplane status` shows who waits; look at that node's log",
 }

@@ -104,7 +104,6 @@ def test_a_user_without_a_home_is_told_what_to_set():
         ("stall_timeout_s = 0", "30s"),
         ('insecure_bind = "perhaps"', "true or false"),
         ('listen = "7077"', "host:port"),
-        ('listen = "::1:7077"', "host:port"),
         ('listen = "a:99999"', "host:port"),
         (f'socket_name = "{"x" * 200}"', "at most"),
         ("slab_bytes = ", "not a TOML file"),
@@ -195,21 +194,6 @@ def test_sizes_have_decimal_and_binary_units(text, size):
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("500ms", 0.5), ("2min", 120), (3, 3)])
 def test_durations_have_units(text, seconds):
     assert units.SECONDS.parse(text) == seconds
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        *((host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")),
-        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")),
-    ],
-)
-def test_only_loopback_is_loopback(host, expected):
-    assert units.is_loopback(host) is expected
-
-
-def test_an_ipv6_host_stands_in_brackets():
-    assert units.split_address("[::1]:7077") == ("::1", 7077)
 
 
 def test_a_trainer_reads_settings_without_heavy_imports():

@@ -1,0 +1,142 @@
+"""`dataplane status`: jobs, ranks and nodes, as the coordinator knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from itertools import chain
+
+import click
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from dataplane.commands import output
+from dataplane.commands.options import Settings, json_option, setting_options
+from dataplane.rpc.messages import JobStatus, MemberStatus, StatusRequest, StatusResponse
+
+WATCH_PERIOD_S = 1.0
+
+Ask = Callable[[], Awaitable[StatusResponse]]
+
+
+@click.command("status")
+@click.argument("address", required=False)
+@click.option("--job", default="", metavar="ID", help="Only this job.")
+@click.option("--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
+@setting_options("join", "listen")
+@json_option
+def status(
+    settings: Settings, *, address: str | None, job: str, watch: bool, as_json: bool
+) -> None:
+    """Show jobs, their ranks, and nodes.
+
+    ADDRESS is the coordinator's. Without one it is the `join` setting, and else `listen`: the
+    coordinator of this machine.
+
+    \b
+    Examples:
+      dataplane status
+      dataplane status head-node:7077 --watch
+      dataplane status --job pretrain-7 --json
+    """
+    if watch and as_json:
+        raise click.UsageError("--watch is for people and --json for programs: choose one")
+    target = address or str(settings["join"].value or settings["listen"].value)
+    asyncio.run(_report(target, job, watch=watch, as_json=as_json))
+
+
+async def _report(address: str, job: str, *, watch: bool, as_json: bool) -> None:
+    from dataplane.rpc.calls import CoordinatorClient
+
+    client = CoordinatorClient(address)
+
+    async def ask() -> StatusResponse:
+        return await client.status(StatusRequest(job))
+
+    try:
+        if watch:
+            await _watch(ask)
+            return
+        found = await ask()
+    finally:
+        await client.close()
+    if as_json:
+        output.write_json(dataclasses.asdict(found))
+    else:
+        output.stdout().print(render(found))
+
+
+async def _watch(ask: Ask) -> None:
+    with Live(console=output.stdout(), auto_refresh=False, screen=False) as live:
+        while True:
+            live.update(render(await ask()), refresh=True)
+            await asyncio.sleep(WATCH_PERIOD_S)
+
+
+def render(found: StatusResponse) -> Group:
+    """Three tables: jobs, ranks, nodes."""
+    jobs = output.table(
+        ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
+        [_job_row(job) for job in found.jobs],
+        "jobs",
+    )
+    ranks = output.table(
+        ("job", "dp rank", "state", "epoch", "cursor", "samples/s", "waited s", "lease s", "node"),
+        chain.from_iterable(_member_rows(job) for job in found.jobs),
+        "ranks",
+    )
+    nodes = output.table(
+        ("node", "host", "pid", "version", "seen"),
+        [
+            (node.node_id, node.host, str(node.pid), node.version, f"{node.last_seen_s:.1f} s ago")
+            for node in found.nodes
+        ],
+        "nodes",
+    )
+    parts: list[Table | Text] = []
+    for one in (jobs, ranks, nodes):
+        if one.row_count:
+            parts += [one, Text()]
+    about = f"coordinator {found.coordinator_id}, dataplane {found.version}"
+    parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
+    return Group(*parts)
+
+
+def _job_row(job: JobStatus) -> tuple[object, ...]:
+    members = _present(job)
+    furthest = max(((one.epoch, one.cursor) for one in members), default=(0, 0))
+    return (
+        job.job_id,
+        job.state,
+        job.generation,
+        f"{len({one.topology.dp_rank for one in members})}/{job.dp_size}",
+        ", ".join(map(str, job.missing_dp_ranks)) or None,
+        furthest[0],
+        f"{furthest[1] / job.sample_count:.1%}" if job.sample_count else None,
+        sum(one.samples_per_s for one in members),
+        job.dataset,
+    )
+
+
+def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
+    return [
+        (
+            job.job_id,
+            one.topology.dp_rank,
+            one.state,
+            one.epoch,
+            one.cursor,
+            one.samples_per_s,
+            one.stall_s,
+            one.lease_left_s,
+            one.node_id,
+        )
+        for one in sorted(job.members, key=lambda one: (one.topology.dp_rank, one.topology.rank))
+    ]
+
+
+def _present(job: JobStatus) -> list[MemberStatus]:
+    return [one for one in job.members if one.state == "joined"]

@@ -1,0 +1,106 @@
+"""`dataplane status` against a real coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from dataplane.cli import run
+from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
+from dataplane.coordinator.front import CoordinatorConfig
+from dataplane.coordinator.server import CoordinatorServer
+from dataplane.model import Topology
+from dataplane.rpc.messages import (
+    HeartbeatRequest,
+    JoinRequest,
+    MemberProgress,
+    RegisterNodeRequest,
+)
+
+NODE = RegisterNodeRequest("node-1", "host-1", 17, VERSION, PROTOCOL_VERSION)
+
+
+@asynccontextmanager
+async def coordinator_with_one_of_two_ranks():
+    server = CoordinatorServer(CoordinatorConfig(VERSION), "127.0.0.1:0")
+    address = await server.start()
+    try:
+        joined = await join_one(server.coordinator)
+        progress = MemberProgress("job-1", "m-0", joined.generation, 3, 250, 1234.5, 0.5)
+        await server.coordinator.heartbeat(HeartbeatRequest(NODE, (progress,)))
+        yield address
+    finally:
+        await server.stop(0.0)
+
+
+async def join_one(coordinator):
+    await coordinator.register_node(NODE)
+    spec = JobSpec(fingerprint="f" * 32, global_batch=4)
+    topology = Topology(dp_rank=0, dp_size=2, rank=0, world_size=2)
+    return await coordinator.join(
+        JoinRequest("job-1", "mem://shards", spec, topology, "one", "m-0", "node-1", 1000)
+    )
+
+
+async def dataplane(*arguments: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "dataplane",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, told = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), told.decode()
+
+
+async def asked(*arguments: str) -> tuple[int, str, str]:
+    async with coordinator_with_one_of_two_ranks() as address:
+        return await dataplane("status", address, *arguments)
+
+
+def test_the_table_shows_jobs_ranks_and_nodes():
+    code, out, _ = asyncio.run(asked())
+    assert code == 0
+    job = next(line for line in out.splitlines() if "mem://shards" in line).split()
+    assert job[:9] == ["job-1", "forming", "1", "1/2", "1", "3", "25.0%", "1,234.5", "mem://shards"]
+    assert any(line.split()[:3] == ["node-1", "host-1", "17"] for line in out.splitlines())
+
+
+def test_json_has_the_same_for_programs():
+    code, out, _ = asyncio.run(asked("--json", "--job", "job-1"))
+    assert code == 0
+    job = json.loads(out)["jobs"][0]
+    assert job["missing_dp_ranks"] == [1]
+    assert job["members"][0]["cursor"] == 250
+    assert job["spec"]["end"] == "ragged"
+
+
+def test_a_job_that_nobody_knows_is_an_error():
+    code, _, told = asyncio.run(asked("--job", "job-2"))
+    assert code == 2
+    assert "job-2" in told
+
+
+def test_nobody_answering_is_exit_status_3(capsys):
+    assert run(["status", "127.0.0.1:1"]) == 3
+    told = capsys.readouterr().err
+    assert "127.0.0.1:1" in told
+    assert "dataplane serve" in told
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:99999"])
+def test_what_is_no_address_is_a_usage_error(address, capsys):
+    assert run(["status", address]) == 2
+    assert address in capsys.readouterr().err
+
+
+def test_watching_is_for_people(capsys):
+    assert run(["status", "--watch", "--json"]) == 2
+    assert "choose one" in capsys.readouterr().err
