@@ -1,0 +1,63 @@
+"""The documents keep their word: examples run, links lead somewhere, versions agree.
+
+An example is run when its fence says `test` after the language: ```python test, ```sh test. The
+examples of one page run in order, in one empty folder, as a reader would try them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataplane.config import VERSION
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+EXAMPLE = re.compile(r"^```(python|sh) test\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
+
+
+def examples(page: Path) -> list[tuple[str, str]]:
+    return EXAMPLE.findall(page.read_text())
+
+
+def title(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=title)
+def test_the_examples_of_a_page_run(page, tmp_path):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("DATAPLANE_")}
+    environ |= {name: v for name, v in os.environ.items() if name.startswith("DATAPLANE_TEST_")}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    environ["HOME"] = str(tmp_path)
+    for language, text in examples(page):
+        program = (
+            [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
+        )
+        done = subprocess.run(
+            [*program, text],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        if done.returncode:
+            pytest.fail(f"{title(page)}:\n{text}\n{done.stdout}\n{done.stderr}", pytrace=False)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_links_lead_somewhere(page):
+    broken = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not broken
+
+
+def test_the_changelog_has_this_version():
+    assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
