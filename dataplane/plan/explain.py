@@ -20,10 +20,11 @@ from dataplane.plan.slices import Slice
 from dataplane.plan.windows import WINDOW_CACHE_BYTES, Int64
 
 # Stretches of the order that are looked at, and how long each is at least and at most. A stretch
-# opens a window of every lane, and all of them together make at most so many entries.
+# opens windows of as many lanes as it has samples, and all of the stretches together make at most
+# so many entries of permutations: about two seconds.
 _PROBES = 16
 _PROBE_SAMPLES = (1024, 65_536)
-_PROBE_ENTRIES = 1 << 24
+_PROBE_ENTRIES = 1 << 25
 _DROP_SHARE_MAX = 0.01
 
 
@@ -35,8 +36,10 @@ class Explanation:
     chance take none of its samples is counted). `displacement` is the mean distance between a
     sample's position and its place in the dataset, over what a perfect shuffle gives: 0 is the
     dataset's own order, 1 is perfect. `blocks_per_batch` and `shards_per_batch` are how many
-    different ones meet in a global batch, beside what a perfect shuffle would give. `quality` is
-    the product of displacement and the share of blocks, each at most 1.
+    different ones meet in a global batch, beside what a perfect shuffle would give; of a batch that
+    is too long to look at, or opens too many long windows, only the first `probed_per_batch`
+    samples are meant. `quality` is the product of displacement and the share of blocks, each at
+    most 1.
     """
 
     step_count: int
@@ -51,6 +54,7 @@ class Explanation:
     hosts_per_block_max: int
     bytes_read_per_host: int
     displacement: float
+    probed_per_batch: int
     blocks_per_batch: float
     blocks_per_batch_perfect: float
     shards_per_batch: float
@@ -111,6 +115,7 @@ def explain(
         hosts_per_block_max=int(hosts.max()),
         bytes_read_per_host=round(read / cluster.host_count),
         displacement=quality.displacement,
+        probed_per_batch=quality.batch,
         blocks_per_batch=quality.blocks,
         blocks_per_batch_perfect=quality.blocks_perfect,
         shards_per_batch=quality.shards,
@@ -150,6 +155,7 @@ def _hosts_of(first: int, more: int, cluster: Cluster, meeting: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _Quality:
     displacement: float
+    batch: int
     blocks: float
     blocks_perfect: float
     shards: float
@@ -160,22 +166,27 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
     samples = manifest.sample_count
     shortest, longest = _PROBE_SAMPLES
     length = min(max(batch, shortest), longest, samples)
+    if min(order.lanes, length) * order.window > _PROBE_ENTRIES:
+        length = max(1, _PROBE_ENTRIES // order.window)
     batch = min(batch, length)
     entries = min(order.lanes, length) * order.window
     count = max(1, min(_PROBES, _PROBE_ENTRIES // entries, samples // length))
     starts = np.cumsum(manifest.block_rows) - manifest.block_rows
-    distance, blocks, shards = 0.0, 0, 0
+    distance, perfect, blocks, shards = 0.0, 0.0, 0, 0
     for probe in range(count):
         begin = key(order.seed, Domain.PROBE, order.epoch, probe) % (samples - length + 1)
         positions = np.arange(begin, begin + length, dtype=np.int64)
         block, row = order.locate(positions)
-        distance += float(np.abs(starts[block] + row - positions).mean())
+        distance += float(np.abs(starts[block] + row - positions).sum())
+        # From position t, a place chosen anywhere in [0, N) is so far away on average.
+        place = positions / samples
+        perfect += float((place**2 + (1 - place) ** 2).sum()) * samples / 2
         blocks += len(np.unique(block[:batch]))
         shards += len(np.unique(manifest.block_shard[block[:batch]]))
     shard_rows = np.bincount(manifest.block_shard, weights=manifest.block_rows)
     return _Quality(
-        # Two independent uniform places are a third of the whole apart: (N*N - 1) / 3N.
-        displacement=distance / count / max((samples - 1 / samples) / 3, 1e-9),
+        displacement=distance / perfect,
+        batch=batch,
         blocks=blocks / count,
         blocks_perfect=_perfect(manifest.block_rows / samples, batch),
         shards=shards / count,

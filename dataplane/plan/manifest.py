@@ -20,16 +20,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from dataplane.errors import ConfigError, CorruptShard
+from dataplane.errors import ConfigError
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.order import counted
+from dataplane.plan.sealed import damaged, sealed, unsealed
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 VERSION = 1
-_MAGIC = b"DP-INDEX"
-_CHECKSUM_BYTES = 32
 _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
     ("block_shard", np.dtype(np.int32)),
     ("block_rows", np.dtype(np.int64)),
@@ -217,7 +216,7 @@ class Manifest:
         with pa.ipc.new_stream(sink, described, options=options) as writer:
             writer.write_batch(pa.record_batch(columns, schema=described))
         body: bytes = sink.getvalue().to_pybytes()
-        return body + _checksum(body) + _MAGIC
+        return sealed(body)
 
     @classmethod
     def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
@@ -225,7 +224,7 @@ class Manifest:
 
         Raises:  CorruptShard: it is no manifest, or damaged.  ConfigError: of another version.
         """
-        body = _verified(memoryview(content), name)
+        body = unsealed(content, name)
         try:
             options = pa.ipc.IpcReadOptions(use_threads=False)
             with pa.ipc.open_stream(pa.py_buffer(body), options=options) as reader:
@@ -239,7 +238,7 @@ class Manifest:
         except ConfigError as error:
             if error.nouns.get("field") == "version":
                 raise
-            raise _damaged(name, "columns that fit together", str(error)) from error
+            raise damaged(name, "columns that fit together", str(error)) from error
         except (
             pa.ArrowException,
             OSError,
@@ -248,10 +247,10 @@ class Manifest:
             TypeError,
             StopIteration,
         ) as error:
-            raise _damaged(name, "the columns of a manifest", str(error)) from error
+            raise damaged(name, "the columns of a manifest", str(error)) from error
         expected = metadata[b"fingerprint"].decode()
         if manifest.fingerprint != expected:
-            raise _damaged(name, f"fingerprint {expected}", manifest.fingerprint)
+            raise damaged(name, f"fingerprint {expected}", manifest.fingerprint)
         return manifest
 
     def _check(self) -> None:
@@ -328,34 +327,6 @@ def _column(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[An
     column = np.ascontiguousarray(values, dtype).view()
     column.flags.writeable = False
     return column
-
-
-def _checksum(body: Buffer) -> bytes:
-    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
-
-
-def _damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptShard:
-    return CorruptShard(
-        f"{name} is no manifest that can be believed: expected {expected}, found {found}."
-        " Index the dataset again",
-        shard=name,
-        offset=offset,
-        expected=expected,
-        found=found,
-    )
-
-
-def _verified(content: memoryview, name: str) -> memoryview:
-    """The Arrow stream, after its checksum was found right: Arrow never sees damaged bytes."""
-    content = content.cast("B")
-    end = len(content) - _CHECKSUM_BYTES - len(_MAGIC)
-    mark = bytes(content[-len(_MAGIC) :])
-    if end < 0 or mark != _MAGIC:
-        raise _damaged(name, f"{_MAGIC!r} at its end (was it cut short?)", repr(mark), max(end, 0))
-    body = content[:end]
-    if bytes(content[end : -len(_MAGIC)]) != _checksum(body):
-        raise _damaged(name, "its own checksum", f"another over {end} bytes", end)
-    return body
 
 
 def _check_version(metadata: dict[bytes, bytes], name: str) -> None:

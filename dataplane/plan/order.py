@@ -46,7 +46,7 @@ class Order:
         "shuffle", "window",
     )  # fmt: skip
 
-    def __init__(  # noqa: PLR0917 - the order's inputs, in the order of the design
+    def __init__(
         self,
         block_rows: NDArray[np.integer],
         seed: int,

@@ -1,0 +1,49 @@
+"""Bytes with their own checksum: a damaged file is refused before anything tries to read it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from typing_extensions import Buffer
+
+from dataplane.errors import CorruptShard
+
+_MARK = b"DP-INDEX"
+_CHECKSUM_BYTES = 32
+
+
+def sealed(body: bytes) -> bytes:
+    """The body, its checksum, and a mark: a reader of the body alone may ignore both."""
+    return body + _checksum(body) + _MARK
+
+
+def unsealed(content: Buffer, name: str) -> memoryview:
+    """The body of what `sealed` made; `name` is what errors call it.
+
+    Raises:  CorruptShard: cut short, damaged, or something else altogether.
+    """
+    whole = memoryview(content).cast("B")
+    end = len(whole) - _CHECKSUM_BYTES - len(_MARK)
+    mark = bytes(whole[-len(_MARK) :])
+    if end < 0 or mark != _MARK:
+        raise damaged(name, f"{_MARK!r} at its end (was it cut short?)", repr(mark), max(end, 0))
+    body = whole[:end]
+    if bytes(whole[end : -len(_MARK)]) != _checksum(body):
+        raise damaged(name, "the checksum at its end", f"another one over {end} bytes", end)
+    return body
+
+
+def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptShard:
+    """The error for a manifest that cannot be believed."""
+    return CorruptShard(
+        f"{name} cannot be believed as a manifest: expected {expected}, found {found}."
+        " Index the dataset again",
+        shard=name,
+        offset=offset,
+        expected=expected,
+        found=found,
+    )
+
+
+def _checksum(body: Buffer) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dataplane.errors import ConfigError
+from dataplane.model import End, Region
+from dataplane.plan.explain import Cluster, explain
+from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.order import Order
+
+
+def manifest_of(rows, shard_count=1, length=1000):
+    block_shard = np.arange(len(rows)) * shard_count // len(rows)
+    counts = np.bincount(block_shard, minlength=shard_count).tolist()
+    shards = tuple(
+        Shard(f"s3://b/{number}", 1 << 30, "e", count, Region(0, 0), True)
+        for number, count in enumerate(counts)
+    )
+    column = np.full(len(rows), length)
+    return Manifest(
+        ("s3://b/",), "arrow_ipc", b"", shards, block_shard, rows, column * 0, column, column
+    )
+
+
+def explained(manifest, lanes, window, cluster, batch=32, end=End.RAGGED, shuffle=True):
+    order = Order(manifest.block_rows, 5, shuffle, lanes, window, 0)
+    return explain(manifest, order, cluster, batch, end)
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=12).map(np.array),
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.integers(1, 4),
+)
+def test_hosts_per_block_bounds_what_ranks_really_read(rows, lanes, dp_size, ranks_per_host):
+    manifest, cluster = manifest_of(rows), Cluster(dp_size, ranks_per_host)
+    order = Order(rows, 5, True, lanes, 4, 0)
+    positions = np.arange(manifest.sample_count)
+    block, _ = order.locate(positions)
+    host = positions % dp_size // ranks_per_host
+    really = [len(np.unique(host[block == each])) for each in range(len(rows))]
+    found = explain(manifest, order, cluster, max(dp_size, 8))
+    assert max(really) <= found.hosts_per_block_max <= cluster.host_count
+    assert np.mean(really) <= found.hosts_per_block_mean + 1e-9
+    assert found.bytes_read_per_host == round(
+        found.hosts_per_block_mean * len(rows) * 1000 / cluster.host_count
+    )
+
+
+def test_hosts_read_disjoint_blocks_when_ranks_divide_the_lanes():
+    found = explained(manifest_of(np.full(960, 10)), 96, 20, Cluster(48, 8), 96)
+    assert (found.hosts_per_block_mean, found.hosts_per_block_max) == (1.0, 1)
+    assert found.lanes_per_rank == 2
+    assert found.bytes_read_per_host == 960 * 1000 // 6
+    assert found.warnings == ()
+
+
+def test_every_host_reads_everything_when_there_is_one_lane():
+    found = explained(manifest_of(np.full(96, 100)), 1, 4000, Cluster(16, 8))
+    assert found.hosts_per_block_mean == 2.0
+    assert found.bytes_read_per_host == 96_000
+
+
+def test_open_windows_are_a_sum_over_the_lanes_of_a_host():
+    manifest = manifest_of(np.full(96, 100))
+    alone = explained(manifest, 8, 200, Cluster(1, 1)).open_window_bytes_per_host
+    spread = explained(manifest, 8, 200, Cluster(8, 2)).open_window_bytes_per_host
+    # 200 samples of 10 bytes and 4 of permutation each, and a block's rest of 1000.
+    assert alone == 8 * 3800
+    assert spread == 2 * 3800
+
+
+def test_steps_and_what_the_end_costs():
+    manifest = manifest_of(np.full(10, 10))
+    ends = [explained(manifest, 1, 100, Cluster(2, 2), 32, end) for end in End]
+    shown = [(each.step_count, each.samples_dropped, each.samples_padded) for each in ends]
+    assert dict(zip(End, shown, strict=True)) == {
+        End.RAGGED: (4, 0, 0),
+        End.DROP: (3, 4, 0),
+        End.PAD: (4, 0, 28),
+    }
+
+
+def test_quality_is_one_for_a_full_shuffle_and_nothing_for_none():
+    manifest = manifest_of(np.full(400, 100), shard_count=20)
+    full = explained(manifest, 1, 40_000, Cluster())
+    assert full.quality > 0.9
+    assert abs(full.displacement - 1) < 0.1
+    assert abs(full.shards_per_batch - full.shards_per_batch_perfect) < 2
+    none = explained(manifest, 1, 1, Cluster(), shuffle=False)
+    assert none.quality == none.displacement == 0
+    assert none.blocks_per_batch < 2
+
+
+def test_quality_grows_with_lanes_and_window():
+    manifest = manifest_of(np.full(4000, 100), shard_count=40)
+    layouts = ((1, 1), (4, 200), (16, 200), (16, 2000))
+    found = [explained(manifest, *layout, Cluster(), 256).quality for layout in layouts]
+    assert found == sorted(found)
+    assert found[0] < 0.05 < 0.5 < found[-1]
+
+
+def test_one_sample_is_explained():
+    found = explained(manifest_of(np.array([1])), 1, 1, Cluster(), 1)
+    assert (found.step_count, found.host_count, found.blocks_per_batch) == (1, 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "window", "dp_size", "batch", "end", "said"),
+    [
+        (4, 200, 8, 32, End.RAGGED, "larger than the 4 lanes"),
+        (12, 200, 8, 32, End.RAGGED, "no multiple of dp_size 8"),
+        (8, 50, 8, 32, End.RAGGED, "smaller than a block of 100"),
+        (8, 200, 8, 7000, End.DROP, "loses 3000 of 10000 samples (30.0%)"),
+    ],
+)
+def test_what_costs_more_than_it_seems_is_warned_of(lanes, window, dp_size, batch, end, said):
+    found = explained(
+        manifest_of(np.full(100, 100)), lanes, window, Cluster(dp_size, 8), batch, end
+    )
+    assert len(found.warnings) == 1
+    assert said in found.warnings[0]
+
+
+def test_permutations_that_are_not_remembered_are_warned_of(monkeypatch):
+    monkeypatch.setattr("dataplane.plan.explain.WINDOW_CACHE_BYTES", 1 << 20)
+    manifest = manifest_of(np.full(4000, 1000))
+    for cluster, warned in ((Cluster(96, 8), 0), (Cluster(8, 8), 1)):
+        found = explained(manifest, 96, 20_000, cluster, 96).warnings
+        assert sum("take 3 MiB" in each for each in found) == warned
+
+
+def test_of_windows_too_long_to_look_at_only_some_are_opened():
+    found = explained(manifest_of(np.full(4000, 1000)), 96, 40_000, Cluster(), 4096)
+    assert found.probed_per_batch == 4096
+    assert found.blocks_per_batch <= found.blocks_per_batch_perfect * 1.05
+    long = explained(manifest_of(np.full(40, 10_000_000)), 96, 4_000_000, Cluster(), 4096)
+    assert long.probed_per_batch == 8
+
+
+@pytest.mark.parametrize(("dp_size", "ranks_per_host"), [(0, 1), (1, 0), (-3, 8)])
+def test_a_cluster_without_ranks_is_refused(dp_size, ranks_per_host):
+    with pytest.raises(ConfigError):
+        Cluster(dp_size, ranks_per_host)
+
+
+def test_more_ranks_than_samples_in_a_batch_are_refused():
+    with pytest.raises(ConfigError, match="at least one sample a rank"):
+        explained(manifest_of(np.full(4, 10)), 1, 40, Cluster(64, 8), 32)

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import ObjectInfo, Region
+from dataplane.plan.manifest import IndexedShard, Manifest, Shard
+from dataplane.plan.sealed import sealed, unsealed
+
+modest = settings(max_examples=60)
+sizes = st.integers(0, 2**40)
+huge = st.integers(0, 2**63 - 1)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+regions = st.builds(Region, sizes, sizes)
+
+
+@dataclass(frozen=True)
+class Extent:
+    rows: int
+    place: Region
+    decoded_bytes: int
+
+
+extents = st.builds(Extent, st.integers(0, 3), st.builds(Region, huge, huge), huge)
+indexed = st.builds(
+    IndexedShard,
+    st.builds(ObjectInfo, names, sizes, names),
+    st.lists(extents, max_size=6),
+    regions,
+    st.booleans(),
+)
+filled = st.builds(
+    IndexedShard,
+    st.builds(ObjectInfo, names, sizes, names),
+    st.just([Extent(2, Region(4, 9), 20)]),
+    regions,
+    st.booleans(),
+)
+manifests = st.builds(
+    lambda urls, name, schema, before, shard, after: Manifest.build(
+        urls, name, schema, [*before, shard, *after]
+    ),
+    st.lists(names, max_size=3),
+    names,
+    st.binary(max_size=20),
+    st.lists(indexed, max_size=4),
+    filled,
+    st.lists(indexed, max_size=4),
+)
+
+
+def small(**change):
+    shards = (
+        Shard("s3://b/0", 100, "e0", 2, Region(90, 10), False, (1,)),
+        Shard("s3://b/1", 80, "e1", 0, Region(0, 0), True, (0,)),
+        Shard("s3://b/2", 60, "e2", 1, Region(0, 4), True),
+    )
+    columns = {
+        "block_shard": np.array([0, 0, 2], np.int32),
+        "block_rows": np.array([10, 20, 30]),
+        "block_offset": np.array([0, 40, 4]),
+        "block_length": np.array([40, 50, 56]),
+        "block_decoded": np.array([80, 100, 56]),
+    }
+    given_fields = {"urls": ("s3://b/",), "format": "parquet", "schema": b"sch", "shards": shards}
+    return Manifest(**{**given_fields, **columns, **change})
+
+
+@modest
+@given(manifests)
+def test_manifest_survives_its_file(manifest):
+    found = Manifest.from_bytes(manifest.to_bytes())
+    assert found == manifest
+    assert hash(found) == hash(manifest)
+    for name in ("urls", "format", "schema", "shards", "sample_count"):
+        assert getattr(found, name) == getattr(manifest, name)
+    for name in ("shard", "rows", "offset", "length", "decoded"):
+        column = getattr(found, f"block_{name}")
+        assert column.dtype == (np.int32 if name == "shard" else np.int64)
+        assert np.array_equal(column, getattr(manifest, f"block_{name}"))
+        assert not column.flags.writeable
+
+
+@modest
+@given(st.lists(indexed, max_size=5), filled)
+def test_empty_blocks_are_left_out_and_the_others_keep_their_index(shards, last):
+    shards = [*shards, last]
+    manifest = Manifest.build(["u"], "jsonl", b"", shards)
+    expected = [
+        (number, index, block)
+        for number, shard in enumerate(shards)
+        for index, block in enumerate(shard.blocks)
+        if block.rows
+    ]
+    assert manifest.block_count == len(expected)
+    assert manifest.sample_count == sum(block.rows for _, _, block in expected)
+    for block, (number, index, extent) in enumerate(expected):
+        assert manifest.block_shard[block] == number
+        assert manifest.block_in_shard(block) == index
+        assert manifest.block_offset[block] == extent.place.offset
+        assert manifest.block_length[block] == extent.place.length
+        assert manifest.block_decoded[block] == extent.decoded_bytes
+
+
+def test_golden_fingerprint():
+    assert small().fingerprint == "85506d8b53162e803af84611cf199e99"
+
+
+def test_fingerprint_does_not_depend_on_how_the_dataset_is_named():
+    assert small(urls=("elsewhere",)) == small()
+
+
+def test_fingerprint_depends_on_everything_else():
+    first, *rest = small().shards
+    changes = [
+        {"format": "arrow_ipc"},
+        {"schema": b"hcs"},
+        {"block_rows": np.array([10, 20, 31])},
+        {"block_offset": np.array([0, 41, 4])},
+        {"block_length": np.array([40, 49, 56])},
+        {"block_decoded": np.array([80, 100, 57])},
+        {"block_shard": np.array([0, 0, 1]), "shards": (first, *rest[::-1])},
+        {"shards": tuple(reversed(small().shards)), "block_shard": np.array([0, 2, 2])},
+        *(
+            {"shards": (replace(first, **change), *rest)}
+            for change in (
+                {"url": "s3://b/00"},
+                {"size_bytes": 101},
+                {"etag": "e00"},
+                {"preamble": Region(89, 10)},
+                {"preamble": Region(90, 9)},
+                {"zero_copy": True},
+                {"empty_blocks": ()},
+                {"url": "s3://b/0e", "etag": "0"},
+            )
+        ),
+    ]
+    made = [small(**change) for change in changes]
+    assert len({small(), *made}) == len(changes) + 1
+
+
+@modest
+@given(st.data())
+def test_a_damaged_file_is_refused(more):
+    content = bytearray(small().to_bytes())
+    where = more.draw(st.integers(0, len(content) - 1))
+    content[where] ^= more.draw(st.integers(1, 255))
+    with pytest.raises(CorruptShard) as refused:
+        Manifest.from_bytes(bytes(content), "m.manifest")
+    assert refused.value.shard == "m.manifest"
+    assert "Index the dataset again" in str(refused.value)
+
+
+def test_a_file_cut_short_is_refused():
+    content = small().to_bytes()
+    for length in (0, 1, 7, 39, 40, len(content) // 2, len(content) - 1):
+        with pytest.raises(CorruptShard, match="cut short"):
+            Manifest.from_bytes(content[:length])
+
+
+def arrow_stream(batch):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def rewritten(change):
+    """The small manifest's file with another batch in it, and the right checksum."""
+    with pa.ipc.open_stream(unsealed(small().to_bytes(), "m")) as reader:
+        batch = reader.read_next_batch()
+    return sealed(arrow_stream(change(batch)))
+
+
+def with_metadata(batch, **change):
+    changed = {name.encode(): value for name, value in change.items()}
+    return batch.replace_schema_metadata({**batch.schema.metadata, **changed})
+
+
+def with_column(batch, name, values):
+    place = batch.schema.get_field_index(name)
+    column = pa.array(values, batch.schema.field(name).type)
+    return batch.set_column(place, batch.schema.field(name), column)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: batch.replace_schema_metadata(None),
+        lambda batch: batch.drop_columns(["etag"]),
+        lambda batch: batch.slice(0, 2),
+        lambda batch: with_metadata(batch, format=b"arrow_ipc"),
+        lambda batch: with_metadata(batch, format=b"\xff"),
+        lambda batch: with_metadata(batch, urls=b"5"),
+        lambda batch: with_metadata(batch, urls=b"["),
+        lambda batch: with_column(batch, "rows", [[1], [2], [3]]),
+        lambda batch: with_column(batch, "size_bytes", [1, None, 3]),
+        lambda batch: with_column(batch, "size_bytes", [100, 80, 61]),
+    ],
+)
+def test_a_file_of_something_else_is_refused(change):
+    with pytest.raises(CorruptShard):
+        Manifest.from_bytes(rewritten(change))
+
+
+def test_bytes_that_are_no_arrow_stream_are_refused():
+    for body in (b"", b"PAR1", bytes(1000)):
+        with pytest.raises(CorruptShard):
+            Manifest.from_bytes(sealed(body))
+
+
+def test_missing_numbers_are_refused():
+    def with_holes(batch, name):
+        field = batch.schema.field(name)
+        column = pa.array([[None, 1], [], [2]], field.type)
+        table = batch.set_column(batch.schema.get_field_index(name), field, column)
+        return pa.record_batch(table.columns, schema=batch.schema)
+
+    for name in ("rows", "gap", "length", "decoded"):
+        with pytest.raises(CorruptShard):
+            Manifest.from_bytes(rewritten(lambda batch, name=name: with_holes(batch, name)))
+
+
+def test_a_file_of_another_version_names_both():
+    content = rewritten(lambda batch: with_metadata(batch, **{"dataplane.manifest": b"2"}))
+    with pytest.raises(ConfigError, match="version 2") as refused:
+        Manifest.from_bytes(content, "m.manifest")
+    assert (refused.value.expected, refused.value.found) == (1, "2")
+
+
+def test_arrow_reads_the_file_as_a_stream():
+    with pa.ipc.open_stream(small().to_bytes()) as reader:
+        assert reader.read_next_batch().column("url").to_pylist() == [
+            shard.url for shard in small().shards
+        ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_rows": np.array([10, 0, 30])},
+        {"block_rows": np.array([10, -1, 30])},
+        {"block_rows": np.array([10, 20])},
+        {"block_rows": np.array([10.0, 20.0, 30.0])},
+        {"block_rows": np.array([2**62, 2**62, 2**62])},
+        {"block_offset": np.array([0, -40, 4])},
+        {"block_length": np.array([0, 2**63, 4], np.uint64)},
+        {"block_decoded": np.array([[1, 2, 3]])},
+        {"block_shard": np.array([0, 2, 0])},
+        {"block_shard": np.array([0, 0, 3])},
+        {"block_shard": np.array([0, 0, 2**32])},
+        {"block_shard": np.array([0, 2, 2])},
+        {"shards": ()},
+        {"shards": (replace(small().shards[0], size_bytes=-1), *small().shards[1:])},
+        {"shards": (replace(small().shards[0], size_bytes=2**63), *small().shards[1:])},
+        {"shards": (replace(small().shards[0], empty_blocks=(2, 1)), *small().shards[1:])},
+        {"shards": (replace(small().shards[0], url="s3://b/\udcff"), *small().shards[1:])},
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(change):
+    with pytest.raises(ConfigError):
+        small(**change)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [],
+        [IndexedShard(ObjectInfo("u", 1, "e"), [], Region(0, 0), False)],
+        [IndexedShard(ObjectInfo("u", 1, "e"), [Extent(0, Region(0, 1), 1)], Region(0, 0), True)],
+        [IndexedShard(ObjectInfo("u", 1, "e"), [Extent(-3, Region(0, 1), 1)], Region(0, 0), True)],
+        [
+            IndexedShard(
+                ObjectInfo("u", 1, "e"), [Extent(2**70, Region(0, 1), 1)], Region(0, 0), True
+            )
+        ],
+    ],
+)
+def test_a_dataset_without_samples_is_refused(shards):
+    with pytest.raises(ConfigError):
+        Manifest.build(["u"], "parquet", b"", shards)
+
+
+@pytest.mark.parametrize("block", [-1, 3, 2**63])
+def test_a_block_that_is_not_there_has_no_index(block):
+    with pytest.raises(ConfigError):
+        small().block_in_shard(block)
+
+
+def test_manifest_is_shown_in_one_line():
+    assert repr(small()).endswith(": 3 parquet shards, 3 blocks, 60 samples>")
