@@ -1,0 +1,130 @@
+"""A shard's columns against the dataset's schema: what is the same, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+
+from dataplane.errors import ConfigError, SchemaMismatch
+from dataplane.formats.faults import corrupt, foreign_faults
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
+    """A shard's schema in the form that datasets are compared in: everything is nullable.
+
+    Raises:  CorruptShard: two columns of one name.
+    """
+    for name in schema.names:
+        if len(schema.get_all_field_indices(name)) > 1:
+            raise corrupt(url, 0, f"two columns are named {name!r}; rename one")
+    return pa.schema([_nullable(field) for field in schema], metadata=schema.metadata)
+
+
+def _nullable(field: pa.Field) -> pa.Field:
+    return pa.field(field.name, _relaxed(field.type), nullable=True, metadata=field.metadata)
+
+
+def _relaxed(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([_nullable(field) for field in kind.fields])
+    if pa.types.is_list(kind):
+        return pa.list_(_nullable(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_nullable(kind.value_field))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_nullable(kind.value_field), kind.list_size)
+    return kind
+
+
+def same_type(left: pa.DataType, right: pa.DataType) -> bool:
+    """Equal but for nullability, metadata and the names of list children."""
+    if left.equals(right):
+        return True
+    if pa.types.is_struct(left) and pa.types.is_struct(right):
+        return [f.name for f in left.fields] == [f.name for f in right.fields] and all(
+            same_type(a.type, b.type) for a, b in zip(left.fields, right.fields, strict=True)
+        )
+    for is_kind in _LISTS:
+        if is_kind(left) and is_kind(right):
+            sizes_equal = getattr(left, "list_size", 0) == getattr(right, "list_size", 0)
+            return sizes_equal and same_type(left.value_type, right.value_type)
+    return False
+
+
+def mismatch(url: str, field: str, expected: str, found: str, advice: str = "") -> SchemaMismatch:
+    """The error for a shard whose column is not the dataset's."""
+    advice = advice or "rewrite the shard, or leave it out of the dataset"
+    return SchemaMismatch(
+        f"{url}: column {field!r}: the dataset has {expected}, this shard has {found}; {advice}",
+        shard=url,
+        field=field,
+        expected=expected,
+        found=found,
+    )
+
+
+def check_columns(schema: pa.Schema, columns: Sequence[str]) -> None:
+    """Refuse columns that the dataset does not have.
+
+    Raises:  ConfigError.
+    """
+    for name in columns:
+        if name not in schema.names:
+            have = ", ".join(schema.names)
+            raise ConfigError(f"the dataset has no column {name!r}; it has {have}", field=name)
+
+
+def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url: str) -> None:
+    """Refuse a shard that lacks one of `columns` or has it with another type.
+
+    Raises:  SchemaMismatch: shard, field, expected, found.  ConfigError: no such column.
+    """
+    check_columns(schema, columns)
+    for name in columns:
+        expected = schema.field(name).type
+        at = found.get_field_index(name)
+        if at < 0:
+            raise mismatch(url, name, str(expected), "no such column")
+        if not same_type(found.field(at).type, expected):
+            raise mismatch(url, name, str(expected), str(found.field(at).type))
+
+
+def batch_of(
+    arrays: Mapping[str, pa.Array], schema: pa.Schema, columns: Sequence[str], rows: int
+) -> pa.RecordBatch:
+    """The arrays as one batch with exactly `columns`, typed as the dataset types them."""
+    wanted = [schema.field(name) for name in columns]
+    cast = [
+        arrays[field.name]
+        if arrays[field.name].type.equals(field.type)
+        else arrays[field.name].cast(field.type)
+        for field in wanted
+    ]
+    if not wanted:
+        # A batch without columns still has rows.
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, type=pa.struct([])))
+    return pa.RecordBatch.from_arrays(cast, schema=pa.schema(wanted))
+
+
+def check_rows(url: str, offset: int, expected: int, found: int) -> None:
+    """Refuse a block whose sample count is not the manifest's.
+
+    Raises:  CorruptShard.
+    """
+    if expected != found:
+        raise corrupt(
+            url, offset, "the block has another number of samples", expected=expected, found=found
+        )
+
+
+def validated(batch: pa.RecordBatch, url: str, offset: int) -> pa.RecordBatch:
+    """The batch, its buffers checked in full: offsets in bounds, text in UTF-8.
+
+    Raises:  CorruptShard.
+    """
+    with foreign_faults(url, offset, "the block decodes to invalid values"):
+        batch.validate(full=True)
+    return batch

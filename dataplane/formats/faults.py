@@ -1,0 +1,104 @@
+"""How formats speak of broken bytes: one sentence, one error, the same nouns everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from dataplane.errors import CorruptShard
+
+# What pyarrow raises on bytes that are not what they claim to be. Memory that runs out is not among
+# them: that is this machine's trouble, not the shard's.
+FOREIGN = (
+    pa.ArrowInvalid,
+    pa.ArrowTypeError,
+    pa.ArrowKeyError,
+    pa.ArrowIndexError,
+    pa.ArrowNotImplementedError,
+    pa.ArrowSerializationError,
+    OSError,
+    ValueError,
+    EOFError,
+    IndexError,
+    OverflowError,
+)
+
+_SIGNATURES = (
+    (b"PAR1", "a Parquet file"),
+    (b"PARE", "an encrypted Parquet file"),
+    (b"ARROW1", "an Arrow IPC file"),
+    (b"\xff\xff\xff\xff", "an Arrow IPC stream"),
+    (b"FEA1", "a Feather V1 file (rewrite it as Feather V2)"),
+    (b"\x1f\x8b", "gzip data"),
+    (b"\x28\xb5\x2f\xfd", "zstandard data"),
+    (b"PK\x03\x04", "a zip file"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"\x89PNG", "a PNG image"),
+    (b"%PDF", "a PDF file"),
+    (b"version https://git-lfs", "a Git LFS pointer (fetch the real object: git lfs pull)"),
+)
+
+
+def describe(head: bytes) -> str:
+    """What the first bytes of a shard look like, in words for an error message."""
+    if not head:
+        return "nothing"
+    for signature, words in _SIGNATURES:
+        if head.startswith(signature):
+            return words
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html")):
+        return f"an HTML page ({_quoted(head)})"
+    if text.startswith(b"<"):
+        return f"an XML document, perhaps a store's error page ({_quoted(head)})"
+    if text.startswith((b"{", b"[")):
+        return f"JSON text ({_quoted(head)})"
+    if head[257:262] == b"ustar":
+        return "a tar archive"
+    return f"bytes {head[:16].hex(' ')}"
+
+
+def _quoted(head: bytes) -> str:
+    return repr(head[:80].decode("utf-8", "replace"))
+
+
+def corrupt(
+    url: str, offset: int, what: str, *, expected: str | int = "", found: str | int = ""
+) -> CorruptShard:
+    """The error for bytes of `url` at `offset` that are not what the format promises."""
+    detail = f": expected {expected}, found {found}" if expected != "" or found != "" else ""
+    return CorruptShard(
+        f"{url}: byte {offset}: {what}{detail}",
+        shard=url,
+        offset=offset,
+        expected=expected,
+        found=found,
+    )
+
+
+@contextlib.contextmanager
+def foreign_faults(url: str, offset: int, what: str) -> Iterator[None]:
+    """Map what a foreign decoder raises on broken bytes to one CorruptShard."""
+    try:
+        yield
+    except FOREIGN as fault:
+        first = str(fault).strip().splitlines() or [type(fault).__name__]
+        raise corrupt(url, offset, f"{what} ({first[0][:300]})") from fault
+
+
+def require_bytes(url: str, size_bytes: int, name: str) -> None:
+    """Refuse an empty shard.
+
+    Raises:  CorruptShard: no format of ours writes zero bytes for zero samples on purpose; an
+    empty object is nearly always an upload that died.
+    """
+    if size_bytes == 0:
+        raise corrupt(
+            url,
+            0,
+            "the shard is empty; write it again or leave it out of the dataset",
+            expected=f"a {name} shard",
+            found="0 bytes",
+        )

@@ -1,0 +1,116 @@
+"""The few fields of Arrow IPC metadata that indexing needs, read with every bound checked.
+
+pyarrow parses a message only together with its body; an index must not read bodies.
+
+Source:  https://flatbuffers.dev/internals and Message.fbs, File.fbs of the Arrow format.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
+BLOCK_STRUCT = struct.Struct("<qi4xq")
+NODE_STRUCT = struct.Struct("<qq")
+BUFFER_STRUCT = struct.Struct("<qq")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One flatbuffer table. Every read beyond the buffer is a ValueError."""
+
+    buffer: memoryview
+    at: int
+
+    def _unpack(self, form: str, at: int) -> int:
+        if at < 0 or at + struct.calcsize(form) > len(self.buffer):
+            raise ValueError(f"flatbuffer offset {at} lies outside of {len(self.buffer)} bytes")
+        found: int = struct.unpack_from(form, self.buffer, at)[0]
+        return found
+
+    def _place(self, field: int) -> int:
+        """Where a field lies, or 0 where it is absent."""
+        vtable = self.at - self._unpack("<i", self.at)
+        if 4 + 2 * field + 2 > self._unpack("<H", vtable):
+            return 0
+        offset = self._unpack("<H", vtable + 4 + 2 * field)
+        return self.at + offset if offset else 0
+
+    def number(self, field: int, form: str) -> int:
+        """A scalar, 0 where it is absent."""
+        place = self._place(field)
+        return self._unpack(form, place) if place else 0
+
+    def table(self, field: int) -> Table | None:
+        """A table, None where it is absent."""
+        place = self._place(field)
+        return Table(self.buffer, place + self._unpack("<I", place)) if place else None
+
+    def structs(self, field: int, form: struct.Struct) -> list[tuple[int, ...]]:
+        """A vector of structs, empty where it is absent."""
+        place = self._place(field)
+        if not place:
+            return []
+        start = place + self._unpack("<I", place)
+        count = self._unpack("<I", start)
+        end = start + 4 + count * form.size
+        if end > len(self.buffer):
+            raise ValueError(f"a vector of {count} does not fit in {len(self.buffer)} bytes")
+        return list(form.iter_unpack(self.buffer[start + 4 : end]))
+
+
+def root(buffer: memoryview) -> Table:
+    """The root table of a flatbuffer."""
+    start = Table(buffer, 0)
+    return Table(buffer, start._unpack("<I", 0))  # noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a message's metadata says. `nodes` are the lengths of the arrays in depth-first order;
+    `buffers` are (offset, length) in the body.
+    """
+
+    kind: int
+    body_length: int
+    rows: int = 0
+    nodes: tuple[int, ...] = ()
+    buffers: tuple[tuple[int, int], ...] = ()
+    compressed: bool = False
+
+
+def message_head(metadata: memoryview) -> Head:
+    """Parse a message's metadata.
+
+    Raises:  ValueError: not a message, or it points outside of itself.
+    """
+    message = root(metadata)
+    kind = message.number(1, "<B")
+    body_length = message.number(3, "<q")
+    if body_length < 0:
+        raise ValueError(f"a body of {body_length} bytes")
+    batch = message.table(2)
+    if kind == DICTIONARY and batch is not None:
+        batch = batch.table(1)
+    if kind not in {DICTIONARY, RECORDS} or batch is None:
+        return Head(kind, body_length)
+    rows = batch.number(0, "<q")
+    if rows < 0:
+        raise ValueError(f"a batch of {rows} rows")
+    return Head(
+        kind,
+        body_length,
+        rows,
+        tuple(length for length, _ in batch.structs(1, NODE_STRUCT)),
+        tuple((offset, length) for offset, length in batch.structs(2, BUFFER_STRUCT)),
+        batch.table(3) is not None,
+    )
+
+
+def footer_batches(footer: memoryview) -> list[int]:
+    """The offsets of a file's record batches.
+
+    Raises:  ValueError: not a footer.
+    """
+    return [offset for offset, _, _ in root(footer).structs(3, BLOCK_STRUCT)]

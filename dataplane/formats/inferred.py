@@ -1,0 +1,46 @@
+"""Schemas that no writer stored: taken from a shard's first samples, and marked as such.
+
+A stored schema must be equal in every shard. An inferred one may differ for want of evidence, so
+only what contradicts is refused; the rest is checked when a block is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+MARK = b"dataplane.inferred"
+
+
+def inferred_schema(columns: Mapping[str, pa.DataType], *, closed: bool = False) -> pa.Schema:
+    """A schema of nullable columns that says of itself that it was inferred. `closed`: decoding
+    refuses a column that is not in it.
+    """
+    return pa.schema(list(columns.items()), metadata={MARK: b"closed" if closed else b"open"})
+
+
+def is_inferred(schema: pa.Schema) -> bool:
+    """Whether a schema was inferred."""
+    return MARK in (schema.metadata or {})
+
+
+def is_closed(schema: pa.Schema) -> bool:
+    """Whether a shard with a column more than an inferred schema is refused."""
+    return bool((schema.metadata or {}).get(MARK) == b"closed")
+
+
+def contradicts(expected: pa.DataType, found: pa.DataType) -> bool:
+    """Whether values of a type inferred elsewhere cannot be read as `expected`."""
+    if expected.equals(found) or pa.types.is_null(found):
+        return False
+    if pa.types.is_list(expected):
+        inner = found.value_type if pa.types.is_list(found) else found
+        return contradicts(expected.value_type, inner)
+    if pa.types.is_struct(expected) and pa.types.is_struct(found):
+        fields = {field.name: field.type for field in expected.fields}
+        return any(
+            field.name not in fields or contradicts(fields[field.name], field.type)
+            for field in found.fields
+        )
+    return not (pa.types.is_float64(expected) and pa.types.is_int64(found))

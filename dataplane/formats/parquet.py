@@ -1,0 +1,213 @@
+"""Parquet: a block is a row group, the preamble is the footer.
+
+Only the footer is read to index a shard. A block's place spans the pages of all its columns, so one
+ranged read fetches it. Page checksums are verified where the writer put them in; a Parquet file
+without them (the default of most writers) cannot show a flipped bit that still decompresses, see
+`docs/formats.md`.
+
+Source:  https://parquet.apache.org/docs/file-format/
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
+from dataplane.formats.conform import (
+    batch_of,
+    check_columns,
+    check_rows,
+    check_shard,
+    dataset_schema,
+    validated,
+)
+from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.splice import spliced
+from dataplane.model import Region
+
+MAGIC = b"PAR1"
+TAIL_BYTES = 64 << 10
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+
+
+class Parquet:
+    """The Parquet format."""
+
+    name = "parquet"
+    suffixes = (".parquet", ".parq", ".pqt")
+
+    def index(self, shard: ShardReader) -> ShardIndex:
+        """As `Format.index`: reads the footer and nothing else."""
+        footer, raw = _footer(shard)
+        with foreign_faults(shard.url, footer.offset, "the Parquet footer is damaged"):
+            metadata, _ = _metadata(raw)
+            schema = metadata.schema.to_arrow_schema()
+            blocks = tuple(_blocks(metadata, shard.url, footer))
+        return ShardIndex(dataset_schema(schema, shard.url), blocks, footer, zero_copy=False)
+
+    def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
+        """As `Format.decode`."""
+        url, start = block.url, block.place.offset
+        check_columns(schema, columns)
+        with foreign_faults(url, block.preamble_place.offset, "the Parquet footer is damaged"):
+            metadata, group = _located(bytes(block.preamble), block.index)
+        pieces = [
+            (start, block.body),
+            (block.preamble_place.offset, block.preamble),
+        ]
+        with foreign_faults(url, start, f"row group {group} cannot be decoded"):
+            opened = pq.ParquetFile(
+                spliced(block.shard_bytes, pieces),
+                metadata=metadata,
+                memory_map=False,
+                page_checksum_verification=True,
+            )
+            check_shard(opened.schema_arrow, schema, columns, url)
+            leaves = _leaves(opened.schema_arrow, columns, metadata.num_columns)
+            table = opened.reader.read_row_group(group, column_indices=leaves, use_threads=False)
+            arrays = {name: _one_array(table, name, url, start) for name in columns}
+            check_rows(url, start, block.rows, table.num_rows if columns else block.rows)
+            batch = batch_of(arrays, schema, columns, block.rows)
+        return validated(batch, url, start)
+
+
+def _footer(shard: ShardReader) -> tuple[Region, bytes]:
+    """The footer's place, from the metadata to the end of the file, and its bytes."""
+    url, size = shard.url, shard.size_bytes
+    require_bytes(url, size, "Parquet")
+    tail = bytes(memoryview(shard.read(max(0, size - TAIL_BYTES), min(size, TAIL_BYTES))))
+    if size < 12 or tail[-4:] != MAGIC:
+        head = bytes(memoryview(shard.read(0, min(size, 512))))
+        if tail[-4:] == b"PARE":
+            raise corrupt(url, size - 4, "encrypted Parquet files are not supported; decrypt it")
+        if head[:4] == MAGIC:
+            raise corrupt(
+                url,
+                size - 4,
+                "the Parquet file is truncated, its footer is missing; upload it again",
+                expected="PAR1",
+                found=tail[-4:].hex(" "),
+            )
+        raise corrupt(url, 0, "not a Parquet file", expected="PAR1", found=describe(head))
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length > size - 4:
+        raise corrupt(
+            url,
+            size - 8,
+            "the length of the Parquet footer is wrong",
+            expected=f"at most {size - 12} bytes",
+            found=length - 8,
+        )
+    place = Region(size - length, length)
+    if length <= len(tail):
+        return place, tail[-length:]
+    return place, bytes(memoryview(shard.read(place.offset, length)))
+
+
+def _blocks(metadata: pq.FileMetaData, url: str, footer: Region) -> Iterator[Block]:
+    widths = [_width(metadata.schema.column(i)) for i in range(metadata.num_columns)]
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        if row_group.num_rows == 0:
+            continue
+        start, end, decoded = footer.offset, 4, 0
+        for column in range(row_group.num_columns):
+            pages = row_group.column(column)
+            if pages.file_path:
+                raise corrupt(url, footer.offset, "columns in other files are not supported")
+            first = pages.data_page_offset
+            dictionary = pages.dictionary_page_offset
+            if dictionary is not None and 0 < dictionary < first:
+                first = dictionary
+            last = first + pages.total_compressed_size
+            if not 4 <= first <= last <= footer.offset:
+                raise corrupt(
+                    url,
+                    footer.offset,
+                    f"row group {group}, column {pages.path_in_schema!r} lies outside of the file",
+                    expected=f"bytes 4 to {footer.offset}",
+                    found=f"{first} to {last}",
+                )
+            start, end = min(start, first), max(end, last)
+            # Each column has its validity, and each list its offsets.
+            decoded += 9 * row_group.num_rows + _decoded_bytes(pages, widths[column])
+        yield Block(row_group.num_rows, Region(start, end - start), decoded)
+
+
+def _width(column: pq.ColumnSchema) -> int:
+    """Bytes of one decoded value, 0 where it varies."""
+    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(column.length)
+    return _WIDTHS.get(column.physical_type, 0)
+
+
+def _decoded_bytes(pages: pq.ColumnChunkMetaData, width: int) -> int:
+    """An estimate that rather errs upwards: pages may hold each distinct value only once."""
+    if width:
+        return int(pages.num_values) * (width + 1)
+    size = int(pages.num_values) * 9 + int(pages.total_uncompressed_size)
+    if pages.has_dictionary_page:
+        statistics = pages.statistics if pages.is_stats_set else None
+        longest = 16
+        if statistics is not None and statistics.has_min_max:
+            longest = max(longest, len(statistics.min), len(statistics.max))
+        size += int(pages.num_values) * longest
+    return size
+
+
+@functools.lru_cache(maxsize=16)
+def _metadata(footer: bytes) -> tuple[pq.FileMetaData, tuple[int, ...]]:
+    """A parsed footer and its row groups that have rows, which are the blocks.
+
+    Every block of a shard needs the footer, and parsing a large one costs more than a small block,
+    so the last few are remembered by their bytes.
+    """
+    metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer))
+    groups = range(metadata.num_row_groups)
+    return metadata, tuple(i for i in groups if metadata.row_group(i).num_rows)
+
+
+def _located(footer: bytes, index: int) -> tuple[pq.FileMetaData, int]:
+    metadata, groups = _metadata(footer)
+    return metadata, groups[index]
+
+
+def _leaf_count(kind: pa.DataType) -> int:
+    """How many Parquet columns an Arrow type is stored as."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _leaf_count(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _leaf_count(kind.value_type)
+    if pa.types.is_nested(kind):
+        return sum(_leaf_count(kind.field(i).type) for i in range(kind.num_fields))
+    return 1
+
+
+def _leaves(schema: pa.Schema, columns: Sequence[str], leaf_total: int) -> list[int]:
+    """The Parquet columns of top-level columns, by place: their dotted paths may be ambiguous."""
+    spans: dict[str, range] = {}
+    at = 0
+    for field in schema:
+        spans[field.name] = range(at, at + _leaf_count(field.type))
+        at = spans[field.name].stop
+    if at != leaf_total:
+        raise ValueError(f"the schema has {at} leaf columns, the footer {leaf_total}")
+    return [leaf for name in columns for leaf in spans[name]]
+
+
+def _one_array(table: pa.Table, name: str, url: str, offset: int) -> pa.Array:
+    column = table.column(name).combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks != 1:
+            raise corrupt(
+                url,
+                offset,
+                f"column {name!r} decodes to more than 2 GiB in one row group; write smaller "
+                "row groups, or the column as large_string or large_binary",
+            )
+        column = column.chunk(0)
+    return column

@@ -1,0 +1,136 @@
+"""Bytes of a shard by offset, read forward, with read-ahead: what record formats are parsed from.
+
+Invariants:
+1. `view` returns fewer bytes than asked for only at the end of the data.
+2. What is held never exceeds the larger of one read-ahead and one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from typing_extensions import Buffer
+
+from dataplane.formats.base import RawBlock, ShardReader
+from dataplane.formats.gzipped import inflate, is_compressed
+
+# A block of records aims at this size: large enough for one ranged read to be worth its latency,
+# small enough that a shuffle window of many open blocks fits in memory.
+BLOCK_BYTES = 4 << 20
+# Skipping less than this is slower than reading it: a request to a store costs as much as about
+# one MiB of transfer.
+NEAR_BYTES = 1 << 20
+PROBE_BYTES = 64 << 10
+
+
+class Source(Protocol):
+    """Bytes by offset, read forward: an offset never lies before that of an earlier view."""
+
+    @property
+    def url(self) -> str: ...
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Bytes [offset, offset + length), fewer only where the data ends."""
+
+
+class Window:
+    """A shard behind one read-ahead buffer: hops over what is large, reads what is near."""
+
+    def __init__(self, shard: ShardReader) -> None:
+        self._shard = shard
+        self._start = 0
+        self._held = memoryview(b"")
+
+    @property
+    def url(self) -> str:
+        return self._shard.url
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """As `Source.view`; any order of offsets is right, a forward one is fast."""
+        length = max(0, min(length, self._shard.size_bytes - offset))
+        end = self._start + len(self._held)
+        if length and not self._start <= offset <= offset + length <= end:
+            near = end > 0 and self._start <= offset <= end + NEAR_BYTES
+            span = max(length, BLOCK_BYTES if near else PROBE_BYTES)
+            span = min(span, self._shard.size_bytes - offset)
+            self._held = memoryview(self._shard.read(offset, span)).cast("B")
+            self._start = offset
+        at = offset - self._start
+        return self._held[at : at + length] if length else memoryview(b"")
+
+
+class Memory:
+    """A block in memory; `base` is the offset of its first byte in the shard."""
+
+    def __init__(self, url: str, body: memoryview, base: int) -> None:
+        self._url = url
+        self._body = body
+        self._base = base
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def base(self) -> int:
+        """The offset of the first byte."""
+        return self._base
+
+    @property
+    def length(self) -> int:
+        """How many bytes there are."""
+        return len(self._body)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """As `Source.view`."""
+        at = max(0, offset - self._base)
+        return self._body[at : at + max(0, length)]
+
+
+class Inflated:
+    """A compressed shard, inflated as it is read. Offsets are those of the inflated data."""
+
+    def __init__(self, shard: ShardReader) -> None:
+        self._url = shard.url
+        self._pieces: Iterator[Buffer] = inflate(shard.url, shard.stream())
+        self._start = 0
+        self._held = bytearray()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """As `Source.view`; what lies before `offset` is forgotten."""
+        self._forget(offset)
+        while self._start + len(self._held) < offset + length:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
+            self._held += piece
+            self._forget(offset)
+        at = offset - self._start
+        return memoryview(bytes(self._held[at : at + length]))
+
+    def _forget(self, offset: int) -> None:
+        gone = min(offset - self._start, len(self._held))
+        if gone > 0:
+            del self._held[:gone]
+            self._start += gone
+
+
+def block_source(block: RawBlock, *, compressed: bool) -> Memory:
+    """A fetched block as a source; a compressed shard, which is one block, is inflated whole."""
+    if not compressed:
+        return Memory(block.url, block.body, block.place.offset)
+    inflated = bytearray()
+    for piece in inflate(block.url, iter((block.body,))):
+        inflated += piece
+    return Memory(block.url, memoryview(inflated).toreadonly(), 0)
+
+
+def holds_compressed(block: RawBlock) -> bool:
+    """Whether a fetched block is a whole shard that starts as gzip or zlib data does."""
+    whole = block.place.offset == 0 and block.place.length == block.shard_bytes
+    return whole and is_compressed(bytes(block.body[:4]))

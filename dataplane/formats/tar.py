@@ -1,0 +1,199 @@
+"""WebDataset tar: a block is a run of samples up to about 4 MiB; a .tar.gz shard is one block.
+
+A sample is the run of members that share a key: the path up to the first dot of the file's name.
+The rest of the name, in lower case, is the field. Directories, names without a dot or that start
+with one, and names in double underscores are skipped, as the webdataset library does.
+
+Schema: `__key__`, then the fields of the first shard's first block in the order of occurrence. cls,
+cls2, index, inx and id are int64 where all of that block's values are integers (else string); txt,
+text, transcript, json and jsn are string; all others binary. A field that a sample lacks is null,
+and fields that the first block lacks are left out.
+
+Source:  https://github.com/webdataset/webdataset (tariterators.py)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
+from dataplane.formats.columns import bytes_column, primitive_column
+from dataplane.formats.conform import batch_of, check_columns, check_rows, mismatch
+from dataplane.formats.faults import corrupt, require_bytes
+from dataplane.formats.gzipped import is_compressed
+from dataplane.formats.inferred import inferred_schema
+from dataplane.formats.source import (
+    BLOCK_BYTES,
+    Inflated,
+    Memory,
+    Source,
+    Window,
+    block_source,
+    holds_compressed,
+)
+from dataplane.formats.tarheader import Member, members
+from dataplane.model import Region
+
+KEY = "__key__"
+INTEGERS = frozenset({"cls", "cls2", "index", "inx", "id"})
+TEXTS = frozenset({"txt", "text", "transcript", "json", "jsn"})
+ROW_BYTES = 128
+
+_NAME = re.compile(r"((?:.*/)?([^./][^./]*))\.([^/]*)", re.DOTALL)
+_INTEGER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The members of one key, by field."""
+
+    key: str
+    fields: dict[str, Member]
+    start: int
+    end: int
+
+
+class Tar:
+    """The WebDataset tar format, plain and gzip."""
+
+    name = "tar"
+    suffixes = (".tar.gz", ".tgz", ".tar")
+
+    def index(self, shard: ShardReader) -> ShardIndex:
+        """As `Format.index`: one pass over the headers."""
+        require_bytes(shard.url, shard.size_bytes, "tar")
+        window = Window(shard)
+        compressed = is_compressed(bytes(window.view(0, 4)))
+        source: Source = Inflated(shard) if compressed else window
+        head = Memory(shard.url, source.view(0, BLOCK_BYTES), 0)
+        fields: dict[str, bool] = {}
+        blocks: list[Block] = []
+        start = end = rows = 0
+        for sample in samples(source, 0, None):
+            if rows and not compressed and sample.end - start > BLOCK_BYTES:
+                blocks.append(_block(rows, start, end))
+                start, rows = sample.start, 0
+            if not rows:
+                start = sample.start
+            rows, end = rows + 1, sample.end
+            # The first block's fields; the first sample's, where it is larger than that.
+            if end <= BLOCK_BYTES or (rows == 1 and not blocks):
+                for field, member in sample.fields.items():
+                    fields[field] = fields.get(field, True) and _is_integer(head, member)
+        if compressed and rows:
+            place = Region(0, shard.size_bytes)
+            blocks = [Block(rows, place, end + ROW_BYTES * rows)]
+        elif rows:
+            blocks.append(_block(rows, start, end))
+        columns = {KEY: pa.string()} | {f: _type(f, whole) for f, whole in fields.items()}
+        schema = inferred_schema(columns if fields else {})
+        return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False)
+
+    def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
+        """As `Format.decode`."""
+        check_columns(schema, columns)
+        compressed = holds_compressed(block)
+        source = block_source(block, compressed=compressed)
+        end = None if compressed else block.place.offset + block.place.length
+        found = list(samples(source, source.base, end))
+        check_rows(block.url, block.place.offset, block.rows, len(found))
+        arrays = {name: _column(source, found, schema.field(name)) for name in columns}
+        return batch_of(arrays, schema, columns, block.rows)
+
+
+def samples(source: Source, at: int, end: int | None) -> Iterator[Sample]:
+    """The samples of an archive, or of one block of it.
+
+    Raises:  CorruptShard: as `members`, and where a sample has one field twice.
+    """
+    current: Sample | None = None
+    for member in members(source, at, end):
+        place = _NAME.fullmatch(member.name)
+        if place is None or _is_meta(place.group(2)):
+            continue
+        key, field = place.group(1), place.group(3).lower()
+        if current is None or current.key != key:
+            if current is not None:
+                yield current
+            current = Sample(key, {field: member}, member.start, member.end)
+            continue
+        if field in current.fields or field == KEY:
+            raise corrupt(
+                source.url,
+                member.start,
+                f"the sample {key!r} has the field {field!r} twice; give each sample its own key",
+            )
+        current = Sample(key, current.fields | {field: member}, current.start, member.end)
+    if current is not None:
+        yield current
+
+
+def _is_meta(base: str) -> bool:
+    return base.startswith("__") and base.endswith("__")
+
+
+def _block(rows: int, start: int, end: int) -> Block:
+    return Block(rows, Region(start, end - start), end - start + ROW_BYTES * rows)
+
+
+def _is_integer(head: Memory, member: Member) -> bool:
+    """Whether a member's content is a number; what lies outside of the sample counts as one."""
+    if member.size > 64:
+        return False
+    content = head.view(member.body, member.size)
+    return len(content) < member.size or bool(_INTEGER.fullmatch(bytes(content)))
+
+
+def _type(field: str, integers: bool) -> pa.DataType:
+    if field in INTEGERS:
+        return pa.int64() if integers else pa.string()
+    return pa.string() if field in TEXTS else pa.binary()
+
+
+def _column(source: Memory, found: Sequence[Sample], field: pa.Field) -> pa.Array:
+    url, name = source.url, field.name
+    if name == KEY:
+        return bytes_column([s.key.encode() for s in found], field.type, url, name)
+    of_rows = [s.fields.get(name) for s in found]
+    pieces = [None if m is None else source.view(m.body, m.size) for m in of_rows]
+    if not pa.types.is_int64(field.type):
+        column = bytes_column(pieces, field.type, url, name)
+        if pa.types.is_string(field.type):
+            _check_text(column, of_rows, pieces, url)
+        return column
+    values = np.zeros(len(pieces), np.int64)
+    valid = np.zeros(len(pieces), bool)
+    for row, (member, piece) in enumerate(zip(of_rows, pieces, strict=True)):
+        if member is None or piece is None:
+            continue
+        content = bytes(piece)
+        number = int(content) if _INTEGER.fullmatch(content) else None
+        if number is None or not -(1 << 63) <= number < 1 << 63:
+            raise mismatch(url, name, "an integer", f"{content[:40]!r} in member {member.name!r}")
+        values[row], valid[row] = number, True
+    return primitive_column(values, valid, field.type)
+
+
+def _check_text(
+    column: pa.Array,
+    of_rows: Sequence[Member | None],
+    pieces: Sequence[memoryview | None],
+    url: str,
+) -> None:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        for member, piece in zip(of_rows, pieces, strict=True):
+            if member is not None and piece is not None:
+                try:
+                    bytes(piece).decode()
+                except UnicodeDecodeError as fault:
+                    raise corrupt(
+                        url, member.body, f"member {member.name!r} is not UTF-8 text"
+                    ) from fault
+        raise

@@ -1,0 +1,287 @@
+"""TFRecord with tf.train.Example: a block is a run of records up to about 4 MiB.
+
+A record is: length uint64, masked CRC-32C of the length, payload, masked CRC-32C of the payload.
+Indexing checks the CRC of every length and skips the payloads; decoding checks both. A shard that
+is gzip or zlib data, whatever its name, is one block.
+
+Schema: from the first shard's first records (at most 1,000, at most one block). bytes_list is
+binary, int64_list int64, float_list float32; a scalar if no sampled record has another number of
+values than one, else a list. A feature that a record lacks is null (in a scalar column one without
+values, too), and features that the sample lacks are left out. Columns are sorted by name: the order
+of a protobuf map means nothing.
+
+Source:  https://www.tensorflow.org/tutorials/load_data/tfrecord
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+
+from dataplane.errors import SchemaMismatch
+from dataplane.formats import example
+from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
+from dataplane.formats.conform import batch_of, check_columns, check_rows
+from dataplane.formats.faults import corrupt, describe, require_bytes
+from dataplane.formats.gzipped import is_compressed
+from dataplane.formats.inferred import inferred_schema
+from dataplane.formats.source import (
+    BLOCK_BYTES,
+    Inflated,
+    Memory,
+    Source,
+    Window,
+    block_source,
+    holds_compressed,
+)
+from dataplane.model import Region
+
+SAMPLE_RECORDS = 1000
+RECORD_BYTES_MAX = 1 << 30
+HEADER_BYTES, TRAILER_BYTES = 12, 4
+# Arrow's overhead for a record, as a guess: offsets and validity of a few columns.
+ROW_BYTES = 128
+# A block's decoded size is guessed from the sample's, with this much to spare.
+MARGIN = 1.5
+
+_LENGTH = struct.Struct("<QI")
+
+
+class TfRecord:
+    """The TFRecord format, plain and compressed."""
+
+    name = "tfrecord"
+    suffixes = (".tfrecords.gz", ".tfrecord.gz", ".tfrecords", ".tfrecord", ".tfrec.gz", ".tfrec")
+
+    def index(self, shard: ShardReader) -> ShardIndex:
+        """As `Format.index`: one pass over the record headers."""
+        require_bytes(shard.url, shard.size_bytes, "TFRecord")
+        window = Window(shard)
+        compressed = _is_compressed(window.view(0, HEADER_BYTES))
+        source: Source = Inflated(shard) if compressed else window
+        schema, growth = _sampled_schema(source)
+        blocks: list[Block] = []
+        start = end = rows = 0
+        size = None if compressed else shard.size_bytes
+        for _, stop in _records(source, 0, size):
+            if rows and not compressed and stop + TRAILER_BYTES - start > BLOCK_BYTES:
+                blocks.append(_block(rows, start, end, growth))
+                start, rows = end, 0
+            rows, end = rows + 1, stop + TRAILER_BYTES
+        if compressed:
+            place = Region(0, shard.size_bytes)
+            blocks = (
+                [Block(rows, place, _block(rows, 0, end, growth).decoded_bytes)] if rows else []
+            )
+        elif rows:
+            blocks.append(_block(rows, start, end, growth))
+        return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False)
+
+    def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
+        """As `Format.decode`; SchemaMismatch names the record."""
+        check_columns(schema, columns)
+        compressed = holds_compressed(block) and _is_compressed(block.body[:HEADER_BYTES])
+        source = block_source(block, compressed=compressed)
+        base, length = source.base, source.length
+        spans = list(_records(source, base, base + length))
+        check_rows(block.url, block.place.offset, block.rows, len(spans))
+        body = source.view(base, length)
+        records = []
+        for at, stop in spans:
+            _check_payload(source, at, stop)
+            records.append(_parsed(body, source.url, base, at, stop))
+        starts = [at - HEADER_BYTES for at, _ in spans]
+        arrays = {
+            name: _column(body, records, starts, schema.field(name), source.url) for name in columns
+        }
+        return batch_of(arrays, schema, columns, block.rows)
+
+
+def _masked_crc(piece: memoryview) -> int:
+    # numpy's view is what this C function takes without a copy.
+    crc: int = google_crc32c.value(np.frombuffer(piece, np.uint8))
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _is_compressed(head: memoryview) -> bool:
+    """A record of the right length may start as gzip does; then its checksum is right as well."""
+    if not is_compressed(bytes(head[:4])):
+        return False
+    return len(head) < HEADER_BYTES or _masked_crc(head[:8]) != _LENGTH.unpack(head)[1]
+
+
+def _has_right_length(header: memoryview) -> bool:
+    length, crc = _LENGTH.unpack(header[:HEADER_BYTES])
+    return bool(length <= RECORD_BYTES_MAX and crc == _masked_crc(header[:8]))
+
+
+def _records(source: Source, at: int, end: int | None) -> Iterator[tuple[int, int]]:
+    """Where the payload of each record lies; `end` is None where it is not known yet.
+
+    Raises:  CorruptShard: damaged or truncated; names the record's number and offset.
+    """
+    number = 0
+    while end is None or at < end:
+        header = source.view(at, HEADER_BYTES)
+        if end is None and not header:
+            return
+        if len(header) < HEADER_BYTES:
+            raise corrupt(
+                source.url,
+                at,
+                f"record {number} is truncated",
+                expected=f"{HEADER_BYTES} bytes of header",
+                found=len(header),
+            )
+        length, crc = _LENGTH.unpack(header)
+        computed = _masked_crc(header[:8])
+        if crc != computed:
+            what = f"the length of record {number} is damaged (checksum)"
+            if at == 0:
+                what = f"not a TFRecord shard, or its first length is damaged ({describe(bytes(header))})"
+            raise corrupt(source.url, at, what, expected=f"{computed:#010x}", found=f"{crc:#010x}")
+        if length > RECORD_BYTES_MAX:
+            raise corrupt(
+                source.url, at, f"record {number} is longer than 1 GiB", found=f"{length} bytes"
+            )
+        start, at = at + HEADER_BYTES, at + HEADER_BYTES + length + TRAILER_BYTES
+        # Without a known end, the last byte of the record tells whether it is all there.
+        if at > end if end is not None else not len(source.view(at - 1, 1)):
+            raise corrupt(
+                source.url,
+                start - HEADER_BYTES,
+                f"record {number} is truncated",
+                expected=f"a record of {length} bytes",
+                found="the end of the shard",
+            )
+        yield start, start + length
+        number += 1
+
+
+def _check_payload(source: Source, at: int, stop: int) -> None:
+    record = source.view(at, stop - at + TRAILER_BYTES)
+    found = int.from_bytes(record[-TRAILER_BYTES:], "little")
+    computed = _masked_crc(record[:-TRAILER_BYTES])
+    if found != computed:
+        raise corrupt(
+            source.url,
+            at,
+            f"the payload of the record at byte {at - HEADER_BYTES} is damaged (checksum)",
+            expected=f"{computed:#010x}",
+            found=f"{found:#010x}",
+        )
+
+
+def _block(rows: int, start: int, end: int, growth: float) -> Block:
+    decoded = int(growth * (end - start)) + ROW_BYTES * rows
+    return Block(rows, Region(start, end - start), decoded)
+
+
+def _parsed(
+    body: memoryview, url: str, base: int, at: int, stop: int
+) -> dict[bytes, example.Feature]:
+    try:
+        return example.features(body, at - base, stop - base)
+    except example.MalformedExample as fault:
+        raise corrupt(
+            url, at, f"the record is not a tf.train.Example ({fault}); its checksum is right"
+        ) from fault
+
+
+def _sampled_schema(source: Source) -> tuple[pa.Schema, float]:
+    """The schema as the module's docstring tells it, and decoded bytes for each stored byte.
+
+    Looks at the first block's records only.
+    """
+    head = source.view(0, BLOCK_BYTES)
+    kinds: dict[bytes, int] = {}
+    lists: set[bytes] = set()
+    at = decoded = 0
+    for _ in range(SAMPLE_RECORDS):
+        if at + HEADER_BYTES > len(head):
+            break
+        length = _LENGTH.unpack(head[at : at + HEADER_BYTES])[0]
+        end = at + HEADER_BYTES + length + TRAILER_BYTES
+        if at == 0 and end > len(head) and _has_right_length(head):
+            head = source.view(0, end)
+        if end > len(head):
+            # Cut off by the sample, truncated or damaged: the pass over all records tells.
+            break
+        sample = Memory(source.url, head[:end], 0)
+        start, stop = next(_records(sample, at, end))
+        _check_payload(sample, start, stop)
+        for name, feature in _parsed(head, source.url, 0, start, stop).items():
+            if feature.kind == example.EMPTY:
+                continue
+            if kinds.setdefault(name, feature.kind) != feature.kind:
+                raise _other_kind(source.url, at, name, kinds[name], feature.kind)
+            count = example.value_count(head, feature)
+            if count != 1:
+                lists.add(name)
+            stored = sum(b - a for a, b in feature.spans)
+            decoded += 8 * count if feature.kind == example.INTS else stored
+        at = end
+    columns = {
+        _name(source.url, name): pa.list_(kind) if name in lists else kind
+        for name, kind in ((name, example.KIND_TYPES[kinds[name]]) for name in sorted(kinds))
+    }
+    return inferred_schema(columns), MARGIN * max(1.0, decoded / max(1, at))
+
+
+def _name(url: str, name: bytes) -> str:
+    try:
+        return name.decode()
+    except UnicodeDecodeError as fault:
+        raise corrupt(url, 0, f"the feature name {name!r} is not UTF-8") from fault
+
+
+def _other_kind(url: str, offset: int, name: bytes, expected: int, found: int) -> SchemaMismatch:
+    field = name.decode("utf-8", "replace")
+    return SchemaMismatch(
+        f"{url}: the record at byte {offset} has {field!r} as {example.KIND_NAMES[found]}, records "
+        f"before it as {example.KIND_NAMES[expected]}; write one kind for each feature",
+        shard=url,
+        offset=offset,
+        field=field,
+        expected=example.KIND_NAMES[expected],
+        found=example.KIND_NAMES[found],
+    )
+
+
+def _column(
+    body: memoryview,
+    records: Sequence[dict[bytes, example.Feature]],
+    starts: Sequence[int],
+    field: pa.Field,
+    url: str,
+) -> pa.Array:
+    name = field.name.encode()
+    value_type = field.type.value_type if pa.types.is_list(field.type) else field.type
+    kind = next(k for k, t in example.KIND_TYPES.items() if t.equals(value_type))
+    for number, record in enumerate(records):
+        found = record.get(name)
+        if found is not None and found.kind not in {kind, example.EMPTY}:
+            raise _other_kind(url, starts[number], name, kind, found.kind)
+    try:
+        values = example.convert(body, value_type, example.gather(records, name), url, field.name)
+    except example.MalformedExample as fault:
+        raise corrupt(url, starts[0], f"feature {field.name!r} is malformed ({fault})") from fault
+    if not pa.types.is_list(field.type) and values.counts.max(initial=0) > 1:
+        number = int(np.argmax(values.counts > 1))
+        count = int(values.counts[number])
+        raise SchemaMismatch(
+            f"{url}: record {number} of its block, at byte {starts[number]}, has {count} values of "
+            f"{field.name!r}, which is a scalar in the first {SAMPLE_RECORDS} records of the "
+            "dataset; put a record with several values among those (for example, name its shard "
+            "first), or write one value a record",
+            shard=url,
+            offset=starts[number],
+            field=field.name,
+            expected="one value",
+            found=count,
+        )
+    return example.column_of(values, field.type, url, field.name)
