@@ -55,8 +55,7 @@ def spec_mismatch(
     )
     if len(differences) > 1:
         others = ", ".join(
-            f"{name} ({_shown(theirs)}, not {_shown(ours)})"
-            for name, theirs, ours in differences[1:]
+            f"{name} ({_shown(asked)}, not {_shown(held)})" for name, held, asked in differences[1:]
         )
         sentence += f"; these differ too: {others}"
     if request.incarnation == job.incarnation:

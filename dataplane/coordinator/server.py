@@ -1,4 +1,4 @@
-"""The coordinator behind gRPC. It decides nothing: it binds, loads, answers and stops."""
+"""The coordinator behind gRPC. It decides nothing: it loads, binds, answers and stops."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ class CoordinatorServer:
         return self._coordinator
 
     async def start(self) -> str:
-        """Take the address, load the store, answer. Returns the address, with its real port.
+        """Load the store, take the address, answer. Returns the address, with its real port.
 
         Raises:  ConfigError: the address is taken or not allowed; the store is locked, damaged or
         of a newer version. Nothing is left running then.
         """
         self._grpc = GrpcServer(self._address, insecure_bind=self._insecure_bind)
         try:
-            address = self._grpc.bind()
             await self._coordinator.start()
-            await self._grpc.start(self._coordinator)
+            return await self._grpc.start(self._coordinator)
         except BaseException:
             await self.stop(0.0)
             raise
-        return address
 
     async def stop(self, grace_s: float = DRAIN_S) -> None:
         """Answer what is in flight, send the rest away, write what waits; may be called twice."""

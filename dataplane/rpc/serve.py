@@ -1,7 +1,6 @@
 """A gRPC server: where it listens, what it answers, how it stops.
 
-It binds before anything else is done, so that a taken port is known early; it answers only once it
-is started; while it drains, its health is NOT_SERVING and new calls are sent away.
+While it drains, its health is NOT_SERVING and new calls are sent away.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Answer = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
 
 class GrpcServer:
-    """One listening address. Use: `bind()`, `await start(service)`, `await stop(grace_s)`."""
+    """One listening address. Use: `await start(service)`, `await stop(grace_s)`."""
 
     def __init__(self, address: str, *, insecure_bind: bool = False) -> None:
         self._wanted = parse(address)
@@ -65,19 +64,16 @@ class GrpcServer:
         self._draining = False
         self.address = ""
 
-    def bind(self) -> str:
-        """Take the address and return it, with the port that was chosen for port 0.
+    async def start(self, service: Coordination) -> str:
+        """Answer calls. Returns the address, with the port that was chosen for port 0.
 
         Raises:  ConfigError: taken, not of this machine, not allowed, or open to the network.
         """
+        # A gRPC server that is bound and never started keeps its socket: nothing may come between.
         if isinstance(self._wanted, UnixAddress):
             self.address = self._bind_unix(self._wanted)
         else:
             self.address = self._bind_tcp(self._wanted)
-        return self.address
-
-    async def start(self, service: Coordination) -> None:
-        """Answer calls from now on."""
         methods = {
             method.name: grpc.unary_unary_rpc_method_handler(
                 self._answer(method, service),
@@ -91,6 +87,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._server.start()
         await self._health.set(COORDINATOR, health_pb2.HealthCheckResponse.SERVING)
+        return self.address
 
     async def stop(self, grace_s: float) -> None:
         """Send new calls away, give those in flight `grace_s`, hang up; may be called twice."""
@@ -122,6 +119,10 @@ class GrpcServer:
                 await _abort(context, PeerLost(f"{self.address} has stopped", peer=self.address))
             except DataplaneError as error:
                 await _abort(context, error)
+            except Exception as error:
+                log.exception("a defect in %s", method.name)
+                sentence = f"a defect in {method.name}: {type(error).__name__}: {error}"
+                await _abort(context, DataplaneError(sentence))
             finally:
                 self._in_flight -= 1
                 if not self._in_flight:

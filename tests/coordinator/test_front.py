@@ -1,0 +1,194 @@
+"""The coordinator in this process: what is acknowledged is on disk, whatever the disk does."""
+
+import asyncio
+import logging
+
+import pytest
+from membership import VERSION, beat, join, leave, progress
+
+from dataplane.coordinator.front import Coordinator, CoordinatorConfig, steady_wall_clock
+from dataplane.coordinator.journal import Journal
+from dataplane.coordinator.records import Forget, Incarnation, Keep
+from dataplane.coordinator.store import Store
+from dataplane.errors import ClosedError, ConfigError, LeaseExpired
+from dataplane.rpc.messages import StatusRequest
+
+
+class Clock:
+    """Moved by the test."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def config(tmp_path, **changes):
+    return CoordinatorConfig(version=VERSION, database=str(tmp_path / "c.db"), **changes)
+
+
+def crash(coordinator):
+    """Close the files as the kernel does after SIGKILL: without writing anything."""
+
+    async def close():
+        coordinator._ticking.cancel()
+        await coordinator._journal.close()
+
+    return close()
+
+
+def test_after_a_crash_joins_and_leaves_are_there_and_progress_is_what_was_flushed(tmp_path):
+    async def main():
+        clock = Clock()
+        first = Coordinator(config(tmp_path), clock)
+        await first.start()
+        await first.join(join(0, 3))
+        await first.join(join(1, 3))
+        await first.join(join(2, 3))
+        await first.leave(leave("m2-i1"))
+        await first.heartbeat(beat(progress(cursor=10)))
+        clock.now += 6
+        await first.tick()
+        await first.heartbeat(beat(progress(cursor=20)))
+        await first.tick()
+        await crash(first)
+
+        second = Coordinator(config(tmp_path), clock)
+        await second.start()
+        (job,) = (await second.status(StatusRequest())).jobs
+        assert [one.state for one in job.members] == ["joined", "joined", "left"]
+        assert [one.cursor for one in job.members] == [10, 0, 0]
+        assert second.coordinator_id != first.coordinator_id
+        (verdict,) = (await second.heartbeat(beat(progress(cursor=20)))).verdicts
+        assert verdict.error is None
+        await second.close()
+
+        third = Coordinator(config(tmp_path), clock)
+        await third.start()
+        (job,) = (await third.status(StatusRequest())).jobs
+        assert job.members[0].cursor == 20
+        await third.close()
+
+    asyncio.run(main())
+
+
+def test_a_join_whose_write_failed_is_not_acknowledged_by_its_retry_either(tmp_path):
+    async def main():
+        coordinator = Coordinator(config(tmp_path))
+        await coordinator.start()
+        store = coordinator._journal._store
+        limit(coordinator, store, 4)
+        big = join(0, node_id="x" * 100_000)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="database or disk is full"):
+                await coordinator.join(big)
+        limit(coordinator, store, 1 << 20)
+        assert (await coordinator.join(big)).generation == 1
+        await crash(coordinator)
+        again = Store(str(tmp_path / "c.db"))
+        assert len(again.load()) == 3
+        again.close()
+
+    asyncio.run(main())
+
+
+def limit(coordinator, store, pages):
+    """Make the disk smaller or larger, from the thread that owns the connection."""
+    statement = f"PRAGMA max_page_count = {pages}"
+    coordinator._journal._thread.submit(lambda: store._db.execute(statement).close()).result()
+
+
+def test_progress_that_cannot_be_written_waits_and_says_so(tmp_path, caplog):
+    async def main():
+        clock = Clock()
+        coordinator = Coordinator(config(tmp_path), clock)
+        await coordinator.start()
+        await coordinator.join(join(0, 1))
+        await coordinator.heartbeat(beat(progress(cursor=5), node_id="x" * 100_000))
+        limit(coordinator, coordinator._journal._store, 4)
+        clock.now += 6
+        with caplog.at_level(logging.WARNING), pytest.raises(ConfigError):
+            await coordinator.tick()
+        assert "progress waits to be written" in caplog.text
+        assert coordinator._journal.has_waiting
+        limit(coordinator, coordinator._journal._store, 1 << 20)
+        await coordinator.close()
+        assert not coordinator._journal.has_waiting
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_gives_up_does_not_disturb_the_commit_of_others(tmp_path):
+    async def main():
+        coordinator = Coordinator(config(tmp_path))
+        await coordinator.start()
+        callers = [asyncio.create_task(coordinator.join(join(rank, 8))) for rank in range(8)]
+        await asyncio.sleep(0)
+        for caller in callers[::2]:
+            caller.cancel()
+        answers = await asyncio.gather(*callers, return_exceptions=True)
+        assert [type(answer).__name__ for answer in answers] == [
+            "CancelledError",
+            "JoinResponse",
+        ] * 4
+        await coordinator.close()
+
+    asyncio.run(main())
+
+
+def test_later_writes_of_a_record_replace_waiting_ones(tmp_path):
+    async def main():
+        journal = Journal(str(tmp_path / "j.db"))
+        assert await journal.open() == []
+        journal.add([Keep(Incarnation("j", "a", 1)), Keep(Incarnation("j", "b", 1))])
+        journal.add([Keep(Incarnation("j", "a", 2)), Forget(Incarnation, "j", "b")])
+        assert journal.has_waiting
+        await journal.commit()
+        assert not journal.has_waiting
+        await journal.close()
+        await journal.close()
+        journal = Journal(str(tmp_path / "j.db"))
+        assert await journal.open() == [Incarnation("j", "a", 2)]
+        await journal.close()
+
+    asyncio.run(main())
+
+
+def test_time_that_passes_ends_leases(tmp_path):
+    async def main():
+        clock = Clock()
+        coordinator = Coordinator(config(tmp_path, lease_s=9.0), clock)
+        await coordinator.start()
+        await coordinator.join(join(0, 1))
+        for _ in range(4):
+            clock.now += 3
+            await coordinator.tick()
+        (verdict,) = (await coordinator.heartbeat(beat(progress()))).verdicts
+        assert isinstance(verdict.error, LeaseExpired)
+        await coordinator.close()
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_that_is_not_running_says_so(tmp_path):
+    async def main():
+        coordinator = Coordinator(config(tmp_path))
+        with pytest.raises(ClosedError, match="call start"):
+            await coordinator.join(join(0))
+        await coordinator.start()
+        await coordinator.close()
+        await coordinator.close()
+        with pytest.raises(ClosedError):
+            await coordinator.status(StatusRequest())
+        with pytest.raises(ConfigError, match="lease_s is 0"):
+            Coordinator(config(tmp_path, lease_s=0.0))
+
+    asyncio.run(main())
+
+
+def test_the_clock_starts_at_the_wall_clock_and_runs_evenly():
+    clock = steady_wall_clock()
+    first, second = clock(), clock()
+    assert first > 1_700_000_000
+    assert second >= first

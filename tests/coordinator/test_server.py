@@ -1,0 +1,321 @@
+"""The server: where it listens, what it refuses, how it stops and comes back."""
+
+import asyncio
+import dataclasses
+import signal
+import socket
+import stat
+import sys
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from membership import SPEC, VERSION, beat, join, node, progress
+
+from dataplane.coordinator.front import CoordinatorConfig
+from dataplane.coordinator.server import CoordinatorServer, serve_coordinator
+from dataplane.errors import (
+    ClosedError,
+    ConfigError,
+    DataplaneError,
+    PeerLost,
+    SpecMismatch,
+    VersionMismatch,
+)
+from dataplane.rpc.calls import CoordinatorClient
+from dataplane.rpc.messages import JoinResponse, StatusRequest
+from dataplane.rpc.serve import GrpcServer
+from dataplane.rpc.services import COORDINATOR
+
+CONFIG = CoordinatorConfig(version=VERSION, lease_s=60.0)
+LOCAL = "127.0.0.1:0"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+PROCESS = """
+import asyncio, json, sys
+from dataplane.coordinator.front import CoordinatorConfig
+from dataplane.coordinator.server import serve_coordinator
+
+async def main():
+    version, database, address = sys.argv[1:]
+    started = asyncio.get_running_loop().create_future()
+    started.add_done_callback(lambda done: print(done.result(), flush=True))
+    config = CoordinatorConfig(version, database, lease_s=2.0)
+    await serve_coordinator(config, address, asyncio.Event(), started=started)
+
+asyncio.run(main())
+"""
+
+
+async def start_process(database, address):
+    """A coordinator in a process of its own, and the address where it answers."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PROCESS,
+        VERSION,
+        str(database),
+        address,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    line = await process.stdout.readline()
+    return process, line.decode().strip()
+
+
+async def kill(process):
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+
+
+def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
+    async def main():
+        database = tmp_path / "c.db"
+        process, address = await start_process(database, LOCAL)
+        client = CoordinatorClient(address)
+        for rank in range(2):
+            assert (await client.join(join(rank))).generation == 1
+        await kill(process)
+        with pytest.raises(PeerLost, match="nobody answers at"):
+            await client.heartbeat(beat(progress()))
+
+        late = asyncio.create_task(client.join(join(1)))
+        process, again = await start_process(database, address)
+        assert again == address
+        assert (await late).generation == 1
+        both = beat(progress(cursor=3), progress("m1-i1", cursor=4))
+        verdicts = (await client.heartbeat(both)).verdicts
+        assert [(one.error, one.missing_dp_ranks) for one in verdicts] == [(None, ())] * 2
+        assert (await client.join(join(0, incarnation="i2"))).generation == 2
+
+        await kill(process)
+        process, again = await start_process(database, address)
+        with pytest.raises(SpecMismatch, match="asks for seed=7"):
+            await client.join(join(1, incarnation="i2", spec=dataclasses.replace(SPEC, seed=7)))
+        await client.close()
+        await kill(process)
+
+    asyncio.run(main())
+
+
+def test_a_killed_coordinator_on_a_socket_file_can_be_replaced(tmp_path):
+    async def main():
+        address = f"unix:{tmp_path}/c.sock"
+        process, _ = await start_process(tmp_path / "c.db", address)
+        mode = (tmp_path / "c.sock").stat().st_mode
+        assert stat.S_IMODE(mode) == 0o600
+        with pytest.raises(ConfigError, match="another service listens at"):
+            await CoordinatorServer(CONFIG, address).start()
+        await kill(process)
+        assert (tmp_path / "c.sock").exists()
+        server = CoordinatorServer(CONFIG, address)
+        assert await server.start() == address
+        await server.stop()
+        assert list(tmp_path.glob("*.sock")) == []
+
+    asyncio.run(main())
+
+
+def test_a_path_that_is_no_socket_is_left_alone(tmp_path):
+    async def main():
+        (tmp_path / "thesis").write_text("years of work")
+        with pytest.raises(ConfigError, match="is a file that is no socket"):
+            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/thesis").start()
+        with pytest.raises(ConfigError, match="folder has to exist"):
+            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/no/c.sock").start()
+        assert (tmp_path / "thesis").read_text() == "years of work"
+
+    asyncio.run(main())
+
+
+def test_a_taken_port_is_named_with_what_to_do():
+    async def main():
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            with pytest.raises(ConfigError, match=rf"on port {port}\? Stop it, name another"):
+                await CoordinatorServer(CONFIG, f"127.0.0.1:{port}").start()
+        server = CoordinatorServer(CONFIG, LOCAL)
+        address = await server.start()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            await CoordinatorServer(CONFIG, address).start()
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_only_loopback_is_bound_unless_told_otherwise(address):
+    async def main():
+        with pytest.raises(ConfigError, match=r"open to the network.*--insecure-bind"):
+            await CoordinatorServer(CONFIG, address).start()
+        server = CoordinatorServer(CONFIG, address, insecure_bind=True)
+        assert await server.start() != address
+        await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("localhost", "is no address"),
+        (":80", "is no address"),
+        ("host:http", "is no address"),
+        ("127.0.0.1:70000", "is no address"),
+        ("unix:", "1 to 107 bytes, not 0"),
+        ("unix:/" + "x" * 107, "1 to 107 bytes, not 108"),
+        ("no-such-host.invalid:1", "cannot be resolved"),
+        ("192.0.2.1:1", "open to the network"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(address, words):
+    async def main():
+        with pytest.raises(ConfigError, match=words):
+            await CoordinatorServer(CONFIG, address).start()
+
+    asyncio.run(main())
+
+
+def test_a_store_that_cannot_be_opened_leaves_nothing_running(tmp_path):
+    async def main():
+        (tmp_path / "c.db").write_text("not a database, but long enough to look at" * 100)
+        config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
+        address = f"unix:{tmp_path}/c.sock"
+        with pytest.raises(ConfigError, match="is damaged"):
+            await CoordinatorServer(config, address).start()
+        assert list(tmp_path.glob("*.sock")) == []
+
+    asyncio.run(main())
+
+
+class Slow:
+    """A service whose join answers when the test says so."""
+
+    def __init__(self):
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
+
+    async def join(self, _):
+        self.asked.set()
+        await self.answer.wait()
+        return JoinResponse(5, 1.0)
+
+    async def register_node(self, _):
+        raise ClosedError("closed")
+
+    async def status(self, _):
+        raise ZeroDivisionError("oh")
+
+    heartbeat = leave = register_node
+
+
+def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
+    async def main():
+        service, server = Slow(), GrpcServer(LOCAL)
+        address = await server.start(service)
+        client = CoordinatorClient(address, patience_s=0.0)
+        channel = grpc.aio.insecure_channel(address)
+        health = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=COORDINATOR)
+        assert (await health.Check(request)).status == SERVING
+        watched = health.Watch(request)
+        assert (await watched.read()).status == SERVING
+
+        pending = asyncio.create_task(client.join(join(0)))
+        await service.asked.wait()
+        stopping = asyncio.create_task(server.stop(60.0))
+        assert (await watched.read()).status == NOT_SERVING
+        assert (await health.Check(request)).status == NOT_SERVING
+        with pytest.raises(PeerLost, match="is stopping"):
+            await client.heartbeat(beat())
+        service.answer.set()
+        assert (await pending).generation == 5
+        await stopping
+        await server.stop(0.0)
+        await channel.close()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_outlives_the_grace_is_cut_off(caplog):
+    async def main():
+        service, server = Slow(), GrpcServer(LOCAL)
+        client = CoordinatorClient(await server.start(service), patience_s=0.0)
+        pending = asyncio.create_task(client.join(join(0)))
+        await service.asked.wait()
+        await server.stop(0.0)
+        with pytest.raises(PeerLost):
+            await pending
+        await client.close()
+        with pytest.raises(ClosedError):
+            await client.join(join(0))
+
+    asyncio.run(main())
+    assert "stopped with 1 calls unanswered" in caplog.text
+
+
+def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(caplog):
+    async def main():
+        service, server = Slow(), GrpcServer(LOCAL)
+        address = await server.start(service)
+        client = CoordinatorClient(address, timeout_s=0.2, patience_s=0.0)
+        with pytest.raises(PeerLost, match=r"no answer from .* in time"):
+            await client.join(join(0))
+        with pytest.raises(PeerLost, match="has stopped"):
+            await client.register_node(node())
+        with pytest.raises(DataplaneError, match="a defect in Status: ZeroDivisionError: oh"):
+            await client.status(StatusRequest())
+        with pytest.raises(ConfigError, match="refused the size of a message"):
+            await client.heartbeat(beat(*[progress("m" * 1000)] * 5000))
+        await client.close()
+        await server.stop(0.0)
+
+    asyncio.run(main())
+    assert "a defect in Status" in caplog.text
+    caplog.clear()
+
+
+def test_what_is_no_coordinator_is_said_to_be_none():
+    async def main():
+        server = grpc.aio.server()
+        address = f"127.0.0.1:{server.add_insecure_port(LOCAL)}"
+        await server.start()
+        client = CoordinatorClient(address)
+        with pytest.raises(VersionMismatch, match="no Dataplane service, or of another version"):
+            await client.register_node(node())
+        await client.close()
+        await server.stop(None)
+
+    asyncio.run(main())
+
+
+def test_serving_ends_with_its_event_and_the_database_is_free_again(tmp_path):
+    async def main():
+        config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
+        for _ in range(2):
+            stop = asyncio.Event()
+            started = asyncio.get_running_loop().create_future()
+            serving = asyncio.create_task(serve_coordinator(config, LOCAL, stop, started=started))
+            client = CoordinatorClient(await started)
+            assert (await client.join(join(0))).generation == 1
+            await client.close()
+            stop.set()
+            await serving
+
+    asyncio.run(main())
+
+
+def test_an_embedding_node_reaches_the_same_jobs_without_the_wire():
+    async def main():
+        server = CoordinatorServer(CONFIG, LOCAL)
+        client = CoordinatorClient(await server.start())
+        await server.coordinator.join(join(0))
+        (job,) = (await client.status(StatusRequest())).jobs
+        assert job.job_id == "j"
+        await client.close()
+        waiting = asyncio.create_task(server.wait_stopped())
+        await server.stop()
+        await waiting
+
+    asyncio.run(main())

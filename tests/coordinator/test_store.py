@@ -1,0 +1,189 @@
+"""The database: what is written comes back, and what cannot be used is refused with the reason."""
+
+import dataclasses
+import sqlite3
+import stat
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from membership import SPEC
+
+from dataplane.config import JobSpec
+from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
+from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, Store
+from dataplane.errors import ConfigError
+from dataplane.model import End, ListPolicy, Topology
+
+JOB = Job("j", "s3://b/x", SPEC, 1000, 2, 1, "i1")
+MEMBER = Member("j", "m", Topology(dp_size=2, world_size=2), "n", Phase.JOINED, 1)
+
+names = st.text(max_size=12)
+u64 = st.integers(0, 2**64 - 1)
+specs = st.builds(
+    JobSpec,
+    fingerprint=names,
+    seed=u64,
+    shuffle=st.booleans(),
+    lanes=u64,
+    window=u64,
+    global_batch=u64,
+    end=st.sampled_from(End),
+    columns=st.lists(names, max_size=3).map(tuple),
+    lists=st.sampled_from(ListPolicy),
+    fill_null=st.lists(st.tuples(names, st.floats(allow_nan=False)), max_size=2).map(tuple),
+)
+jobs = st.builds(Job, names, names, specs, u64, u64, u64, names, u64, u64, st.floats(0, 1e10))
+places = st.builds(Topology, *[st.integers(0, 2**32 - 1)] * 6)
+members = st.builds(
+    Member, names, names, places, names, st.sampled_from(Phase), u64, u64, u64, st.floats(0, 1e9)
+)
+records = st.lists(jobs | members | st.builds(Incarnation, names, names, u64), max_size=8)
+
+
+def key(record):
+    name = getattr(record, "member_id", getattr(record, "name", ""))
+    return (type(record).__name__, record.job_id, name)
+
+
+@given(batches=st.lists(records, max_size=3))
+def test_what_is_written_last_comes_back(batches):
+    store = Store(MEMORY)
+    expected = {}
+    for batch in batches:
+        store.write([Keep(record) for record in batch])
+        expected |= {key(record): record for record in batch}
+    assert {key(record): record for record in store.load()} == expected
+    for record in expected.values():
+        store.write([Forget(type(record), *key(record)[1:])])
+    assert store.load() == []
+    store.close()
+    store.close()
+
+
+def test_records_survive_and_the_file_is_private(tmp_path):
+    path = tmp_path / "deep" / "er" / "c.db"
+    store = Store(str(path))
+    store.write([Keep(JOB), Keep(MEMBER), Keep(Incarnation("j", "i1", 1))])
+    store.close()
+    again = Store(str(path))
+    assert again.load() == [JOB, MEMBER, Incarnation("j", "i1", 1)]
+    again.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_lease_is_not_stored():
+    store = Store(MEMORY)
+    store.write([Keep(dataclasses.replace(MEMBER, deadline=99.0))])
+    assert store.load() == [MEMBER]
+    store.close()
+
+
+def test_a_batch_is_written_whole_or_not_at_all():
+    store = Store(MEMORY)
+    store.write([Keep(JOB)])
+    unwritable = dataclasses.replace(MEMBER, member_id="\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        store.write([Forget(Job, "j"), Keep(unwritable)])
+    assert store.load() == [JOB]
+    store.write([Keep(MEMBER)])
+    store.close()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_of_two_coordinators_on_one_file_the_second_is_refused(tmp_path, is_new):
+    path = str(tmp_path / "c.db")
+    if not is_new:
+        Store(path).close()
+    first = Store(path)
+    code = (
+        "import sys\n"
+        "from dataplane.coordinator import store\n"
+        "from dataplane.errors import ConfigError\n"
+        "store._LOCK_TIMEOUT_S = 0.1\n"
+        "try: store.Store(sys.argv[1])\n"
+        "except ConfigError as error: sys.stdout.write(str(error))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert f"{path} is locked: another coordinator uses it" in found.stdout
+    first.write([Keep(JOB)])
+    first.close()
+
+
+def test_a_damaged_database_is_refused(tmp_path):
+    path = tmp_path / "c.db"
+    store = Store(str(path))
+    many = [Keep(dataclasses.replace(MEMBER, member_id=f"m{n}")) for n in range(500)]
+    store.write(many)
+    store.close()
+    whole = path.read_bytes()
+    for damaged in (
+        b"this is no database at all" * 50,
+        whole[:100] + b"\xa5" * (len(whole) - 100),
+        whole[: len(whole) // 2],
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"is damaged: .* move it away") as caught:
+            Store(str(path))
+        assert caught.value.nouns == {"path": str(path)}
+
+
+def test_a_record_that_makes_no_sense_is_damage(tmp_path):
+    path = str(tmp_path / "c.db")
+    Store(path).close()
+    db = sqlite3.connect(path)
+    db.execute("INSERT INTO jobs VALUES ('j', '', '{\"job_id\": 3}')")
+    db.commit()
+    db.close()
+    store = Store(path)
+    with pytest.raises(ConfigError, match="a record cannot be read"):
+        store.load()
+    store.close()
+
+
+def test_another_version_and_another_program_are_refused_and_left_alone(tmp_path):
+    path = tmp_path / "c.db"
+    Store(str(path)).close()
+    db = sqlite3.connect(path)
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    db.close()
+    newer = path.read_bytes()
+    with pytest.raises(ConfigError, match="written by another version of Dataplane"):
+        Store(str(path))
+    assert path.read_bytes() == newer
+
+    foreign = tmp_path / "bookmarks.db"
+    db = sqlite3.connect(foreign)
+    db.execute("CREATE TABLE bookmarks (url)")
+    db.close()
+    before = foreign.read_bytes()
+    with pytest.raises(ConfigError, match="the database of another program"):
+        Store(str(foreign))
+    assert foreign.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
+        Store(str(tmp_path))
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Store(str(blocked / "c.db"))
+
+
+def test_a_full_disk_is_an_error_that_changes_nothing(tmp_path):
+    store = Store(str(tmp_path / "c.db"))
+    store.write([Keep(JOB)])
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    big = dataclasses.replace(MEMBER, node_id="x" * 100_000)
+    with pytest.raises(ConfigError, match=r"database or disk is full.*free space"):
+        store.write([Forget(Job, "j"), Keep(big)])
+    assert store.load() == [JOB]
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    store.write([Keep(big)])
+    store.close()
