@@ -34,8 +34,13 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
     low = values.min()
     span = int(values.max() - low) + 1
     if span > 4 * len(values) + 4096:
-        found, number = np.unique(values, return_inverse=True)
-        return found, number
+        # As np.unique, which would import numpy.ma first: the slowest seek of all.
+        order = np.argsort(values, kind="stable")
+        ordered = values[order]
+        is_new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+        numbers = np.empty(len(values), np.intp)
+        numbers[order] = np.cumsum(is_new) - 1
+        return ordered[is_new], numbers
     values = values - low
     seen = np.zeros(span, np.bool_)
     seen[values] = True
@@ -52,17 +57,18 @@ class Windows:
     have `length`.
     """
 
-    __slots__ = ("_capacity", "_dtype", "_key", "_lanes", "_lengths", "_pool", "_slots", "_window")
+    __slots__ = ("_capacity", "_key", "_lanes", "_lengths", "_pool", "_slots", "_window")
 
     def __init__(self, seed: int, epoch: int, lanes: int, window: int, sample_count: int) -> None:
         self._key = key(seed, Domain.WINDOW, epoch)
         self._lanes = lanes
         self._window = window
         self._lengths = divmod(sample_count, lanes)
-        self._dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
-        fitting = WINDOW_CACHE_BYTES // (window * self._dtype.itemsize)
+        dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
+        fitting = WINDOW_CACHE_BYTES // (window * dtype.itemsize)
         self._capacity = max(1, min(_HELD_PER_LANE * lanes, fitting))
-        self._pool = np.empty((0, window), self._dtype)
+        # Pages that no window was written to take no memory.
+        self._pool = np.empty((self._capacity, window), dtype)
         self._slots: OrderedDict[int, int] = OrderedDict()
 
     def permuted(self, lane: Int64, offset: Int64) -> Int64:
@@ -129,7 +135,6 @@ class Windows:
                 self._slots.move_to_end(name)
                 slots[each] = slot
         if missing:
-            self._make_room(len(missing))
             for each in missing:
                 # Those of this call are the youngest, and they all fit: none of them is dropped.
                 full = len(self._slots) == self._capacity
@@ -138,14 +143,6 @@ class Windows:
                 slots[each] = slot
             self._fill(found[missing], slots[missing])
         return slots
-
-    def _make_room(self, more: int) -> None:
-        needed = min(len(self._slots) + more, self._capacity)
-        if needed > len(self._pool):
-            grown = min(max(needed, 2 * len(self._pool)), self._capacity)
-            pool = np.empty((grown, self._window), self._dtype)
-            pool[: len(self._pool)] = self._pool
-            self._pool = pool
 
     def _length_of(self, windows: Int64) -> Int64:
         """How many samples each window has: the last one of a lane may be short.
@@ -162,7 +159,7 @@ class Windows:
         lengths = self._length_of(windows)
         number, lane = np.divmod(windows, self._lanes)
         keys = extended(extended(self._key, lane), number)
-        for length in np.unique(lengths).tolist():
+        for length in sorted(set(lengths.tolist())):
             alike = np.flatnonzero(lengths == length)
             together = max(1, _TOGETHER // length)
             for begin in range(0, len(alike), together):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
-BLOCKS, WINDOW = 1, 2
+BLOCKS, WINDOW, AUGMENT = 1, 2, 3
 
 
 def mix(word):
@@ -18,6 +20,11 @@ def key(seed, *parts):
     for part in parts:
         word = mix(((word ^ part) + GAMMA) & MASK)
     return word
+
+
+def sample_key(seed, epoch, shard, row, op):
+    name = hashlib.blake2b(op.encode("utf-8"), digest_size=8).digest()
+    return key(seed, AUGMENT, epoch, int.from_bytes(name, "little"), shard, row)
 
 
 def permutation(keyed, length):

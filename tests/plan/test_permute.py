@@ -40,6 +40,7 @@ def test_golden_permutations(asked, expected):
 @pytest.mark.parametrize(("sample", "expected"), golden.SAMPLE_KEYS.items())
 def test_golden_sample_keys(sample, expected):
     seed, epoch, shard, row, op = sample
+    assert plain.sample_key(*sample) == expected
     assert sample_keys(seed, epoch, np.array([shard]), np.array([row]), op).tolist() == [expected]
 
 

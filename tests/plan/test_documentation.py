@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from plan import golden
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "order.md"
+
+
+def joined(values):
+    return ", ".join(map(str, values))
+
+
+def test_documentation_has_every_golden_vector_and_no_other():
+    expected = [
+        *((str(word), str(mixed)) for word, mixed in golden.MIX.items()),
+        *((joined(parts), str(key)) for parts, key in golden.KEYS.items()),
+        *((joined(asked), joined(found)) for asked, found in golden.PERMUTATIONS.items()),
+        *((joined(sample), str(key)) for sample, key in golden.SAMPLE_KEYS.items()),
+        *((joined(rows), joined(rest), order) for (rows, *rest), order in golden.ORDERS.items()),
+        *((str(place), f"{block}.{row}") for place, (block, row) in golden.FAR.items()),
+    ]
+    _, vectors = PAGE.read_text().split("## Golden vectors")
+    rows = [line for line in vectors.splitlines() if line.startswith("| `")]
+    assert [tuple(re.findall(r"`([^`]*)`", row)) for row in rows] == expected

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "plan_scale.py"
+SMALL = ("--blocks", "2000", "--rows", "50")
+# Far beyond anything: a test must not depend on the machine's mood.
+EASY = ("--plan-s-max", "1e9", "--plan-mb-max", "1e9", "--seek-ms-max", "1e9")
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_scale_script_measures_and_says_that_bars_are_met():
+    done = run(*SMALL, *EASY, "--json")
+    assert done.returncode == 0, done.stderr
+    measures = {each["name"]: each for each in json.loads(done.stdout)["measures"]}
+    assert measures["samples"]["value"] == 100_000
+    assert not any(each["missed"] for each in measures.values())
+
+
+def test_scale_script_fails_when_a_bar_is_missed():
+    done = run(*SMALL, *EASY, "--seek-ms-max", "0")
+    assert done.returncode == 1, done.stderr
+    assert "MISSED" in done.stdout
