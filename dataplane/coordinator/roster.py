@@ -71,6 +71,10 @@ class Roster:
         """Whether a newer launch than this one has been seen."""
         return incarnation != self.job.incarnation and incarnation in self._incarnations
 
+    def is_of_older_launch(self, generation: int) -> bool:
+        """Whether a generation was given to a launch that is now superseded."""
+        return generation < self._incarnations.get(self.job.incarnation, self.job.generation)
+
     def begin(self, job: Job, now: float) -> list[Write]:
         """A new generation: nobody of the old one remains."""
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]

@@ -8,7 +8,8 @@ Invariants:
 2. All joined members of a job are of its present generation and agree on the spec and on dp_size.
    A newcomer that differs is refused while anyone has a place. Nobody having one, a differing
    spec begins a generation and replaces the old spec, and progress starts anew.
-3. A good verdict is given only to a joined member of the present generation.
+3. A good verdict is given only to a joined member of the present generation. LeaseFenced is the
+   last word to a member; LeaseExpired asks it to join again.
 4. A place (dp_rank, rank) has at most one joined member. A new process of a rank fences the old
    one, which cannot come back.
 5. The answer to a join or a leave is durable. A restart gives every joined member a whole lease,
@@ -229,15 +230,15 @@ class State:
         """Why this member is not renewed, or None."""
         known = roster.members.get(progress.member_id) if roster is not None else None
         if roster is not None:
-            if progress.generation < roster.job.generation:
+            if roster.is_of_older_launch(progress.generation):
                 return refusals.superseded(roster.job, progress.member_id)
             if known is not None and known.phase is Phase.FENCED:
                 return refusals.replaced(roster.job, known)
             if known is not None and known.phase is Phase.JOINED:
-                # A generation that is still to come was given by a store that is lost.
-                if known.deadline > self._clock and progress.generation == roster.job.generation:
+                if known.deadline <= self._clock:
+                    self._writes += roster.move(known, Phase.EXPIRED, self._now)
+                elif progress.generation == roster.job.generation:
                     return None
-                self._writes += roster.move(known, Phase.EXPIRED, self._now)
         return refusals.expired(progress.job_id, progress.member_id, self._lease_s)
 
     # -- leaving ---------------------------------------------------------------------------------

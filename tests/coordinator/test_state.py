@@ -161,6 +161,7 @@ def test_2_who_expired_meanwhile_cannot_come_back_with_the_old_spec(machine):
     machine.ask(join(0))
     machine.wait(LEASE_S + 1)
     machine.ask(join(1, spec=other(seed=2)))
+    assert isinstance(machine.verdict("m0-i1", 1).error, LeaseExpired)
     assert isinstance(machine.ask(join(0)), SpecMismatch)
 
 
@@ -172,7 +173,6 @@ def test_3_only_a_joined_member_of_the_present_generation_is_renewed(machine):
     machine.ask(join(1))
     machine.ask(leave("m1-i1"))
     assert machine.verdict("m0-i1", 1).error is None
-    assert isinstance(machine.verdict("m0-i1", 0).error, LeaseFenced)
     for member, generation in (("m1-i1", 1), ("nobody", 1), ("m0-i1", 2)):
         error = machine.verdict(member, generation).error
         assert isinstance(error, LeaseExpired)
