@@ -1,0 +1,80 @@
+"""Names that all ranks of a run arrive at by themselves: run, incarnation, job.
+
+A *run* keeps its id over restarts wherever its launcher gives one. An *incarnation* is one launch
+of it: equal on all ranks, new after every restart. Linux only, and only here: /proc.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """`shared` tells whether other ranks have the same ids."""
+
+    run_id: str
+    incarnation: str
+    shared: bool
+
+
+def launch_identity(environ: Mapping[str, str], world_size: int = 1) -> Launch:
+    """The run and the launch that this process belongs to."""
+    run_id = _run_id(environ, world_size)
+    if run_id is None:
+        alone = _this_process()
+        return Launch(alone, alone, shared=False)
+    signs = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    told = [f"{name}={environ[name]}" for name in signs if environ.get(name)]
+    return Launch(run_id, short_hash(run_id, *told), shared=True)
+
+
+def _run_id(environ: Mapping[str, str], world_size: int) -> str | None:
+    ranked = world_size > 1 or ("RANK" in environ and "WORLD_SIZE" in environ)
+    elastic = environ.get("TORCHELASTIC_RUN_ID", "none")
+    if ranked and elastic != "none":
+        return f"elastic-{elastic}"
+    if "SLURM_JOB_ID" in environ and (ranked or "SLURM_PROCID" in environ):
+        # torchrun under srun has one step on all nodes; a second srun is another run.
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    if ranked and environ.get("MASTER_PORT"):
+        return f"master-{environ.get('MASTER_ADDR', '')}:{environ['MASTER_PORT']}"
+    if "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ:
+        for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"):
+            if environ.get(name):
+                return f"mpi-{environ[name]}"
+    return None
+
+
+@functools.cache
+def _this_process() -> str:
+    """Computed once, so that children forked later still belong to the same run."""
+    # Field 22 of /proc/self/stat; the name in parentheses before it may hold anything.
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    namespace = Path("/proc/self/ns/pid").readlink()
+    return f"process-{short_hash(str(os.getpid()), started, str(namespace))}"
+
+
+_counters: dict[tuple[str, str], Iterator[int]] = {}
+
+
+def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
+    """The job of one more loader over these urls: equal on all ranks, which make their loaders in
+    the same order, and different from the one before. A `name` needs no such order.
+    """
+    if name is not None:
+        return f"{launch.run_id}/{name}"
+    content = short_hash(*urls)
+    counter = _counters.setdefault((launch.run_id, content), itertools.count())
+    return f"{launch.run_id}/{content}-{next(counter)}"
+
+
+def short_hash(*parts: str) -> str:
+    """16 hex digits over the parts."""
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,111 @@
+"""Starting a node as a child process: by exec, never by a fork of our own.
+
+The listening socket is made here and handed down, so that the name is taken the moment a node is
+wanted and connections wait in its backlog while the child is still importing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+from dataplane.errors import ConfigError, PeerLost
+
+_TAIL_BYTES = 4096
+_EXIT_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProcess:
+    """A node that was started and has not answered yet. While it starts, its stderr is a memfd."""
+
+    process: subprocess.Popen[bytes]
+    log_fd: int
+
+    def failure(self) -> PeerLost:
+        """Why it ended, once it hung up: its exit status and the last lines that it wrote."""
+        try:
+            status = self.process.wait(_EXIT_WAIT_S)
+            how = f"exit status {status}" if status >= 0 else f"signal {-status}"
+        except subprocess.TimeoutExpired:
+            how = "it hung up, but still runs"
+        written = os.pread(self.log_fd, _TAIL_BYTES, max(0, os.fstat(self.log_fd).st_size - 4096))
+        tail = written.decode(errors="replace").strip()
+        return PeerLost(
+            f"the node that was to serve this process ended while starting ({how})"
+            + (f"; its last words:\n{tail}" if tail else " without a word"),
+            peer=f"pid {self.process.pid}",
+            last_error=tail.rpartition("\n")[2],
+        )
+
+    def started(self) -> None:
+        """It answered: pass on what it said while starting."""
+        said = os.pread(self.log_fd, _TAIL_BYTES, 0)
+        if said:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(said.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Let go of the log."""
+        os.close(self.log_fd)
+
+
+def node_command() -> tuple[str, ...]:
+    """How a node is run. With -P no file beside the training script shadows a module of ours.
+
+    Raises:  ConfigError: this interpreter does not know its own path.
+    """
+    if not sys.executable:
+        raise ConfigError(
+            "this interpreter does not know its own path, so no node can be started: start one "
+            "with `dataplane serve` and pass service="
+        )
+    return (sys.executable, "-P", "-m", "dataplane.node")
+
+
+def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess:
+    """Run a node on this listening socket, of which only the child keeps a copy.
+
+    The child's stderr is a memfd until it serves, so that its last words can be told; then it goes
+    over to ours, which it has as --stderr-fd.
+    """
+    log_fd = os.memfd_create("dataplane-node-start", os.MFD_CLOEXEC)
+    try:
+        stderr_fd = _our_stderr()
+        try:
+            handed_down = (listener.fileno(), stderr_fd)
+            process = subprocess.Popen(
+                [
+                    *command,
+                    "--listener-fd",
+                    str(handed_down[0]),
+                    "--stderr-fd",
+                    str(handed_down[1]),
+                    "--embedded",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log_fd,
+                pass_fds=handed_down,
+                start_new_session=True,
+            )
+        finally:
+            os.close(stderr_fd)
+    except OSError as error:
+        os.close(log_fd)
+        raise ConfigError(f"cannot start a node with {command[0]}: {error}") from error
+    # Somebody must collect the child whenever it ends, also while the trainer does other things.
+    threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
+    return NodeProcess(process, log_fd)
+
+
+def _our_stderr() -> int:
+    try:
+        return os.dup(2)
+    except OSError:  # a daemon without one
+        return os.open(os.devnull, os.O_WRONLY)

@@ -1,0 +1,202 @@
+"""A job as one connection has it: the arena's mapping, the slabs that are held, and their return.
+
+Invariants:
+1. A slab is released once, when nothing can read it any more: its memory object is dead and
+   `Pinning.when_unread` has spoken.
+2. The socket stays open for as long as a slab is held, even after the loader was closed: to the
+   node, a closed socket means that every slab is free.
+3. Finalizers append to deques and send without waiting. Nothing here takes a lock.
+4. In a forked child nothing is released and nothing received: the parent owns it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.arena.memfd import Arena
+from dataplane.client.wire import Wire
+from dataplane.errors import PeerLost
+from dataplane.rpc.messages import (
+    CloseJob,
+    CloseStream,
+    FromNodeBody,
+    JobOpened,
+    Release,
+    Slab,
+    StreamOpened,
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+_RELEASE_COUNT_MAX = 4096
+
+
+class Pinning(Protocol):
+    """What a device needs to know of the memory that it reads."""
+
+    def pin(self, memory: Bytes) -> Callable[[], None]:
+        """Called once a mapping; what it returns is called before the mapping goes away."""
+        ...
+
+    def when_unread(self, release: Callable[[], None]) -> None:
+        """Call `release`, now or later, once no device work can read what is dead by now."""
+        ...
+
+
+class NoDevice:
+    """Memory that only this process reads."""
+
+    def pin(self, memory: Bytes) -> Callable[[], None]:  # noqa: ARG002 - as the protocol has it
+        """Nothing to do."""
+        return _nothing
+
+    def when_unread(self, release: Callable[[], None]) -> None:
+        """At once."""
+        release()
+
+
+class Mount:
+    """One connection's share of a job: made by a session, and outlived only by its slabs."""
+
+    def __init__(
+        self, wire: Wire, node_id: str, job_id: str, job: JobOpened, arena: Arena, pinning: Pinning
+    ) -> None:
+        self.wire, self.node_id, self.job_id, self.job = wire, node_id, job_id, job
+        self._arena, self._pinning = arena, pinning
+        self._pid = os.getpid()
+        self.asked_ahead: set[int | None] = set()
+        self._held: dict[int, int] = {}
+        self._dead: deque[int] = deque()
+        self._left_streams: deque[int] = deque()
+        self._retired = False
+        self._open = [True]
+        # A slice, since an array over the arena's own view would keep it from being closed.
+        self._unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
+        wire.stray = self._stray
+        _mounts.add(self)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the slabs that were taken and not given back."""
+        return sum(list(self._held.values()))
+
+    def take(self, slab: Slab) -> Bytes:
+        """The memory of a slab. Whoever keeps this very object, or a view of it, keeps the slab.
+
+        Shapes:  result: uint8[region.length], writable.
+        Raises:  PeerLost: the node names memory that is not there.
+        """
+        region = slab.region
+        try:
+            memory: Bytes = np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)
+        except IndexError as error:
+            raise PeerLost(f"the node gave a slab outside of its arena: {error}") from error
+        weakref.finalize(memory, self._died, slab.slab_id).atexit = False
+        self._held[slab.slab_id] = region.length
+        return memory
+
+    def leave_stream(self, stream_id: int) -> None:
+        """Tell the node, now or with the next message, that nobody walks this stream."""
+        self._left_streams.append(stream_id)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is to be told: slabs that died, streams that were left. Never waits."""
+        while self._left_streams:
+            with contextlib.suppress(IndexError):
+                stream_id = self._left_streams.popleft()
+                if not self.wire.tell_nowait(CloseStream(stream_id)):
+                    self._left_streams.append(stream_id)
+                    return
+        while self._dead:
+            slab_ids: list[int] = []
+            with contextlib.suppress(IndexError):
+                while len(slab_ids) < _RELEASE_COUNT_MAX:
+                    slab_ids.append(self._dead.popleft())
+            if slab_ids and not self.wire.tell_nowait(Release(self.job_id, tuple(slab_ids))):
+                self._dead.extend(slab_ids)
+                return
+
+    def retire(self) -> None:
+        """No more requests on this connection; it closes when the last of its slabs has died."""
+        self._retired = True
+        self.flush()
+        if not self._held or self.wire.peer_gone:
+            self._finish()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the descriptors. Tensors stay readable, and owned above."""
+        self._open.clear()
+        self.wire.abandon()
+        self._arena.close()
+
+    def at_exit(self) -> None:
+        """Hang up, unless somebody may still read."""
+        if self._held:
+            self.wire.leave_open()
+        else:
+            self._finish()
+
+    def _died(self, slab_id: int) -> None:
+        if os.getpid() == self._pid:
+            self._pinning.when_unread(partial(self._give_back, slab_id))
+
+    def _give_back(self, slab_id: int) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._held.pop(slab_id, None)
+        self._dead.append(slab_id)
+        # With more requests to come the next one takes it along; a waiting one has left already.
+        if not self._held or self._retired or self.wire.is_waiting:
+            self.flush()
+        if self._retired and not self._held:
+            self._finish()
+
+    def _stray(self, answer: FromNodeBody) -> None:
+        """An answer that came too late for its request: give back what it brought."""
+        if isinstance(answer, Slab):
+            self._dead.append(answer.slab_id)
+        elif isinstance(answer, StreamOpened):
+            self._left_streams.append(answer.stream_id)
+
+    def _finish(self) -> None:
+        try:
+            self._open.pop()  # atomic: only one comes through
+        except IndexError:
+            return
+        self.flush()
+        self.wire.tell_nowait(CloseJob(self.job_id))
+        self.wire.close()
+        self._unpin()
+        self._arena.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+_mounts: weakref.WeakSet[Mount] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for mount in list(_mounts):
+        mount.abandon()
+    _mounts.clear()
+
+
+def close_all() -> None:
+    """At the end of the process."""
+    for mount in list(_mounts):
+        mount.at_exit()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,150 @@
+"""One loader's membership in a job: opened on first use, opened again after a loss or a fork.
+
+Everything a loader asks goes through the mount, its connection of the moment. When the node is
+lost the mount is retired and the next one is made: a new node where the ranks start their own,
+the same service where one serves; then the job is opened again by the same member.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import threading
+import time
+import uuid
+
+from dataplane.arena.memfd import Arena
+from dataplane.client.endpoint import Endpoint
+from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
+from dataplane.client.wire import Wire
+from dataplane.errors import ClosedError, DatasetChangedError, DataStallError, PeerLost
+from dataplane.rpc.messages import JobOpened, OpenJob
+
+# Opening a job may index a dataset, which for formats without an index reads all of it once.
+OPEN_TIMEOUT_S = 1800.0
+_GRACE_S = 2.0
+
+
+class Session:
+    """A job's open state in this process. Thread-safe. `request.member_id` is filled in here."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        request: OpenJob,
+        *,
+        pinning: Pinning | None = None,
+        stall_timeout_s: float | None = None,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
+    ) -> None:
+        self.endpoint, self.request = endpoint, request
+        self._pinning = pinning or NoDevice()
+        self._stall_timeout_s, self._open_timeout_s = stall_timeout_s, open_timeout_s
+        self._mount: Mount | None = None
+        self._job: JobOpened | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._making = threading.Lock()
+        self._member_id = _member_id(request)
+
+    @property
+    def job(self) -> JobOpened:
+        """The job as every rank has it; opens it when needed."""
+        return self.mount().job
+
+    def stall_timeout_s(self, job: JobOpened) -> float:
+        """How long a rank waits for one slab. A little longer than the node, whose error says more,
+        unless the user chose the time.
+        """
+        if self._stall_timeout_s is not None:
+            return self._stall_timeout_s
+        return job.stall_timeout_s + min(_GRACE_S, job.stall_timeout_s / 4)
+
+    def mount(self, deadline: float | None = None) -> Mount:
+        """The connection of the moment; a new one in a forked child, or where the last was lost.
+
+        Raises:  ClosedError: after `close`.  PeerLost: no node can be reached.
+                 DatasetChangedError: the job is another one now.  DataplaneError: as the node says.
+        """
+        if os.getpid() != self._pid:
+            self._pid, self._mount = os.getpid(), None
+            self._making = threading.Lock()
+            self._member_id = _member_id(self.request)
+        mount = self._mount
+        if mount is not None and not mount.wire.is_lost:
+            return mount
+        with self._making:
+            if self._closed:
+                raise ClosedError("this loader was closed; make a new one")
+            mount = self._mount
+            if mount is not None and mount.wire.is_lost:
+                mount.retire()
+                mount = None
+            if mount is None:
+                mount = self._open(deadline)
+            self._mount = mount
+        return mount
+
+    def lost(self, mount: Mount) -> None:
+        """Nothing more is asked of this mount: `mount()` makes another."""
+        with self._making:
+            if self._mount is mount:
+                self._mount = None
+        mount.retire()
+
+    def close(self) -> None:
+        """Leave the job. Tensors that are held stay good. May be called twice."""
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        mount, self._mount = self._mount, None
+        if mount is not None:
+            mount.retire()
+
+    def _open(self, deadline: float | None) -> Mount:
+        wire, node_id = self.endpoint.reach(deadline)
+        try:
+            request = dataclasses.replace(self.request, member_id=self._member_id)
+            mount = self._mounted(wire, node_id, request)
+        except BaseException:
+            wire.close()
+            raise
+        known, self._job = self._job, mount.job
+        if known is not None and known.digest != mount.job.digest:
+            self._job = known
+            mount.retire()
+            raise DatasetChangedError(
+                "the dataset changed while the node was away: its job is another one now. Put the "
+                "old shards back, or start a new run",
+                shard=", ".join(self.request.source.urls),
+                expected=known.digest,
+                found=mount.job.digest,
+            )
+        return mount
+
+    def _mounted(self, wire: Wire, node_id: str, request: OpenJob) -> Mount:
+        urls = ", ".join(request.source.urls)
+        try:
+            body, fds = wire.call(request, time.monotonic() + self._open_timeout_s)
+        except TimeoutError as error:
+            raise DataStallError(
+                f"the node did not open {urls} within {self._open_timeout_s:g} s; if its shards "
+                "have no index of their own, run `dataplane index` on them once",
+                stage="open",
+                shard=urls,
+                node=node_id,
+            ) from error
+        if not isinstance(body, JobOpened) or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise PeerLost(f"the node answered OpenJob with a {type(body).__name__}", peer=node_id)
+        arena = Arena.attach(fds[0], body.arena_bytes, populate=True)
+        return Mount(wire, node_id, request.job_id, body, arena, self._pinning)
+
+
+def _member_id(request: OpenJob) -> str:
+    return f"{request.topology.rank}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+atexit.register(close_all)

@@ -1,0 +1,249 @@
+"""A stream of slabs, and the batches in them.
+
+The next slab is asked for when the one before it comes into use, so that its answer usually waits
+in the socket. The caller names the step that it wants: whatever was lost to an interrupt or to the
+death of a node shows as a difference to the step that would come, and the stream is opened again
+at the one that is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.client.mount import Bytes, Mount
+from dataplane.client.session import Session
+from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
+from dataplane.model import ColumnSpec, Kind
+from dataplane.rpc.messages import (
+    Batch,
+    Column,
+    EndOfStream,
+    NextSlab,
+    OpenStream,
+    Slab,
+    StreamOpened,
+)
+
+AHEAD_STREAMS_MAX = 2
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Consecutive batches of a stream, and the memory that they lie in: as Slab and Column say.
+
+    Shapes:  memory: uint8[bytes], writable; offsets count from its start. Whoever keeps it, or a
+    view of it, keeps the batches.
+    """
+
+    memory: Bytes
+    batches: tuple[Batch, ...]
+    columns: tuple[Column, ...]
+
+
+class SlabStream:
+    """The batches of steps first_step, first_step + step_stride, … of a rank's slice at `cursor`.
+
+    Used by one thread at a time; several streams may share a session.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        epoch: int,
+        cursor: int,
+        first_step: int = 0,
+        step_stride: int = 1,
+        *,
+        ahead: bool = True,
+    ) -> None:
+        self._session, self._ahead = session, ahead
+        self._epoch, self._cursor, self._stride = epoch, cursor, step_stride
+        self._next_step = first_step
+        self._mount: Mount | None = None
+        self._stream_id: int | None = None
+        self._step_count = 0
+        self._pending: int | None = None
+        self._is_closed = False
+        self.consumed = cursor
+        """Samples that all ranks have consumed by now: progress, told with the next request."""
+        self.stall_s = 0.0
+        """Time waited for slabs so far."""
+
+    def batches_from(self, step: int) -> list[Batches]:
+        """The next slab: its first batch is that of `step`. Empty at the end of the epoch.
+
+        Held memory is bounded: what would go beyond it comes as ordinary memory, batch by batch.
+
+        Raises:  DataStallError: no slab within the deadline.  DataplaneError: as the node says.
+        """
+        started = time.monotonic()
+        try:
+            slab, mount = self._slab(step, started)
+        finally:
+            self.stall_s += time.monotonic() - started
+        if slab is None:
+            return []
+        batches = Batches(mount.take(slab), slab.batches, slab.columns)
+        if (
+            len(batches.memory)
+            and not slab.copy_out
+            and mount.held_bytes <= mount.job.held_bytes_max
+        ):
+            return [batches]
+        return copied(batches, mount.job.columns)
+
+    def close(self) -> None:
+        """Stop walking. Never waits; may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._leave()
+
+    def __del__(self) -> None:
+        # A stream whose constructor failed has nothing to leave.
+        with contextlib.suppress(AttributeError):
+            self.close()
+
+    def _slab(self, step: int, started: float) -> tuple[Slab | None, Mount]:
+        deadline: float | None = None
+        stall_s, last_error = 0.0, ""
+        while True:
+            if self._is_closed:
+                raise ClosedError("this stream was closed")
+            try:
+                mount = self._session.mount(deadline)
+                if deadline is None:
+                    stall_s = self._session.stall_timeout_s(mount.job)
+                    deadline = max(started, time.monotonic() - 1) + stall_s
+                return self._step_of(mount, step, deadline), mount
+            except PeerLost as error:
+                # The first loss alone may be a node's end; with no deadline there was no beginning.
+                if deadline is None or time.monotonic() >= deadline:
+                    raise
+                last_error = str(error)
+                if self._mount is not None:
+                    self._session.lost(self._mount)
+                self._leave()
+            except TimeoutError:
+                raise self._stall(step, stall_s, last_error) from None
+
+    def _step_of(self, mount: Mount, step: int, deadline: float) -> Slab | None:
+        """The slab that begins with `step`, from the stream as it is or from one opened there."""
+        if mount is not self._mount or self._stream_id is None or step != self._next_step:
+            self._leave()
+            self._open(mount, step, deadline)
+        mount.flush()
+        if self._pending is None:
+            self._pending = self._ask(mount, deadline)
+        body, _ = mount.wire.wait(self._pending, deadline)
+        self._pending = None
+        mount.asked_ahead.discard(self._stream_id)
+        if isinstance(body, DataplaneError):
+            self._leave()
+            raise body
+        if isinstance(body, EndOfStream) and step >= self._step_count:
+            return None
+        if not isinstance(body, Slab) or not self._continues(body, step):
+            # What was asked came to nobody: an interrupt took it. Ask again on a new connection;
+            # the node frees the lost slab when this one closes.
+            self._session.lost(mount)
+            raise PeerLost(f"expected step {step} and found {body!r:.200}", peer=mount.node_id)
+        self._next_step = step + len(body.batches) * self._stride
+        if self._next_step < self._step_count and self._may_ask_ahead(mount):
+            mount.asked_ahead.add(self._stream_id)
+            self._pending = self._ask(mount, deadline)
+        return body
+
+    def _may_ask_ahead(self, mount: Mount) -> bool:
+        """A slab that waits in the socket is one that no other stream of this rank can have."""
+        return self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
+
+    def _open(self, mount: Mount, step: int, deadline: float) -> None:
+        request = OpenStream(mount.job_id, self._epoch, self._cursor, step, self._stride)
+        opened, _ = mount.wire.call(request, deadline)
+        if not isinstance(opened, StreamOpened):
+            raise PeerLost(f"the node answered OpenStream with {opened!r:.200}", peer=mount.node_id)
+        self._mount, self._stream_id = mount, opened.stream_id
+        self._step_count, self._next_step = opened.step_count, step
+
+    def _ask(self, mount: Mount, deadline: float) -> int:
+        request = NextSlab(self._stream_id or 0, self.consumed, self.stall_s)
+        return mount.wire.ask(request, deadline)
+
+    def _continues(self, slab: Slab, step: int) -> bool:
+        expected = range(step, step + len(slab.batches) * self._stride, self._stride)
+        return bool(slab.batches) and all(
+            batch.step == step for batch, step in zip(slab.batches, expected, strict=True)
+        )
+
+    def _leave(self) -> None:
+        mount, stream_id, pending = self._mount, self._stream_id, self._pending
+        self._mount = self._stream_id = self._pending = None
+        if mount is None or stream_id is None:
+            return
+        mount.asked_ahead.discard(stream_id)
+        if pending is not None:
+            mount.wire.forget(pending)
+        if not mount.wire.is_lost:
+            mount.leave_stream(stream_id)
+
+    def _stall(self, step: int, stall_s: float, last_error: str) -> DataStallError:
+        mount = self._mount
+        node = mount.node_id if mount is not None else ""
+        return DataStallError(
+            f"no batch within {stall_s:g} s: waited for step {step} of epoch {self._epoch} "
+            f"(from cursor {self._cursor}) from node {node or 'that could not be reached'}"
+            + (f"; the connection before was lost: {last_error}" if last_error else ""),
+            stage="node",
+            node=node,
+            last_error=last_error,
+            step=step,
+            epoch=self._epoch,
+            pid=os.getpid(),
+        )
+
+
+def copied(batches: Batches, specs: tuple[ColumnSpec, ...]) -> list[Batches]:
+    """The same batches, each in ordinary memory of its own, so that keeping one keeps only it."""
+    return [_copied_one(batches, specs, i) for i in range(len(batches.batches))]
+
+
+def _copied_one(batches: Batches, specs: tuple[ColumnSpec, ...], i: int) -> Batches:
+    moves: list[tuple[int, int, int]] = []
+    end, columns = 0, []
+    for spec, column in zip(specs, batches.columns, strict=True):
+        places = []
+        for offset, size in pieces(spec, column, i, batches.batches[i].rows):
+            places.append(end)
+            moves.append((end, offset, size))
+            end += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        lengths = (places[1],) if len(places) > 1 else ()
+        columns.append(Column((places[0],), lengths, column.width[i : i + 1]))
+    memory = np.empty(end, np.uint8)
+    for to, offset, size in moves:
+        memory[to : to + size] = batches.memory[offset : offset + size]
+    return Batches(memory, batches.batches[i : i + 1], tuple(columns))
+
+
+def pieces(spec: ColumnSpec, column: Column, i: int, rows: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of what batch `i` has of one column: values, then lengths or offsets.
+
+    Source:  model.Kind, and Column in local.proto.
+    """
+    itemsize = np.dtype(spec.dtype).itemsize if spec.dtype else 1
+    if spec.kind is Kind.FIXED:
+        return [(column.values[i], rows * math.prod(spec.shape) * itemsize)]
+    width = column.width[i]
+    if spec.kind is Kind.OBJECT:
+        return [(column.values[i], width)]
+    if spec.kind is Kind.PADDED:
+        return [(column.values[i], rows * width * itemsize), (column.lengths[i], rows * 8)]
+    side = (rows + 1) * 8 + (0 if spec.kind is Kind.RAGGED else rows)
+    return [(column.values[i], width * itemsize), (column.lengths[i], side)]

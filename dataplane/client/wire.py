@@ -1,0 +1,233 @@
+"""One connection to a node: requests and their answers, from any number of threads.
+
+Invariants:
+1. One thread at a time receives, for all; every answer goes to the slot of its request.
+2. An answer whose request was forgotten goes to `stray`, so that what it brings is given back.
+3. Nothing is received unless the socket has it: an interrupt (Ctrl-C) while waiting loses nothing.
+   An interrupt in the short moment of receiving ends the wire, since an answer may be lost; the
+   socket stays open for as long as slabs of it are held.
+4. `tell_nowait` and `forget` take no lock and never wait: finalizers may call them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from dataplane.errors import DataplaneError, PeerLost
+from dataplane.rpc import local
+from dataplane.rpc.messages import FromNode, FromNodeBody, ToNode, ToNodeBody
+
+Descriptors = tuple[int, ...]
+Answer = tuple[FromNodeBody, Descriptors]
+
+
+class Wire:
+    """Requests go out at once, answers are waited for by the request's id."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.stray: Callable[[FromNodeBody], None] = _ignore
+        self._ids = itertools.count(1)
+        self._turn = threading.Condition()
+        self._slots: dict[int, Answer | None] = {}
+        self._forgotten: set[int] = set()
+        self._receiver: int | None = None
+        self._waiters: set[int] = set()
+        self._lost: str | None = None  # not the error: its traceback would keep frames alive
+        self._closed = False
+        self.peer_gone = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some thread waits for an answer now."""
+        return bool(self._waiters)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether requests can no longer be made."""
+        return self._lost is not None
+
+    def ask(self, body: ToNodeBody, deadline: float) -> int:
+        """Send a request; its id is what to `wait` for. Deadlines are of time.monotonic().
+
+        Raises:  PeerLost: the node is gone.  TimeoutError: it does not read.
+        """
+        request_id = next(self._ids)
+        self._slots[request_id] = None
+        try:
+            while self._lost is None:
+                try:
+                    local.send(self._sock, ToNode(request_id, body))
+                except BlockingIOError:
+                    self._poll(select.POLLOUT, deadline)
+                else:
+                    return request_id
+        except PeerLost as error:
+            self._lose(str(error))
+            raise
+        except TimeoutError:
+            self.forget(request_id)
+            raise
+        raise self._loss()
+
+    def wait(self, request_id: int, deadline: float) -> Answer:
+        """The answer to a request, once. An answer that is an error is returned, not raised.
+
+        Raises:  PeerLost: no answer will come.  TimeoutError: none came in time.
+        """
+        me = threading.get_ident()
+        while True:
+            mine = False
+            self._waiters.add(me)
+            try:
+                with self._turn:
+                    answer = self._slots.get(request_id)
+                    if answer is not None:
+                        del self._slots[request_id]
+                        return answer
+                    if request_id not in self._slots and self._lost is None:
+                        # An interrupt came between the receiving of this answer and its use.
+                        self._lost = "an answer of the node was lost to an interrupt"
+                    if self._lost is not None:
+                        raise self._loss()
+                    if self._receiver not in (None, me):
+                        self._turn.wait(_left(deadline))
+                        continue
+                    mine, self._receiver = True, me
+                self._receive(deadline)
+            finally:
+                self._waiters.discard(me)
+                if mine:
+                    with self._turn:
+                        self._receiver = None
+                        self._turn.notify_all()
+
+    def call(self, body: ToNodeBody, deadline: float) -> Answer:
+        """`ask` and `wait`; an error of the node is raised.
+
+        Raises:  DataplaneError: as the node says, PeerLost.  TimeoutError: no answer in time.
+        """
+        request_id = self.ask(body, deadline)
+        try:
+            answer = self.wait(request_id, deadline)
+        except BaseException:
+            self.forget(request_id)
+            raise
+        if isinstance(answer[0], DataplaneError):
+            raise answer[0]
+        return answer
+
+    def forget(self, request_id: int) -> None:
+        """Nobody will wait for this answer: it is a stray, now or when it comes."""
+        if self._lost is None:
+            self._forgotten.add(request_id)
+        answer = self._slots.pop(request_id, None)
+        if answer is not None:
+            self._dispose(answer)
+
+    def tell_nowait(self, body: ToNodeBody) -> bool:
+        """Send what wants no answer; False when the socket has no room just now."""
+        if self._closed:
+            return True
+        try:
+            local.send(self._sock, ToNode(0, body))
+        except BlockingIOError:
+            return False
+        except PeerLost as error:
+            self._lose(str(error))
+        return True
+
+    def close(self) -> None:
+        """Hang up, and wake whoever waits. May be called twice."""
+        self._closed = True
+        if self._lost is None:
+            self._lost = "this connection was closed"
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        for request_id in list(self._slots):
+            self.forget(request_id)
+        self.stray = _ignore
+
+    def abandon(self) -> None:
+        """Let go of the descriptor of a socket that another process goes on to use."""
+        self._closed = True
+        self._lost = "this connection belongs to the parent process"
+        self._turn = threading.Condition()  # the old one may be held by a thread that is not here
+        self._sock.close()
+
+    def leave_open(self) -> None:
+        """At the end of the process: let the kernel close the socket, after all else is gone."""
+        self._closed = True
+        self._sock.detach()
+
+    def _poll(self, event: int, deadline: float) -> None:
+        fd = self._sock.fileno()
+        if fd < 0:
+            raise self._loss()
+        poll = select.poll()
+        poll.register(fd, event)
+        if not poll.poll(_left(deadline) * 1000):
+            raise TimeoutError
+
+    def _receive(self, deadline: float) -> None:
+        self._poll(select.POLLIN, deadline)
+        try:
+            message, descriptors = local.receive(self._sock, FromNode)
+            self._dispatch(message.request_id, (message.body, descriptors))
+        except BlockingIOError:
+            return
+        except PeerLost as error:
+            self._lose(str(error))
+            raise
+        except DataplaneError as error:
+            self._lost = str(error)
+            raise self._loss() from error
+        except BaseException:
+            self._lost = "receiving was interrupted"
+            raise
+
+    def _dispatch(self, request_id: int, answer: Answer) -> None:
+        if request_id not in self._slots:
+            self._forgotten.discard(request_id)
+            self._dispose(answer)
+            return
+        self._slots[request_id] = answer
+        # `forget` takes no lock: it adds, then pops. Here is the other order, so that one of the
+        # two always finds the answer.
+        if request_id in self._forgotten:
+            self._forgotten.discard(request_id)
+            late = self._slots.pop(request_id, None)
+            if late is not None:
+                self._dispose(late)
+
+    def _dispose(self, answer: Answer) -> None:
+        for fd in answer[1]:
+            os.close(fd)
+        self.stray(answer[0])
+
+    def _lose(self, why: str) -> None:
+        self.peer_gone = True
+        self._lost = self._lost or why
+
+    def _loss(self) -> PeerLost:
+        return PeerLost(self._lost or "this connection was closed", peer="")
+
+
+def _ignore(_answer: FromNodeBody) -> None:
+    pass
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
