@@ -68,7 +68,7 @@ class Fetcher:
             body = store.read(url, place.offset, place.length, etag)
             # numpy copies without holding the interpreter's lock.
             target = np.frombuffer(into, np.uint8)[preamble.length :]
-            np.copyto(target, np.frombuffer(body, np.uint8))
+            np.copyto(target, np.frombuffer(memoryview(body), np.uint8))
         except DataplaneError as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it was, someone waits for an answer

@@ -46,7 +46,6 @@ class Job:
     report: Report
     blame: str
     deaths: int = 0
-    cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +59,7 @@ class _Worker:
     blocks: set[int] = field(default_factory=set)
     forget: list[int] = field(default_factory=list)
     jobs_done: int = 0
+    waiting: bool = False
 
 
 class WorkerPool:
@@ -110,12 +110,11 @@ class WorkerPool:
 
     def detach_arena(self, arena_id: int) -> None:
         """Nobody needs this arena any more."""
-        for worker in self._workers:
+        for worker in list(self._workers):
             if arena_id in worker.arenas:
                 worker.arenas.remove(arena_id)
                 worker.packets.append((messages.DetachArena(arena_id), ()))
-                if worker.job is None:
-                    self._send_next(worker)
+                self._send_next(worker)
 
     def close(self) -> None:
         """End all workers and wait for them. May be called twice."""
@@ -142,7 +141,7 @@ class WorkerPool:
         self._trace.started("worker", pid=process.pid)
 
     def _dispatch(self) -> None:
-        for worker in self._workers:
+        for worker in list(self._workers):
             if worker.job is not None or worker.packets:
                 continue
             job = self._pop()
@@ -153,11 +152,7 @@ class WorkerPool:
             self._send_next(worker)
 
     def _pop(self) -> Job | None:
-        while self._queue:
-            job = heapq.heappop(self._queue)[2]
-            if not job.cancelled:
-                return job
-        return None
+        return heapq.heappop(self._queue)[2] if self._queue else None
 
     def _prepare(self, worker: _Worker, job: Job) -> None:
         for arena_id, fd in job.arenas:
@@ -178,6 +173,10 @@ class WorkerPool:
         worker.packets.append((job.body, ()))
 
     def _send_next(self, worker: _Worker) -> None:
+        """Send the first packet, unless the worker still owes the answer to it."""
+        if worker.waiting:
+            return
+        worker.waiting = True
         body, descriptors = worker.packets[0]
         try:
             local.send(worker.sock, messages.Task(body), descriptors)
@@ -192,20 +191,25 @@ class WorkerPool:
         except PeerLost:
             self._on_death(worker)
             return
+        worker.waiting = False
         done, _ = worker.packets.popleft()
         failed = isinstance(result.body, DataplaneError)
         if failed and worker.job is not None and done is not worker.job.body:
             self._undo(worker)
-        if worker.packets:
+        if worker.packets and not (failed and worker.job is not None):
             self._send_next(worker)
             return
         self._finish(worker, result.body)
+        if worker.packets:
+            self._send_next(worker)
 
     def _undo(self, worker: _Worker) -> None:
         """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
         job = worker.job
         assert job is not None
-        worker.packets.clear()
+        kept = [p for p in worker.packets if isinstance(p[0], messages.DetachArena)]
+        worker.packets = deque(kept)
+        worker.datasets.discard(job.dataset.dataset_id)
         keys = {source.key for source in job.blocks} & worker.blocks
         worker.blocks -= keys
         worker.forget.extend(keys)
@@ -214,7 +218,7 @@ class WorkerPool:
         job, worker.job = worker.job, None
         worker.jobs_done += job is not None
         self._quick_deaths = 0
-        if job is not None and not job.cancelled:
+        if job is not None:
             job.report(body)
         self._dispatch()
 
@@ -235,7 +239,7 @@ class WorkerPool:
         job = worker.job
         if not worker.jobs_done:
             self._quick_deaths += 1
-        if job is not None and not job.cancelled:
+        if job is not None:
             job.deaths += 1
             if job.deaths >= _DEATHS_MAX:
                 job.report(_quarantine(job, status))

@@ -1,0 +1,376 @@
+"""The blocks of a node: which are on their way, which are ready, which go first.
+
+    absent ──start──> FETCHING ──> FETCHED ──room──> DECODING ──> READY ──evict──> absent
+                 local file: straight to DECODING; nothing to decode: straight to READY
+
+Invariants:
+1. A block of a dataset is loaded once at a time, whoever waits for it (single flight).
+2. The memory of a block that is pinned, or that a fetch or a worker is writing, is not given away.
+3. What is evicted is what the plan needs last; to make room for a block that nobody waits for,
+   only blocks that are needed later than it are evicted.
+4. A block's key is never used again, so that a worker cannot take a new block for an old one.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dataplane.arena.allocator import Allocator
+from dataplane.arena.memfd import Arena
+from dataplane.errors import BudgetTooSmall, DataplaneError
+from dataplane.model import Region
+from dataplane.node.dataset import Dataset
+from dataplane.node.eviction import NEVER, next_use, victims
+from dataplane.node.fetch import Fetcher
+from dataplane.node.pool import Job, WorkerPool
+from dataplane.plan.order import Order
+from dataplane.rpc import messages
+
+BLOCK_ARENA_ID = 0
+DECODE_URGENCY = 1
+
+_DIRECT_BLOCKS_MAX = 4096
+
+
+class Listener(Protocol):
+    """Who uses the table: told whatever changes, in the event loop."""
+
+    def walks(self, dataset: Dataset) -> Sequence[tuple[Order, int]]:
+        """The walks over this dataset: order, and the position each has come to."""
+
+    def block_ready(self, dataset: Dataset, index: int) -> None:
+        """Rows can be gathered from it now."""
+
+    def block_gone(self, dataset: Dataset, index: int) -> None:
+        """It was evicted, or must be loaded again: its memory is free."""
+
+    def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
+        """It cannot be loaded."""
+
+
+class Phase(enum.Enum):
+    """How far a block has come."""
+
+    FETCHING = "fetching"
+    FETCHED = "fetched"
+    DECODING = "decoding"
+    READY = "ready"
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block that is in memory, or on its way. `pins` holders need it to stay."""
+
+    dataset: Dataset
+    index: int
+    key: int
+    phase: Phase = Phase.FETCHING
+    raw: Region | None = None
+    decoded: Region | None = None
+    pins: int = 0
+    touched: int = 0
+
+    @property
+    def source(self) -> messages.BlockSource:
+        """What a worker must know to gather from it."""
+        if self.decoded is not None:
+            return messages.BlockSource(self.key, decoded=self.decoded)
+        return messages.BlockSource(self.key, raw=self.dataset.raw_block(self.index, self.raw))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatistics:
+    """Counts since the node started, and bytes now."""
+
+    ready_count: int
+    loading_count: int
+    fetched_bytes: int
+    loaded_count: int
+    evicted_count: int
+    free_bytes: int
+
+
+class BlockTable:
+    """Every block of the node."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        fetcher: Fetcher,
+        pool: WorkerPool,
+        fetch_count: int,
+        listener: Listener,
+    ) -> None:
+        self._arena = arena
+        self._allocator = Allocator(arena.size_bytes)
+        self._fetcher = fetcher
+        self._pool = pool
+        self._fetch_count = fetch_count
+        self._listener = listener
+        self._blocks: dict[tuple[int, int], Block] = {}
+        self._decoded_bytes: dict[tuple[int, int], int] = {}
+        self._keys = itertools.count(1)
+        self._clock = itertools.count(1)
+        self._fetching = 0
+        self._decoding = 0
+        self._counts = {"fetched_bytes": 0, "loaded": 0, "evicted": 0}
+
+    @property
+    def arena_bytes(self) -> int:
+        """The whole budget."""
+        return self._allocator.size_bytes
+
+    @property
+    def in_flight_count(self) -> int:
+        """Blocks that a fetch or a worker is writing: their end will be reported."""
+        return self._fetching + self._decoding
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether one more fetch may start."""
+        return self._fetching < self._fetch_count
+
+    def statistics(self) -> BlockStatistics:
+        """Counts for people."""
+        ready = sum(block.phase is Phase.READY for block in self._blocks.values())
+        return BlockStatistics(
+            ready,
+            len(self._blocks) - ready,
+            self._counts["fetched_bytes"],
+            self._counts["loaded"],
+            self._counts["evicted"],
+            self._allocator.free_bytes,
+        )
+
+    def ready(self, dataset: Dataset, index: int) -> Block | None:
+        """The block, if rows can be gathered from it now."""
+        block = self._blocks.get((dataset.dataset_id, index))
+        return block if block is not None and block.phase is Phase.READY else None
+
+    def pin(self, block: Block) -> None:
+        """Keep a block where it is."""
+        block.pins += 1
+        block.touched = next(self._clock)
+
+    def unpin(self, block: Block) -> None:
+        """One holder fewer."""
+        block.pins -= 1
+
+    def memory_of(self, dataset: Dataset, index: int) -> tuple[int, int]:
+        """(raw bytes, decoded bytes) that the block takes on its way, as far as is known."""
+        known = self._decoded_bytes.get((dataset.dataset_id, index))
+        return dataset.raw_bytes(index), known or dataset.decoded_bytes(index)
+
+    def start(self, dataset: Dataset, index: int, *, greedy: bool) -> bool:
+        """See that the block is on its way: False if there is no room for it now.
+
+        `greedy`: somebody waits for it, so whatever is not pinned may be evicted.
+        """
+        block = self._blocks.get((dataset.dataset_id, index))
+        if block is not None:
+            return block.phase is not Phase.FETCHED or self._decode(block, greedy=greedy)
+        block = Block(dataset, index, next(self._keys), touched=next(self._clock))
+        if dataset.needs_fetch(index):
+            return self._fetch(block, greedy=greedy)
+        if dataset.needs_decode(index):
+            return self._decode(block, greedy=greedy)
+        self._blocks[dataset.dataset_id, index] = block
+        self._become_ready(block)
+        return True
+
+    def drop_unpinned(self) -> None:
+        """Evict all that can be evicted: the last resort against gaps."""
+        for block in list(self._blocks.values()):
+            if _evictable(block):
+                self._evict(block)
+
+    def forget_dataset(self, dataset: Dataset) -> None:
+        """Nobody reads this dataset any more."""
+        for block in list(self._blocks.values()):
+            if block.dataset is dataset and _evictable(block):
+                self._evict(block)
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def _fetch(self, block: Block, *, greedy: bool) -> bool:
+        if not self.can_fetch:
+            return False
+        dataset, index = block.dataset, block.index
+        raw = self._room(block, dataset.raw_bytes(index), greedy=greedy)
+        if raw is None:
+            return False
+        block.raw, block.phase = raw, Phase.FETCHING
+        self._blocks[dataset.dataset_id, index] = block
+        self._fetching += 1
+        told = dataset.raw_block(index, raw)
+        self._fetcher.fetch(
+            told.url,
+            told.etag,
+            told.preamble_place,
+            told.place,
+            self._arena.view(raw.offset, raw.length),
+            lambda error: self._on_fetched(block, error),
+        )
+        return True
+
+    def _on_fetched(self, block: Block, error: DataplaneError | None) -> None:
+        self._fetching -= 1
+        if error is not None:
+            self._fail(block, error)
+            return
+        assert block.raw is not None
+        self._counts["fetched_bytes"] += block.raw.length
+        if not block.dataset.needs_decode(block.index):
+            self._become_ready(block)
+            return
+        block.phase = Phase.FETCHED
+        self._listener.block_gone(block.dataset, block.index)
+
+    def _decode(self, block: Block, *, greedy: bool) -> bool:
+        dataset, index = block.dataset, block.index
+        need = self.memory_of(dataset, index)[1]
+        decoded = self._room(block, need, greedy=greedy)
+        if decoded is None:
+            return False
+        block.decoded, block.phase = decoded, Phase.DECODING
+        self._blocks[dataset.dataset_id, index] = block
+        self._decoding += 1
+        raw = dataset.raw_block(index, block.raw)
+        self._pool.submit(
+            Job(
+                body=messages.Decode(dataset.dataset_id, raw, decoded),
+                dataset=dataset.message,
+                arenas=((BLOCK_ARENA_ID, self._arena.fd),),
+                blocks=(),
+                report=lambda result: self._on_decoded(block, result),
+                blame=f"{raw.url} block {raw.index}",
+            ),
+            DECODE_URGENCY,
+        )
+        return True
+
+    def _on_decoded(self, block: Block, result: messages.ResultBody) -> None:
+        self._decoding -= 1
+        assert block.decoded is not None
+        if isinstance(result, DataplaneError):
+            self._fail(block, result)
+            return
+        assert isinstance(result, messages.Decoded)
+        if not result.stored:
+            # The index guessed too low. From now on its true size is known.
+            self._decoded_bytes[block.dataset.dataset_id, block.index] = result.bytes
+            if result.bytes > self.arena_bytes:
+                self._fail(block, self._too_large(block, result.bytes))
+                return
+            self._allocator.free(block.decoded.offset)
+            block.decoded = None
+            if block.raw is None:
+                del self._blocks[block.dataset.dataset_id, block.index]
+            else:
+                block.phase = Phase.FETCHED
+            self._listener.block_gone(block.dataset, block.index)
+            return
+        self._allocator.shrink(block.decoded.offset, result.bytes)
+        block.decoded = Region(block.decoded.offset, result.bytes)
+        if block.raw is not None:
+            self._allocator.free(block.raw.offset)
+            block.raw = None
+        self._become_ready(block)
+
+    def _become_ready(self, block: Block) -> None:
+        block.phase = Phase.READY
+        self._counts["loaded"] += 1
+        if block.raw is None and block.decoded is None:
+            self._trim()
+        self._listener.block_ready(block.dataset, block.index)
+
+    def _fail(self, block: Block, error: DataplaneError) -> None:
+        self._remove(block)
+        self._listener.block_failed(block.dataset, block.index, error)
+
+    def _too_large(self, block: Block, need: int) -> BudgetTooSmall:
+        url = block.dataset.url(block.index)
+        return BudgetTooSmall(
+            f"{url}: one block takes {need} bytes decoded, and the block arena has "
+            f"{self.arena_bytes}: raise block_arena_bytes, or write smaller row groups",
+            shard=url,
+            needed=need,
+            budget=self.arena_bytes,
+        )
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _room(self, block: Block, length: int, *, greedy: bool) -> Region | None:
+        at = self._allocator.allocate(length)
+        if at is None:
+            at = self._make_room(block, length, greedy=greedy)
+        if at is None:
+            return None
+        try:
+            self._arena.reserve(min(self._allocator.high_water, self._arena.size_bytes))
+        except BudgetTooSmall:
+            self._allocator.free(at)
+            raise
+        return Region(at, length)
+
+    def _make_room(self, block: Block, length: int, *, greedy: bool) -> int | None:
+        candidates = [
+            other
+            for other in self._blocks.values()
+            if other is not block and _evictable(other) and (other.raw or other.decoded)
+        ]
+        if not candidates:
+            return None
+        use = self._uses([*candidates, block])
+        touched = np.array([other.touched for other in candidates], np.int64)
+        limit = -1 if greedy else int(use[-1])
+        for i in victims(use[:-1], touched).tolist():
+            if not greedy and int(use[i]) != NEVER and int(use[i]) <= limit:
+                return None
+            self._evict(candidates[i])
+            at = self._allocator.allocate(length)
+            if at is not None:
+                return at
+        return None
+
+    def _uses(self, blocks: Sequence[Block]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        use = np.empty(len(blocks), np.int64)
+        ids = np.array([block.dataset.dataset_id for block in blocks])
+        indices = np.array([block.index for block in blocks], np.int64)
+        for dataset_id in np.unique(ids):
+            mine = np.flatnonzero(ids == dataset_id)
+            dataset = blocks[int(mine[0])].dataset
+            use[mine] = next_use(indices[mine], self._listener.walks(dataset))
+        return use
+
+    def _trim(self) -> None:
+        """Blocks that lie in local files take no memory, but a worker remembers each of them."""
+        direct = [b for b in self._blocks.values() if _evictable(b) and not (b.raw or b.decoded)]
+        if len(direct) <= _DIRECT_BLOCKS_MAX:
+            return
+        touched = np.array([block.touched for block in direct], np.int64)
+        for i in victims(self._uses(direct), touched)[: len(direct) // 4].tolist():
+            self._evict(direct[i])
+
+    def _evict(self, block: Block) -> None:
+        self._counts["evicted"] += 1
+        self._remove(block)
+        self._listener.block_gone(block.dataset, block.index)
+
+    def _remove(self, block: Block) -> None:
+        self._pool.forget_block(block.key)
+        for region in (block.raw, block.decoded):
+            if region is not None:
+                self._allocator.free(region.offset)
+        block.raw = block.decoded = None
+        self._blocks.pop((block.dataset.dataset_id, block.index), None)
+
+
+def _evictable(block: Block) -> bool:
+    return not block.pins and block.phase in {Phase.READY, Phase.FETCHED}

@@ -1,0 +1,307 @@
+"""Plans -> blocks -> slabs -> trainers: what is loaded, made and handed over next.
+
+One thread, no waiting: everything here is called by the event loop, and every end of a fetch, a
+decoding or an assembly leads to one `pump`.
+
+Invariants:
+1. A stream's slabs are handed over in the order of its walk, one a request.
+2. Only the first work that lacks blocks (the head) keeps blocks pinned while it waits for others;
+   every other work pins all of its blocks at once, and then ends without needing memory. So no two
+   works can wait for each other's memory.
+3. A stream that waits gets a slot: slabs that nobody asked for yet are made again later.
+4. A slab is one walk's answer whoever asks: two streams that walk alike share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import BudgetTooSmall, DataplaneError, DataStallError
+from dataplane.node.blocks import BlockTable
+from dataplane.node.dataset import Dataset
+from dataplane.node.fetch import Fetcher
+from dataplane.node.pool import WorkerPool
+from dataplane.node.walk import Plan, Walk
+from dataplane.node.work import Delivery, Phase, Send, StreamState, Work
+from dataplane.node.works import Works
+from dataplane.plan.order import Order
+from dataplane.rpc import messages
+from dataplane.trace import Trace
+
+# Works planned beyond the slabs in the making: their blocks are fetched meanwhile.
+_PLANS_AHEAD = 16
+
+
+class Engine:
+    """The data path of a node."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        fetcher: Fetcher,
+        pool: WorkerPool,
+        fetch_count: int,
+        trace: Trace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arena = arena
+        self._pool = pool
+        self._trace = trace
+        self._clock = clock
+        self.blocks = BlockTable(arena, fetcher, pool, fetch_count, self)
+        self._works = Works(arena, self.blocks, pool, self._soon)
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="dataplane-plan")
+        self._streams: dict[int, StreamState] = {}
+        self._numbers = itertools.count(1)
+        self._head: Work | None = None
+        self._last_resort = False
+        self._pump_is_due = False
+
+    def close(self) -> None:
+        """Make nothing more."""
+        self._planner.shutdown(wait=False, cancel_futures=True)
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def open_stream(self, delivery: Delivery, walk: Walk, send: Send) -> StreamState:
+        """A consumer starts to walk."""
+        stream = StreamState(next(self._numbers), delivery, walk, send)
+        self._streams[stream.stream_id] = stream
+        delivery.streams.append(stream)
+        self._plan_more(stream)
+        return stream
+
+    def request(self, stream: StreamState, request_id: int) -> None:
+        """The consumer wants its next slab."""
+        stream.requests.append((request_id, self._clock()))
+        self._deliver(stream)
+        self._soon()
+
+    def release(self, delivery: Delivery, slab_ids: Sequence[int]) -> None:
+        """Nobody at that trainer holds these slabs any more; unknown ones were released before."""
+        for slab_id in slab_ids:
+            work = delivery.lent.pop(slab_id, None)
+            if work is not None:
+                work.lent -= 1
+                self._works.retire(work)
+        self._soon()
+
+    def close_stream(self, stream: StreamState) -> None:
+        """The consumer is gone, or has enough. May be called twice."""
+        if stream.closed:
+            return
+        stream.closed = True
+        del self._streams[stream.stream_id]
+        stream.delivery.streams.remove(stream)
+        for work in stream.works:
+            work.streams.remove(stream)
+            self._works.retire(work)
+        stream.works.clear()
+        self._soon()
+
+    def close_delivery(self, delivery: Delivery) -> None:
+        """Nobody here uses this arena any more."""
+        self._works.close_delivery(delivery)
+
+    def check_deadlines(self, stall_timeout_s: float, node_id: str) -> None:
+        """Answer requests that have waited too long with what they wait for."""
+        for stream in list(self._streams.values()):
+            while stream.requests and self._clock() - stream.requests[0][1] > stall_timeout_s:
+                request_id, since = stream.requests.popleft()
+                waited_s = self._clock() - since
+                stream.send(request_id, self._stall(stream, waited_s, node_id))
+
+    def _stall(self, stream: StreamState, waited_s: float, node_id: str) -> DataStallError:
+        stage, shard = "plan", None
+        if stream.works:
+            work = stream.works[0]
+            stage = work.phase.value
+            if work.missing:
+                shard = work.dataset.url(min(work.missing))
+        return DataStallError(
+            f"no batch for {waited_s:.0f} s: the slab is {stage}"
+            + (f", first of {shard}" if shard else "")
+            + f" (node {node_id}); look at the store's health, or raise stall_timeout_s",
+            stage=stage,
+            shard=shard,
+            node=node_id,
+        )
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def _plan_more(self, stream: StreamState) -> None:
+        room = _PLANS_AHEAD + stream.delivery.slots.layout.ahead_slots - len(stream.works)
+        if stream.planning or stream.planned_all or stream.closed or room <= 0:
+            return
+        stream.planning = True
+        count = 1 if not stream.works else min(room, 4)
+        future = self._planner.submit(stream.walk.next_plans, count)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(
+            lambda done: (
+                None
+                if done.cancelled() or loop.is_closed()
+                else loop.call_soon_threadsafe(self._on_planned, stream, count, done)
+            )
+        )
+
+    def _on_planned(self, stream: StreamState, count: int, done: Future[list[Plan]]) -> None:
+        stream.planning = False
+        if stream.closed:
+            return
+        error = done.exception()
+        if error is not None:
+            self._trace.failed("plan", error=error)
+            stream.planned_all = True
+            stream.error = (
+                error
+                if isinstance(error, DataplaneError)
+                else DataplaneError(f"planning failed: {type(error).__name__}: {error}")
+            )
+        else:
+            plans = done.result()
+            stream.planned_all = len(plans) < count
+            at = stream.walk.stream
+            for plan in plans:
+                first = plan.batches[0].step
+                key = (at.epoch, at.cursor, at.step_stride, first, len(plan.batches))
+                self._works.add(stream, plan, key)
+        self._plan_more(stream)
+        self._soon()
+
+    # -- blocks ----------------------------------------------------------------------------------
+
+    def walks(self, dataset: Dataset) -> Sequence[tuple[Order, int]]:
+        """As blocks.Listener."""
+        return [
+            (stream.walk.order, stream.position)
+            for stream in self._streams.values()
+            if stream.delivery.dataset is dataset
+        ]
+
+    def block_ready(self, dataset: Dataset, index: int) -> None:
+        """As blocks.Listener."""
+        self._works.block_ready(dataset, index)
+        self._last_resort = False
+        self._soon()
+
+    def block_gone(self, dataset: Dataset, index: int) -> None:
+        """As blocks.Listener."""
+        self._works.block_gone(dataset, index)
+        self._soon()
+
+    def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
+        """As blocks.Listener."""
+        self._works.block_failed(dataset, index, error)
+
+    # -- the pump --------------------------------------------------------------------------------
+
+    def _soon(self) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_is_due = False
+        head: Work | None = None
+        loading = True
+        for work in self._in_order():
+            if not work.missing:
+                self._works.assemble(work)
+            elif loading:
+                if head is None:
+                    head = work
+                    self._become_head(work)
+                loading = self._load(work, greedy=work is head)
+        if head is None:
+            self._become_head(None)
+        elif not self.blocks.in_flight_count and not self._works.assembling_count and head.missing:
+            self._unstick(head)
+        for stream in list(self._streams.values()):
+            self._deliver(stream)
+            self._plan_more(stream)
+
+    def _in_order(self) -> list[Work]:
+        """Works without a slab: those that are needed first come first."""
+        found: dict[Work, tuple[int, int]] = {}
+        for stream in self._streams.values():
+            for depth, work in enumerate(stream.works):
+                if work.phase is Phase.WAITING:
+                    rank = (depth, work.number)
+                    found[work] = min(found.get(work, rank), rank)
+        return sorted(found, key=found.__getitem__)
+
+    def _become_head(self, work: Work | None) -> None:
+        if self._head is not None and self._head is not work:
+            if self._head.phase is Phase.WAITING:
+                self._works.unpin(self._head)
+            self._head = None
+        if work is not None:
+            self._head = work
+            self._works.pin(work)
+
+    def _load(self, work: Work, *, greedy: bool) -> bool:
+        """Start what is missing: False when there was no room for something."""
+        for index in sorted(work.missing):
+            try:
+                if not self.blocks.start(work.dataset, index, greedy=greedy):
+                    return False
+            except BudgetTooSmall as error:
+                self._works.fail(work, error)
+                return False
+        return True
+
+    def _unstick(self, head: Work) -> None:
+        """Nothing is on its way and the head still lacks blocks: gaps, or too small a budget."""
+        if self._last_resort:
+            self._works.fail_for_memory(head)
+        else:
+            self._last_resort = True
+            self._works.unpin(head)
+            self._head = None
+            self.blocks.drop_unpinned()
+        self._soon()
+
+    # -- slabs -----------------------------------------------------------------------------------
+
+    def _deliver(self, stream: StreamState) -> None:
+        while stream.requests:
+            if not stream.works:
+                if stream.planning or not stream.planned_all:
+                    return
+                request_id, _ = stream.requests.popleft()
+                stream.send(request_id, stream.error or messages.EndOfStream(stream.stream_id))
+                continue
+            work = stream.works[0]
+            if work.phase is Phase.FAILED:
+                assert work.error is not None
+                stream.send(stream.requests.popleft()[0], work.error)
+                return
+            if work.phase is not Phase.READY:
+                return
+            self._lend(stream, work)
+
+    def _lend(self, stream: StreamState, work: Work) -> None:
+        assert work.assembled is not None
+        assert work.slot is not None
+        slab_id = next(self._numbers)
+        stream.works.popleft()
+        work.streams.remove(stream)
+        work.lent += 1
+        work.delivery.lent[slab_id] = work
+        stream.send(
+            stream.requests.popleft()[0],
+            messages.Slab(
+                stream.stream_id,
+                slab_id,
+                work.slot,
+                work.plan.batches,
+                work.assembled.columns,
+                copy_out=work.oversize,
+            ),
+        )

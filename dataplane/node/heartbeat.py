@@ -1,0 +1,125 @@
+"""What a node tells the coordinator, and what follows from the answers.
+
+A coordinator that does not answer stops nothing: data keeps flowing, and the next beat tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+
+from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
+from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
+from dataplane.node.jobs import Jobs, Member
+from dataplane.rpc import messages
+from dataplane.rpc.base import Coordination
+from dataplane.trace import Trace
+
+# A lease survives two lost beats.
+_BEATS_A_LEASE = 3
+# How often progress is told, whatever the lease: people watch it.
+_BEAT_S_MAX = 2.0
+
+
+class Heartbeat:
+    """One node's beat."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        coordination: Coordination,
+        jobs: Jobs,
+        node_id: str,
+        trace: Trace,
+    ) -> None:
+        self._coordination = coordination
+        self._jobs = jobs
+        self._trace = trace
+        self._join_timeout_s = config.stall_timeout_s / 2
+        self._beat_s = min(config.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
+        self._node = messages.RegisterNodeRequest(
+            node_id, socket.gethostname(), os.getpid(), VERSION, PROTOCOL_VERSION
+        )
+
+    async def register(self) -> None:
+        """Say that the node is there.
+
+        Raises:  VersionMismatch.  PeerLost.
+        """
+        answer = await self._coordination.register_node(self._node)
+        self._beat_s = min(answer.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
+
+    async def run(self) -> None:
+        """Beat until cancelled."""
+        while True:
+            await asyncio.sleep(self._beat_s)
+            try:
+                await self._beat()
+            except PeerLost as error:
+                self._trace.failed("heartbeat", error=error)
+            except DataplaneError as error:
+                self._trace.failed("heartbeat", error=error)
+
+    async def _beat(self) -> None:
+        members = list(self._jobs.members.values())
+        request = messages.HeartbeatRequest(
+            self._node, tuple(_progress(member) for member in members)
+        )
+        answer = await self._coordination.heartbeat(request)
+        by_id = {member.member_id: member for member in members}
+        for verdict in answer.verdicts:
+            member = by_id.get(verdict.member_id)
+            if member is not None:
+                await self._heed(member, verdict)
+
+    async def _heed(self, member: Member, verdict: messages.MemberVerdict) -> None:
+        if isinstance(verdict.error, LeaseExpired):
+            self._trace.noted("rejoin", job=member.job_id, member=member.member_id)
+            try:
+                await self._jobs.rejoin(member)
+            except PeerLost:
+                return
+            except DataplaneError as error:
+                self._end(member, error)
+        elif verdict.error is not None:
+            self._end(member, verdict.error)
+        elif verdict.missing_dp_ranks and verdict.missing_for_s > self._join_timeout_s:
+            missing = ", ".join(map(str, verdict.missing_dp_ranks))
+            self._end(
+                member,
+                ConfigError(
+                    f"job {member.job_id!r}: dp ranks {missing} of "
+                    f"{member.request.topology.dp_size} have not joined within "
+                    f"{verdict.missing_for_s:.0f} s: start them with the same job name and "
+                    "service, or correct dp_size",
+                    field="dp_size",
+                ),
+            )
+
+    def _end(self, member: Member, error: DataplaneError) -> None:
+        """The member gets this error at its next request, and at those that wait."""
+        member.error = error
+        for stream in member.streams.values():
+            while stream.requests:
+                request_id, _ = stream.requests.popleft()
+                stream.send(request_id, error)
+
+
+def _progress(member: Member) -> messages.MemberProgress:
+    now = time.monotonic()
+    then, epoch, cursor = member.seen
+    if then and epoch == member.epoch and now > then:
+        gained = max(member.cursor - cursor, 0) / member.request.topology.dp_size
+        member.rate = gained / (now - then)
+    member.seen = (now, member.epoch, member.cursor)
+    return messages.MemberProgress(
+        member.job_id,
+        member.member_id,
+        member.generation,
+        member.epoch,
+        member.cursor,
+        member.rate,
+        member.stall_s,
+    )

@@ -1,0 +1,298 @@
+"""From what a rank asks for to a job that runs: dataset, spec, place at the coordinator, memory.
+
+Invariants:
+1. The ranks of one launch of a job see one manifest: it is opened once.
+2. A member that was admitted is renewed until it leaves, its process ends, or its lease is lost.
+3. A delivery arena lives as long as a member uses it; two members with one dp_rank share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataplane.arena.memfd import Arena
+from dataplane.arena.slots import Slots, plan_slots
+from dataplane.config import JobSpec, NodeConfig
+from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, PeerLost
+from dataplane.model import Stream
+from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.engine import Engine
+from dataplane.node.walk import SlabSizes, Walk, slab_sizes
+from dataplane.node.work import Delivery, Send, StreamState
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import Order, default_lanes_window
+from dataplane.plan.slices import Slice
+from dataplane.rpc import messages
+from dataplane.rpc.base import Coordination
+
+OpenManifest = Callable[[messages.DatasetSource], Manifest]
+
+_ORDERS_MAX = 8
+_MANIFESTS_MAX = 16
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One rank of one job, as this node serves it. `error` ends it: its requests get it."""
+
+    request: messages.OpenJob
+    spec: JobSpec
+    delivery: Delivery
+    sizes: SlabSizes
+    generation: int
+    streams: dict[int, StreamState] = field(default_factory=dict)
+    epoch: int = 0
+    cursor: int = 0
+    stall_s: float = 0.0
+    rate: float = 0.0
+    seen: tuple[float, int, int] = (0.0, 0, 0)
+    error: DataplaneError | None = None
+
+    @property
+    def job_id(self) -> str:
+        """Its job."""
+        return self.request.job_id
+
+    @property
+    def member_id(self) -> str:
+        """Its own name."""
+        return self.request.member_id
+
+
+class Jobs:
+    """All that the members of this node share."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine: Engine,
+        coordination: Coordination,
+        node_id: str,
+        open_manifest: OpenManifest,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._coordination = coordination
+        self._node_id = node_id
+        self._open_manifest = open_manifest
+        self._manifests: OrderedDict[object, asyncio.Future[Manifest]] = OrderedDict()
+        self._datasets: dict[object, Dataset] = {}
+        self._deliveries: dict[object, Delivery] = {}
+        self._orders: OrderedDict[object, asyncio.Future[Order]] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self.members: dict[str, Member] = {}
+
+    async def open(self, request: messages.OpenJob) -> tuple[Member, messages.JobOpened]:
+        """Admit a rank.
+
+        Raises:  ConfigError and its kin: whatever is wrong with the dataset, the spec, the place or
+        the budgets.  PeerLost: the coordinator does not answer.
+        """
+        manifest = await self._manifest(request)
+        dataset, spec = self._dataset(manifest, request)
+        place = request.topology
+        Slice(manifest.sample_count, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
+        self._check_budget(dataset)
+        joined = await self._coordination.join(self._join_request(request, spec, manifest))
+        sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
+        delivery = self._delivery(request, dataset, spec, sizes)
+        delivery.users += 1
+        member = Member(request, spec, delivery, sizes, joined.generation)
+        self.members[member.member_id] = member
+        layout = delivery.slots.layout
+        return member, messages.JobOpened(
+            spec,
+            spec.digest(),
+            manifest.sample_count,
+            dataset.columns.specs,
+            layout.arena_bytes,
+            layout.held_bytes_max,
+            joined.generation,
+            self._config.stall_timeout_s,
+        )
+
+    async def open_stream(
+        self, member: Member, request: messages.OpenStream, send: Send
+    ) -> tuple[StreamState, messages.StreamOpened]:
+        """Start a walk of this member.
+
+        Raises:  ConfigError: no such cursor or step.
+        """
+        if request.step_stride < 1:
+            raise ConfigError("step_stride counts from 1", field="step_stride")
+        order = await self._order(member, request.epoch)
+        place = member.request.topology
+        walk = Walk(
+            member.spec,
+            order,
+            Stream(
+                request.epoch,
+                request.cursor,
+                place.dp_rank,
+                place.dp_size,
+                request.first_step,
+                request.step_stride,
+            ),
+            member.sizes.batches_max,
+        )
+        stream = self._engine.open_stream(member.delivery, walk, send)
+        member.streams[stream.stream_id] = stream
+        member.epoch, member.cursor = request.epoch, request.cursor
+        return stream, messages.StreamOpened(stream.stream_id, walk.step_count)
+
+    def close(self, member: Member) -> None:
+        """The rank is gone: free what only it used. May be called twice."""
+        if self.members.get(member.member_id) is member:
+            del self.members[member.member_id]
+        for stream in list(member.streams.values()):
+            self._engine.close_stream(stream)
+        member.streams.clear()
+        delivery = member.delivery
+        delivery.users -= 1
+        if delivery.users == 0:
+            self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
+            self._engine.close_delivery(delivery)
+            if not any(d.dataset is delivery.dataset for d in self._deliveries.values()):
+                self._engine.blocks.forget_dataset(delivery.dataset)
+                self._datasets = {
+                    k: d for k, d in self._datasets.items() if d is not delivery.dataset
+                }
+
+    async def leave(self, member: Member, reason: str) -> None:
+        """Tell the coordinator; it learns by itself if it does not answer now."""
+        try:
+            await self._coordination.leave(
+                messages.LeaveRequest(member.job_id, member.member_id, reason)
+            )
+        except PeerLost:
+            return
+
+    async def rejoin(self, member: Member) -> None:
+        """Join again after the lease ran out."""
+        manifest = member.delivery.dataset.manifest
+        joined = await self._coordination.join(
+            self._join_request(member.request, member.spec, manifest)
+        )
+        member.generation = joined.generation
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    async def _manifest(self, request: messages.OpenJob) -> Manifest:
+        key = (request.source, request.incarnation)
+        future = self._manifests.get(key)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(None, self._open_manifest, request.source)
+            self._manifests[key] = future
+            if len(self._manifests) > _MANIFESTS_MAX:
+                self._manifests.popitem(last=False)
+        try:
+            return await asyncio.shield(future)
+        except DataplaneError:
+            self._manifests.pop(key, None)
+            raise
+
+    def _dataset(self, manifest: Manifest, request: messages.OpenJob) -> tuple[Dataset, JobSpec]:
+        lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
+        spec = JobSpec(
+            fingerprint=manifest.fingerprint,
+            seed=request.seed,
+            shuffle=request.shuffle,
+            lanes=(request.lanes or lanes) if request.shuffle else 1,
+            window=(request.window or window) if request.shuffle else 1,
+            global_batch=request.global_batch,
+            end=request.end,
+            columns=request.columns,
+            lists=request.lists,
+            fill_null=tuple(sorted(request.fill_null)),
+        )
+        key = (spec.fingerprint, spec.columns, spec.lists, spec.fill_null)
+        dataset = self._datasets.get(key)
+        if dataset is None:
+            dataset = dataset_of(next(self._numbers), manifest, spec)
+            self._check_fill_null(dataset, spec)
+            self._datasets[key] = dataset
+        return dataset, spec
+
+    def _check_fill_null(self, dataset: Dataset, spec: JobSpec) -> None:
+        names = {column.name for column in dataset.columns.specs}
+        for name, _ in spec.fill_null:
+            if name not in names:
+                raise ConfigError(
+                    f"fill_null names {name!r}, which is no column of the batches; "
+                    f"they have: {', '.join(sorted(names))}",
+                    field="fill_null",
+                )
+
+    def _check_budget(self, dataset: Dataset) -> None:
+        """One block must fit: raw and decoded together, while it is decoded."""
+        manifest, budget = dataset.manifest, self._config.block_arena_bytes
+        largest = int((manifest.block_length + manifest.block_decoded).argmax())
+        need = dataset.raw_bytes(largest) + dataset.decoded_bytes(largest)
+        if need > budget:
+            url = dataset.url(largest)
+            raise BudgetTooSmall(
+                f"{url}: one block takes {need} bytes on its way through memory, and the block "
+                f"arena has {budget}: raise block_arena_bytes (--block-arena-bytes, "
+                "DATAPLANE_BLOCK_ARENA_BYTES), or write smaller blocks (row groups)",
+                shard=url,
+                needed=need,
+                budget=budget,
+            )
+
+    def _join_request(
+        self, request: messages.OpenJob, spec: JobSpec, manifest: Manifest
+    ) -> messages.JoinRequest:
+        return messages.JoinRequest(
+            request.job_id,
+            ", ".join(manifest.urls),
+            spec,
+            request.topology,
+            request.incarnation,
+            request.member_id,
+            self._node_id,
+            manifest.sample_count,
+        )
+
+    def _delivery(
+        self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec, sizes: SlabSizes
+    ) -> Delivery:
+        place = request.topology
+        key = (
+            request.job_id, request.incarnation, spec, place.dp_rank, place.dp_size,
+        )  # fmt: skip
+        delivery = self._deliveries.get(key)
+        if delivery is None:
+            layout = plan_slots(self._config.delivery_bytes_per_rank, sizes.slot_bytes)
+            arena = Arena.create("dataplane-delivery", layout.arena_bytes)
+            try:
+                arena.reserve(layout.arena_bytes)
+            except BudgetTooSmall:
+                arena.close()
+                raise
+            delivery = Delivery(next(self._numbers), arena, Slots(layout), dataset)
+            self._deliveries[key] = delivery
+        return delivery
+
+    async def _order(self, member: Member, epoch: int) -> Order:
+        spec = member.spec
+        key = (spec.fingerprint, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
+        future = self._orders.get(key)
+        if future is None:
+            rows = member.delivery.dataset.manifest.block_rows
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(
+                None, Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch
+            )
+            self._orders[key] = future
+            if len(self._orders) > _ORDERS_MAX:
+                self._orders.popitem(last=False)
+        try:
+            return await asyncio.shield(future)
+        except DataplaneError:
+            self._orders.pop(key, None)
+            raise

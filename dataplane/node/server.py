@@ -1,0 +1,339 @@
+"""The node process: sockets, signals, clocks. It decides nothing: engine and jobs do.
+
+A trainer is one connection. Whatever it had is free as soon as the connection is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
+from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.node.engine import Engine
+from dataplane.node.fetch import Fetcher
+from dataplane.node.heartbeat import Heartbeat
+from dataplane.node.index import open_dataset
+from dataplane.node.jobs import Jobs, Member
+from dataplane.node.pool import WorkerPool
+from dataplane.plan.manifest import Manifest
+from dataplane.rpc import local, messages
+from dataplane.rpc.base import Coordination
+from dataplane.store.connect import connect
+from dataplane.trace import Trace
+
+_TICK_S = 0.5
+_FIRST_CONNECTION_S = 30.0
+_OUTBOX_MAX = 1024
+
+
+class Session:
+    """One trainer's connection."""
+
+    def __init__(self, server: NodeServer, sock: socket.socket) -> None:
+        self._server = server
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._outbox: deque[tuple[messages.FromNode, tuple[int, ...]]] = deque()
+        self._members: dict[str, Member] = {}
+        self._streams: dict[int, Member] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._greeted = False
+        self.closed = False
+        self._loop.add_reader(sock.fileno(), self._on_readable)
+
+    def send(
+        self, request_id: int, body: messages.FromNodeBody, descriptors: tuple[int, ...] = ()
+    ) -> None:
+        """Answer a request; waits in the outbox while the trainer does not read."""
+        if self.closed or not request_id:
+            return
+        self._outbox.append((messages.FromNode(request_id, body), descriptors))
+        self._flush()
+
+    def close(self, reason: str) -> None:
+        """Free whatever this trainer had. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        for task in self._tasks:
+            task.cancel()
+        for member in self._members.values():
+            self._server.jobs.close(member)
+            self._server.spawn(self._server.jobs.leave(member, reason))
+        self._members.clear()
+        self._server.forget(self)
+
+    def _flush(self) -> None:
+        while self._outbox:
+            message, descriptors = self._outbox[0]
+            try:
+                local.send(self._sock, message, descriptors)
+            except BlockingIOError:
+                if len(self._outbox) > _OUTBOX_MAX:
+                    self.close("does not read its answers")
+                    return
+                self._loop.add_writer(self._sock.fileno(), self._flush)
+                return
+            except PeerLost:
+                self.close("connection lost")
+                return
+            except ConfigError as error:
+                self._outbox[0] = (messages.FromNode(message.request_id, error), ())
+                continue
+            self._outbox.popleft()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _on_readable(self) -> None:
+        while not self.closed:
+            try:
+                message, descriptors = local.receive(self._sock, messages.ToNode)
+            except BlockingIOError:
+                return
+            except PeerLost:
+                self.close("connection lost")
+                return
+            except DataplaneError as error:
+                self._server.trace.failed("session", error=error)
+                self.close("protocol error")
+                return
+            for fd in descriptors:
+                os.close(fd)
+            self._answer(message.request_id, message.body)
+
+    def _answer(self, request_id: int, body: messages.ToNodeBody) -> None:
+        try:
+            if isinstance(body, messages.NextSlab):
+                self._next_slab(request_id, body)
+            elif isinstance(body, messages.Release):
+                self._release(body)
+            elif isinstance(body, messages.Hello):
+                self._hello(request_id, body)
+            elif isinstance(body, messages.OpenJob):
+                self._run(request_id, self._open_job(request_id, body))
+            elif isinstance(body, messages.OpenStream):
+                self._run(request_id, self._open_stream(request_id, body))
+            elif isinstance(body, messages.CloseStream):
+                self._close_stream(body)
+            else:
+                self._close_job(body)
+        except DataplaneError as error:
+            self.send(request_id, error)
+
+    def _run(self, request_id: int, coroutine: Coroutine[Any, Any, None]) -> None:
+        if not self._greeted:
+            coroutine.close()
+            raise ConfigError("say Hello first")
+
+        async def guarded() -> None:
+            try:
+                await coroutine
+            except DataplaneError as error:
+                self.send(request_id, error)
+            except Exception as error:  # noqa: BLE001 - a request is answered, whatever happens
+                self._server.trace.failed("request", error=repr(error))
+                self.send(request_id, DataplaneError(f"the node failed: {error!r}"))
+
+        task = self._loop.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _hello(self, request_id: int, body: messages.Hello) -> None:
+        if (body.version, body.protocol) != (VERSION, PROTOCOL_VERSION):
+            raise VersionMismatch(
+                f"this node runs Dataplane {VERSION} (protocol {PROTOCOL_VERSION}), the trainer "
+                f"{body.version} (protocol {body.protocol}): install one version in both, and "
+                "restart the node",
+                expected=VERSION,
+                found=body.version,
+            )
+        self._greeted = True
+        self.send(request_id, messages.Welcome(VERSION, PROTOCOL_VERSION, self._server.node_id))
+
+    async def _open_job(self, request_id: int, body: messages.OpenJob) -> None:
+        if self._server.draining:
+            raise PeerLost(f"node {self._server.node_id} is draining: try another", peer="node")
+        old = self._members.pop(body.job_id, None)
+        if old is not None:
+            self._server.jobs.close(old)
+        member, opened = await self._server.jobs.open(body)
+        if self.closed:
+            self._server.jobs.close(member)
+            return
+        self._members[body.job_id] = member
+        self.send(request_id, opened, (member.delivery.arena.fd,))
+
+    async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:
+        member = self._member(body.job_id)
+        stream, opened = await self._server.jobs.open_stream(member, body, self.send)
+        if self.closed or self._members.get(body.job_id) is not member:
+            self._server.engine.close_stream(stream)
+            return
+        self._streams[opened.stream_id] = member
+        self.send(request_id, opened)
+
+    def _member(self, job_id: str) -> Member:
+        member = self._members.get(job_id)
+        if member is None:
+            raise ConfigError(f"this connection has not opened job {job_id!r}")
+        return member
+
+    def _next_slab(self, request_id: int, body: messages.NextSlab) -> None:
+        member = self._streams.get(body.stream_id)
+        stream = member.streams.get(body.stream_id) if member is not None else None
+        if member is None or stream is None:
+            raise ConfigError(f"stream {body.stream_id} is not open on this connection")
+        if member.error is not None:
+            raise member.error
+        member.epoch = stream.walk.stream.epoch
+        member.cursor, member.stall_s = body.cursor, body.stall_s
+        self._server.engine.request(stream, request_id)
+
+    def _release(self, body: messages.Release) -> None:
+        member = self._members.get(body.job_id)
+        if member is not None:
+            self._server.engine.release(member.delivery, body.slab_ids)
+
+    def _close_stream(self, body: messages.CloseStream) -> None:
+        member = self._streams.pop(body.stream_id, None)
+        stream = member.streams.pop(body.stream_id, None) if member is not None else None
+        if stream is not None:
+            self._server.engine.close_stream(stream)
+
+    def _close_job(self, body: messages.CloseJob) -> None:
+        member = self._members.pop(body.job_id, None)
+        if member is not None:
+            self._server.jobs.close(member)
+            self._server.spawn(self._server.jobs.leave(member, "closed"))
+
+
+class NodeServer:
+    """All of a node. Use: `await run(stop)`."""
+
+    def __init__(
+        self, config: NodeConfig, listener: socket.socket, coordination: Coordination
+    ) -> None:
+        self.config = config
+        self.trace = Trace("node")
+        self.node_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.draining = False
+        self._listener = listener
+        self._coordination = coordination
+        self._sessions: set[Session] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle_since = time.monotonic()
+        self._had_session = False
+        self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
+        self._fetcher = Fetcher(config.fetch_count, connect)
+        self._pool = WorkerPool(config.worker_count, self.trace)
+        self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
+        self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
+        self._heartbeat = Heartbeat(config, coordination, self.jobs, self.node_id, self.trace)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        await self._heartbeat.register()
+        self._pool.start()
+        loop.add_reader(self._listener.fileno(), self._on_connection)
+        beating = loop.create_task(self._heartbeat.run())
+        try:
+            while not self._is_done(stop):
+                self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
+                await _wait(stop, _TICK_S, self.draining)
+                if stop.is_set() and not self.draining:
+                    self._drain()
+        finally:
+            beating.cancel()
+            loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            for session in list(self._sessions):
+                session.close("node stopped")
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._pool.close()
+            self._fetcher.close()
+            self.engine.close()
+            self._arena.close()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something to its end beside everything else."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def forget(self, session: Session) -> None:
+        """A session has ended."""
+        self._sessions.discard(session)
+        self._idle_since = time.monotonic()
+
+    def _is_done(self, stop: asyncio.Event) -> bool:
+        if self._sessions:
+            return False
+        if stop.is_set():
+            return True
+        idle_s = time.monotonic() - self._idle_since
+        patience_s = self.config.linger_s if self._had_session else _FIRST_CONNECTION_S
+        return self.config.embedded and idle_s > patience_s
+
+    def _drain(self) -> None:
+        self.draining = True
+        self.trace.noted("drain", sessions=len(self._sessions))
+
+    def _on_connection(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        pid, uid, _ = local.peer_credentials(sock)
+        if uid != os.getuid():
+            self.trace.failed("connection", pid=pid, uid=uid, why="another user")
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._had_session = True
+        self._sessions.add(Session(self, sock))
+
+    def _open_manifest(self, source: messages.DatasetSource) -> Manifest:
+        return open_dataset(source.urls, format_name=source.format, cache_dir=self.config.cache_dir)
+
+
+async def _wait(stop: asyncio.Event, seconds: float, draining: bool) -> None:
+    """Until `stop` is set or the time has passed; a drain that is under way just waits."""
+    if draining:
+        await asyncio.sleep(seconds)
+        return
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+async def run_node(
+    config: NodeConfig,
+    listener: socket.socket,
+    coordination: Coordination,
+    stop: asyncio.Event,
+    ready: Callable[[NodeServer], None] | None = None,
+) -> None:
+    """Be a node on this listening socket, which belongs to the node from now on.
+
+    `stop` drains: no new job is opened, and the node ends with its last trainer.
+
+    Raises:  VersionMismatch: the coordinator is of another version.  PeerLost: it does not answer.
+    BudgetTooSmall: the machine refuses the arenas.
+    """
+    server = NodeServer(config, listener, coordination)
+    if ready is not None:
+        ready(server)
+    await server.run(stop)

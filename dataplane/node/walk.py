@@ -1,0 +1,140 @@
+"""One stream's way through its slice, cut into the works that become slabs. Pure.
+
+Invariants:
+1. The plans of a walk, one after the other, are the steps of its slice: none twice or left out.
+2. How a walk is cut depends on the manifest and the spec alone, so that two peers who walk alike
+   ask for the same slabs.
+3. The first plan is one batch, and plans grow from there: the first batch is early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.config import JobSpec
+from dataplane.model import Stream
+from dataplane.node.dataset import Dataset
+from dataplane.plan.order import Order
+from dataplane.plan.slices import Slice
+from dataplane.rpc.messages import Batch
+
+_BATCHES_MAX = 256
+_ALIGN_BYTES = 64
+# A batch of rows of different lengths may well be larger than the mean says.
+_SPREAD = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSizes:
+    """How many batches a slab takes; how large its slot must be for their bytes and row index."""
+
+    batches_max: int
+    slot_bytes: int
+
+
+def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -> SlabSizes:
+    """From the mean size of a sample: as many batches as fit into `slab_bytes`, one at least."""
+    rows = -(-spec.global_batch // dp_size)
+    padding = _ALIGN_BYTES * (len(dataset.columns.specs) + 1)
+    batch_bytes = int(rows * dataset.row_bytes() * _SPREAD) + padding
+    exact = rows * dataset.row_bytes() + padding
+    batches = min(max(slab_bytes // exact, 1), _BATCHES_MAX)
+    index_bytes = row_index_bytes(batches * rows)
+    return SlabSizes(batches, max(slab_bytes, batch_bytes) + index_bytes)
+
+
+def row_index_bytes(rows: int) -> int:
+    """What the row index of so many rows takes at the end of a slot."""
+    return -(-rows * 8 // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One slab to be: which rows of which blocks, batch after batch.
+
+    Shapes:  row_index: int32[rows, 2]: (index into `blocks`, row of the block).
+    """
+
+    batches: tuple[Batch, ...]
+    blocks: tuple[int, ...]
+    row_index: npt.NDArray[np.int32]
+    first_position: int
+
+    def split(self, batch_count: int) -> tuple[Plan, Plan]:
+        """The first batches, and the rest."""
+        rows = sum(batch.rows for batch in self.batches[:batch_count])
+        return (
+            self._part(self.batches[:batch_count], self.row_index[:rows]),
+            self._part(self.batches[batch_count:], self.row_index[rows:]),
+        )
+
+    def _part(self, batches: tuple[Batch, ...], rows: npt.NDArray[np.int32]) -> Plan:
+        used, index = np.unique(rows[:, 0], return_inverse=True)
+        own = np.stack([index.reshape(-1).astype(np.int32), rows[:, 1]], axis=1)
+        return Plan(batches, tuple(self.blocks[i] for i in used), own, self.first_position)
+
+
+class Walk:
+    """The plans of one stream, one after the other."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        order: Order,
+        stream: Stream,
+        batches_max: int,
+    ) -> None:
+        self.order = order
+        self.stream = stream
+        self._slice = Slice(
+            order.sample_count,
+            stream.cursor,
+            spec.global_batch,
+            spec.end,
+            stream.dp_rank,
+            stream.dp_size,
+        )
+        self._batches_max = batches_max
+        self._next_step = stream.first_step
+        self._batch_count = 1
+        self._global_batch = spec.global_batch
+
+    @property
+    def step_count(self) -> int:
+        """Steps of the slice, whichever of them this walk takes."""
+        return self._slice.step_count
+
+    @property
+    def position(self) -> int:
+        """Where the next plan starts in the epoch."""
+        return self.stream.cursor + self._next_step * self._global_batch
+
+    def next_plans(self, count: int) -> list[Plan]:
+        """Up to `count` plans; fewer at the end of the epoch."""
+        plans: list[Plan] = []
+        while len(plans) < count and self._next_step < self.step_count:
+            plans.append(self._next_plan())
+        return plans
+
+    def _next_plan(self) -> Plan:
+        stride = self.stream.step_stride
+        left = -(-(self.step_count - self._next_step) // stride)
+        count = min(self._batch_count, left)
+        steps = self._slice.positions_of_steps(self._next_step, count, stride)
+        blocks, rows = self.order.locate(steps.positions)
+        used, index = np.unique(blocks, return_inverse=True)
+        plan = Plan(
+            batches=tuple(
+                Batch(self._next_step + i * stride, int(steps.rows[i]), int(steps.valid[i]))
+                for i in range(count)
+            ),
+            blocks=tuple(used.tolist()),
+            row_index=np.stack([index.reshape(-1), rows], axis=1).astype(np.int32),
+            first_position=self.position,
+        )
+        self._next_step += count * stride
+        self._batch_count = min(self._batch_count * 2, self._batches_max)
+        return plan

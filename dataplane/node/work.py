@@ -1,0 +1,98 @@
+"""What the engine keeps of each slab in the making, each stream and each delivery arena."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataplane.arena.memfd import Arena
+from dataplane.arena.slots import Slots
+from dataplane.errors import DataplaneError
+from dataplane.model import Region
+from dataplane.node.blocks import Block
+from dataplane.node.dataset import Dataset
+from dataplane.node.walk import Plan, Walk
+from dataplane.rpc.messages import Assembled, FromNodeBody
+
+Send = Callable[[int, FromNodeBody], None]
+WorkKey = tuple[int, ...]
+
+
+class Phase(enum.Enum):
+    """How far a slab has come."""
+
+    WAITING = "waiting for blocks"
+    ASSEMBLING = "assembling"
+    READY = "ready"
+    FAILED = "failed"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One slab in the making. `missing` are the blocks that are not ready; `lent` counts the
+    trainers that hold the finished slab.
+    """
+
+    delivery: Delivery
+    plan: Plan
+    key: WorkKey
+    number: int
+    phase: Phase = Phase.WAITING
+    streams: list[StreamState] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
+    pinned: list[Block] = field(default_factory=list)
+    slot: Region | None = None
+    oversize: bool = False
+    assembled: Assembled | None = None
+    error: DataplaneError | None = None
+    lent: int = 0
+
+    @property
+    def dataset(self) -> Dataset:
+        """Where its rows come from."""
+        return self.delivery.dataset
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """The delivery arena of one dp_rank of a job, and the slabs that live in it."""
+
+    arena_id: int
+    arena: Arena
+    slots: Slots
+    dataset: Dataset
+    works: dict[WorkKey, Work] = field(default_factory=dict)
+    lent: dict[int, Work] = field(default_factory=dict)
+    streams: list[StreamState] = field(default_factory=list)
+    users: int = 0
+    assembling_count: int = 0
+    closing: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class StreamState:
+    """One consumer's stream: the works ahead of it, in order, and the requests it waits with."""
+
+    stream_id: int
+    delivery: Delivery
+    walk: Walk
+    send: Send
+    works: deque[Work] = field(default_factory=deque)
+    requests: deque[tuple[int, float]] = field(default_factory=deque)
+    planning: bool = False
+    planned_all: bool = False
+    error: DataplaneError | None = None
+    closed: bool = False
+
+    @property
+    def position(self) -> int:
+        """The first position of the epoch that is still to be made."""
+        return self.works[0].plan.first_position if self.works else self.walk.position
+
+    @property
+    def made_count(self) -> int:
+        """Slabs of this stream that have a slot."""
+        return sum(work.slot is not None for work in self.works)

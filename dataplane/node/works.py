@@ -1,0 +1,329 @@
+"""The life of a slab in the making: from a plan to a filled slot, and to nothing again.
+
+    WAITING ──blocks and a slot──> ASSEMBLING ──> READY ──last stream, last trainer──> GONE
+       │                               │  └─ outgrown: WAITING again, for the zone
+       └────────── FAILED <────────────┘
+
+Invariants:
+1. A work that is assembled pins all of its blocks; it needs no more memory, so it ends.
+2. A slot is free again when no stream waits for its slab and no trainer holds it.
+3. A work that is cut is followed at once, in every stream, by the work with its other batches.
+4. `missing` is exactly the blocks of a waiting work that are not ready.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import BudgetTooSmall, DataplaneError
+from dataplane.model import Region
+from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
+from dataplane.node.dataset import Dataset
+from dataplane.node.pool import Job, WorkerPool
+from dataplane.node.walk import Plan, row_index_bytes
+from dataplane.node.work import Delivery, Phase, StreamState, Work, WorkKey
+from dataplane.rpc import messages
+
+ASSEMBLE_URGENCY = 0
+_MEMORY_SHARE = 0.9
+
+
+class Works:
+    """Every work of the node. `changed` is called when the engine should look again."""
+
+    def __init__(
+        self, arena: Arena, blocks: BlockTable, pool: WorkerPool, changed: Callable[[], None]
+    ) -> None:
+        self._arena = arena
+        self._blocks = blocks
+        self._pool = pool
+        self._changed = changed
+        self._waiting: defaultdict[tuple[int, int], set[Work]] = defaultdict(set)
+        self._numbers = itertools.count(1)
+        self.assembling_count = 0
+
+    # -- blocks come and go ----------------------------------------------------------------------
+
+    def block_ready(self, dataset: Dataset, index: int) -> None:
+        """Rows can be gathered from this block now."""
+        for work in self._waiting.get((dataset.dataset_id, index), ()):
+            work.missing.discard(index)
+
+    def block_gone(self, dataset: Dataset, index: int) -> None:
+        """It must be loaded again."""
+        for work in self._waiting.get((dataset.dataset_id, index), ()):
+            work.missing.add(index)
+
+    def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
+        """It cannot be loaded: whoever waits for it fails."""
+        for work in list(self._waiting.get((dataset.dataset_id, index), ())):
+            self.fail(work, error)
+
+    def _watch(self, work: Work) -> None:
+        for index in work.plan.blocks:
+            self._waiting[work.dataset.dataset_id, index].add(work)
+            if self._blocks.ready(work.dataset, index) is None:
+                work.missing.add(index)
+
+    def _unwatch(self, work: Work) -> None:
+        for index in work.plan.blocks:
+            key = (work.dataset.dataset_id, index)
+            waiting = self._waiting.get(key)
+            if waiting is not None:
+                waiting.discard(work)
+                if not waiting:
+                    del self._waiting[key]
+        work.missing.clear()
+
+    def pin(self, work: Work) -> None:
+        """Keep those blocks of a work that are ready."""
+        pinned = {block.index for block in work.pinned}
+        for index in work.plan.blocks:
+            block = self._blocks.ready(work.dataset, index)
+            if block is not None and index not in pinned:
+                self._blocks.pin(block)
+                work.pinned.append(block)
+
+    def unpin(self, work: Work) -> None:
+        """Let them go."""
+        for block in work.pinned:
+            self._blocks.unpin(block)
+        work.pinned.clear()
+
+    # -- beginning and end -----------------------------------------------------------------------
+
+    def add(self, stream: StreamState, plan: Plan, key: WorkKey) -> None:
+        """A stream will want this slab: the one that another stream wants already, if it is so."""
+        delivery = stream.delivery
+        work = delivery.works.get(key)
+        if work is None:
+            work = self._new(delivery, plan, key)
+            work.streams.append(stream)
+            stream.works.append(work)
+            self._fit(work)
+            return
+        work.streams.append(stream)
+        stream.works.append(work)
+        done = len(work.plan.batches)
+        if done < len(plan.batches):
+            rest = plan.split(done)[1]
+            self.add(stream, rest, (*key, rest.batches[0].step))
+
+    def fail(self, work: Work, error: DataplaneError) -> None:
+        """Whoever asks for this slab gets the error."""
+        self.unpin(work)
+        self._unwatch(work)
+        work.error, work.phase = error, Phase.FAILED
+        self._forget(work)
+        self._changed()
+
+    def retire(self, work: Work) -> None:
+        """Give up a work that nobody waits for and nobody holds."""
+        if work.streams or work.lent or work.phase is Phase.GONE:
+            return
+        was, work.phase = work.phase, Phase.GONE
+        self._forget(work)
+        if was is Phase.ASSEMBLING:
+            return  # its slot and pins are free when the worker has answered
+        self.unpin(work)
+        self._unwatch(work)
+        self._free_slot(work)
+
+    def close_delivery(self, delivery: Delivery) -> None:
+        """Nobody here uses this arena any more; it goes when no worker writes into it."""
+        for work in list(delivery.lent.values()):
+            work.lent = 0
+            self.retire(work)
+        delivery.lent.clear()
+        delivery.closing = True
+        self._close_if_idle(delivery)
+
+    def _close_if_idle(self, delivery: Delivery) -> None:
+        if delivery.closing and not delivery.assembling_count:
+            self._pool.detach_arena(delivery.arena_id)
+            delivery.arena.close()
+
+    def _new(self, delivery: Delivery, plan: Plan, key: WorkKey) -> Work:
+        work = delivery.works[key] = Work(delivery, plan, key, next(self._numbers))
+        self._watch(work)
+        return work
+
+    def _forget(self, work: Work) -> None:
+        if work.delivery.works.get(work.key) is work:
+            del work.delivery.works[work.key]
+
+    def _free_slot(self, work: Work) -> None:
+        if work.slot is not None:
+            work.delivery.slots.give_back(work.slot)
+            work.slot = None
+
+    # -- cutting ---------------------------------------------------------------------------------
+
+    def memory_needed(self, work: Work) -> int:
+        """Bytes of block arena that the blocks of a work take together, as far as is known."""
+        costs = [self._blocks.memory_of(work.dataset, index) for index in work.plan.blocks]
+        kept = sum(decoded or raw for raw, decoded in costs)
+        return kept + max((raw for raw, decoded in costs if decoded), default=0)
+
+    def _fit(self, work: Work) -> None:
+        """Split a work whose blocks the arena could not hold together."""
+        if work.phase is not Phase.WAITING:
+            return
+        need = self.memory_needed(work)
+        if need <= self._blocks.arena_bytes * _MEMORY_SHARE:
+            return
+        if len(work.plan.batches) > 1:
+            rest = self._cut(work, len(work.plan.batches) // 2)
+            self._fit(work)
+            self._fit(rest)
+        elif need > self._blocks.arena_bytes:
+            self.fail_for_memory(work)
+
+    def _cut(self, work: Work, batch_count: int) -> Work:
+        """Leave the first batches to `work`; the rest becomes the work after it."""
+        first, rest = work.plan.split(batch_count)
+        if work.phase is Phase.WAITING:
+            self.unpin(work)
+            self._unwatch(work)
+            work.plan = first
+            self._watch(work)
+        else:
+            work.plan = first
+        after = self._new(work.delivery, rest, (*work.key, rest.batches[0].step))
+        for stream in work.streams:
+            after.streams.append(stream)
+            stream.works.insert(stream.works.index(work) + 1, after)
+        return after
+
+    def fail_for_memory(self, work: Work) -> None:
+        """The block arena cannot hold what one work needs."""
+        need, budget = self.memory_needed(work), self._blocks.arena_bytes
+        self.fail(
+            work,
+            BudgetTooSmall(
+                f"one batch needs {len(work.plan.blocks)} blocks of {need} bytes in memory "
+                f"together, and the block arena has {budget}: raise block_arena_bytes, or choose "
+                "fewer lanes",
+                needed=need,
+                budget=budget,
+            ),
+        )
+
+    def _fail_for_size(self, work: Work, need: int, budget: int) -> None:
+        step = work.plan.batches[0].step
+        self.fail(
+            work,
+            BudgetTooSmall(
+                f"the batch of step {step} takes {need} bytes and its slab has {budget}: raise "
+                "delivery_bytes_per_rank, or make the batch smaller",
+                needed=need,
+                budget=budget,
+            ),
+        )
+
+    # -- assembling ------------------------------------------------------------------------------
+
+    def assemble(self, work: Work) -> None:
+        """Have a work's slab made, if there is a slot for it. All of its blocks are ready."""
+        slot = self._slot_for(work)
+        if slot is None:
+            return
+        delivery, rows = work.delivery, len(work.plan.row_index)
+        index_bytes = row_index_bytes(rows)
+        if index_bytes >= slot.length:
+            delivery.slots.give_back(slot)
+            self._fail_for_size(work, index_bytes, slot.length)
+            return
+        work.slot, work.phase = slot, Phase.ASSEMBLING
+        slab = Region(slot.offset, slot.length - index_bytes)
+        row_index = Region(slot.offset + slab.length, rows * 8)
+        into = np.frombuffer(delivery.arena.view(row_index.offset, row_index.length), np.int32)
+        into[:] = work.plan.row_index.reshape(-1)
+        self.pin(work)
+        self._unwatch(work)
+        self.assembling_count += 1
+        delivery.assembling_count += 1
+        by_index = {block.index: block for block in work.pinned}
+        blocks = [by_index[index] for index in work.plan.blocks]
+        job = Job(
+            body=messages.Assemble(
+                work.dataset.dataset_id,
+                tuple(block.key for block in blocks),
+                row_index,
+                work.plan.batches,
+                delivery.arena_id,
+                slab,
+            ),
+            dataset=work.dataset.message,
+            arenas=((BLOCK_ARENA_ID, self._arena.fd), (delivery.arena_id, delivery.arena.fd)),
+            blocks=tuple(block.source for block in blocks),
+            report=lambda result: self._on_assembled(work, result),
+            blame=work.dataset.url(work.plan.blocks[0]) if blocks else "an empty batch",
+        )
+        self._pool.submit(job, ASSEMBLE_URGENCY)
+
+    def _slot_for(self, work: Work) -> Region | None:
+        slots = work.delivery.slots
+        if work.oversize:
+            return slots.take_zone()
+        share = max(1, slots.layout.ahead_slots // max(len(work.delivery.streams), 1))
+        if all(stream.made_count >= share for stream in work.streams):
+            return None
+        slot = slots.take()
+        wanted = any(stream.requests and stream.works[0] is work for stream in work.streams)
+        if slot is None and wanted and self._steal(work.delivery):
+            slot = slots.take()
+        return slot
+
+    def _steal(self, delivery: Delivery) -> bool:
+        """Take the slot of a slab that nobody asked for yet; it is made again later."""
+        for stream in delivery.streams:
+            for work in reversed(stream.works):
+                asked = any(other.requests for other in work.streams)
+                if work.phase is Phase.READY and not work.lent and not asked and not work.oversize:
+                    self._free_slot(work)
+                    work.assembled, work.phase = None, Phase.WAITING
+                    self._watch(work)
+                    return True
+        return False
+
+    def _on_assembled(self, work: Work, result: messages.ResultBody) -> None:
+        self.assembling_count -= 1
+        work.delivery.assembling_count -= 1
+        self.unpin(work)
+        if work.phase is Phase.GONE:
+            self._free_slot(work)
+        elif isinstance(result, DataplaneError):
+            self._free_slot(work)
+            self.fail(work, result)
+        else:
+            assert isinstance(result, messages.Assembled)
+            self._keep(work, result)
+        self._close_if_idle(work.delivery)
+        self._changed()
+
+    def _keep(self, work: Work, result: messages.Assembled) -> None:
+        if not result.batch_count:
+            self._outgrown(work, result.bytes_needed)
+            return
+        if result.batch_count < len(work.plan.batches):
+            self._cut(work, result.batch_count)
+        work.assembled, work.phase = result, Phase.READY
+
+    def _outgrown(self, work: Work, bytes_needed: int) -> None:
+        """Not even one batch fits into a slot: it goes through the zone, alone."""
+        self._free_slot(work)
+        zone = work.delivery.slots.layout.zone_bytes
+        need = bytes_needed + row_index_bytes(work.plan.batches[0].rows)
+        if need > zone:
+            self._fail_for_size(work, need, zone)
+            return
+        if len(work.plan.batches) > 1:
+            self._cut(work, 1)
+        work.oversize, work.phase = True, Phase.WAITING
+        self._watch(work)
