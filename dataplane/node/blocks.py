@@ -75,13 +75,20 @@ class Block:
     decoded: Region | None = None
     pins: int = 0
     touched: int = 0
+    told: messages.BlockSource | None = None
 
     @property
     def source(self) -> messages.BlockSource:
-        """What a worker must know to gather from it."""
-        if self.decoded is not None:
-            return messages.BlockSource(self.key, decoded=self.decoded)
-        return messages.BlockSource(self.key, raw=self.dataset.raw_block(self.index, self.raw))
+        """What a worker must know to gather from it, once it is ready."""
+        if self.told is None:
+            self.told = (
+                messages.BlockSource(self.key, decoded=self.decoded)
+                if self.decoded is not None
+                else messages.BlockSource(
+                    self.key, raw=self.dataset.raw_block(self.index, self.raw)
+                )
+            )
+        return self.told
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def decode(cls: type[T], wire: bytes) -> T:
 
     Raises:  ConfigError: the bytes are not such a message.
     """
-    message = _message_class(cls)()
+    message = _message_class(cast(_Class, cls))()
     try:
         message.ParseFromString(wire)
     except _DecodeError as error:
@@ -89,7 +89,8 @@ def error_from_proto(message: Any) -> errors.DataplaneError:
     return errors.rebuild(message.name, message.message, nouns)
 
 
-def _message_class(cls: type) -> type[Message]:
+@functools.cache
+def _message_class(cls: _Class) -> type[Message]:
     name = "Error" if issubclass(cls, errors.DataplaneError) else cls.__name__
     for module in _MODULES:
         found = getattr(module, name, None)
