@@ -37,6 +37,7 @@ class Heartbeat:
         self._coordination = coordination
         self._jobs = jobs
         self._trace = trace
+        self._is_embedded = config.embedded
         self._join_timeout_s = config.stall_timeout_s / 2
         self._beat_s = min(config.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
         self._node = messages.RegisterNodeRequest(
@@ -85,7 +86,7 @@ class Heartbeat:
                 self._end(member, error)
         elif verdict.error is not None:
             self._end(member, verdict.error)
-        elif verdict.missing_dp_ranks and verdict.missing_for_s > self._join_timeout_s:
+        elif self._sees_all_ranks(member) and verdict.missing_for_s > self._join_timeout_s:
             missing = ", ".join(map(str, verdict.missing_dp_ranks))
             self._end(
                 member,
@@ -97,6 +98,11 @@ class Heartbeat:
                     field="dp_size",
                 ),
             )
+
+    def _sees_all_ranks(self, member: Member) -> bool:
+        """An embedded node is its own coordinator: ranks of other hosts never join there."""
+        place = member.request.topology
+        return not self._is_embedded or place.world_size == place.local_world_size
 
     def _end(self, member: Member, error: DataplaneError) -> None:
         """The member gets this error at its next request, and at those that wait."""
