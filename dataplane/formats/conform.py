@@ -17,10 +17,12 @@ def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
 
     Raises:  CorruptShard: two columns of one name.
     """
-    for name in schema.names:
-        if len(schema.get_all_field_indices(name)) > 1:
-            raise corrupt(url, 0, f"two columns are named {name!r}; rename one")
-    return pa.schema([_nullable(field) for field in schema], metadata=schema.metadata)
+    # A name that is no UTF-8 shows itself only when it is asked for.
+    with foreign_faults(url, 0, "the schema of the shard is damaged"):
+        for name in schema.names:
+            if len(schema.get_all_field_indices(name)) > 1:
+                raise corrupt(url, 0, f"two columns are named {name!r}; rename one")
+        return pa.schema([_nullable(field) for field in schema], metadata=schema.metadata)
 
 
 def _nullable(field: pa.Field) -> pa.Field:

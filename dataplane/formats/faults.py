@@ -21,7 +21,7 @@ FOREIGN = (
     OSError,
     ValueError,
     EOFError,
-    IndexError,
+    LookupError,
     OverflowError,
 )
 

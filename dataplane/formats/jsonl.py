@@ -20,7 +20,7 @@ import pyarrow.json as pj
 
 from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
-from dataplane.formats.conform import batch_of, check_columns, check_rows, validated
+from dataplane.formats.conform import batch_of, check_columns, check_rows
 from dataplane.formats.faults import FOREIGN, corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.gzipped import is_compressed
 from dataplane.formats.inferred import inferred_schema
@@ -72,6 +72,7 @@ class JsonLines:
         explicit = pa.schema([pa.field(f.name, f.type) for f in schema])
         try:
             table = _read(body, explicit)
+            table.validate(full=True)
         except FOREIGN as fault:
             _explain(block.url, body, base, explicit, fault)
         check_rows(block.url, base, block.rows, table.num_rows)
@@ -80,8 +81,7 @@ class JsonLines:
             if len(whole) != 1:
                 raise ValueError(f"more than 2 GiB of text in {len(whole)} pieces")
             arrays = {name: whole[0].column(name) for name in columns}
-            batch = batch_of(arrays, schema, columns, block.rows)
-        return validated(batch, block.url, base)
+            return batch_of(arrays, schema, columns, block.rows)
 
 
 def _blocks(source: Source) -> Iterator[Block]:
@@ -143,10 +143,10 @@ def _sampled_schema(source: Source) -> pa.Schema:
     if not first.startswith(b"{"):
         raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(data))
     try:
-        found = _read(memoryview(data), None).schema
+        found = {f.name: _as_text(f.type) for f in _read(memoryview(data), None).schema}
     except FOREIGN as fault:
         _explain(source.url, memoryview(data), 0, None, fault)
-    return inferred_schema({f.name: _as_text(f.type) for f in found}, closed=True)
+    return inferred_schema(found, closed=True)
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,11 +28,24 @@ from dataplane.formats.conform import (
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.splice import spliced
+from dataplane.formats.thrift import Compact, Shape
 from dataplane.model import Region
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Bytes of a decoded value, by physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE and
+# BYTE_ARRAY. That of FIXED_LEN_BYTE_ARRAY is in the schema.
+_WIDTHS = {0: 1, 1: 4, 2: 8, 3: 8, 4: 4, 5: 8, 6: 0}
+# Of FileMetaData: the schema's types, lengths and child counts; each row group's columns and rows;
+# of each column its file, what its pages hold (number of values, sizes, offsets, bounds) and how it
+# is encrypted.
+_BOUNDS: Shape = {1: None, 2: None, 5: None, 6: None}
+_COLUMN: Shape = {5: None, 6: None, 7: None, 9: None, 11: None, 12: _BOUNDS}
+_FOOTER: Shape = {
+    2: {1: None, 2: None, 5: None},
+    4: {1: {1: None, 3: _COLUMN, 8: None}, 3: None},
+    8: None,
+}
 
 
 class Parquet:
@@ -46,7 +60,10 @@ class Parquet:
         with foreign_faults(shard.url, footer.offset, "the Parquet footer is damaged"):
             metadata, _ = _metadata(raw)
             schema = metadata.schema.to_arrow_schema()
-            blocks = tuple(_blocks(metadata, shard.url, footer))
+            try:
+                blocks = tuple(_blocks(raw, shard.url, footer))
+            except (TypeError, AttributeError) as fault:
+                raise ValueError("a field has another type than the format says") from fault
         return ShardIndex(dataset_schema(schema, shard.url), blocks, footer, zero_copy=False)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -108,54 +125,59 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
     return place, bytes(memoryview(shard.read(place.offset, length)))
 
 
-def _blocks(metadata: pq.FileMetaData, url: str, footer: Region) -> Iterator[Block]:
-    widths = [_width(metadata.schema.column(i)) for i in range(metadata.num_columns)]
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        if row_group.num_rows == 0:
+def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
+    facts = Compact(raw[:-8]).struct(_FOOTER)
+    if 8 in facts:
+        raise corrupt(url, footer.offset, "encrypted Parquet files are not supported; decrypt it")
+    leaves = [element for element in facts[2] if not element.get(5)]
+    widths = [_WIDTHS.get(leaf.get(1, -1), leaf.get(2, 0)) for leaf in leaves]
+    for group, row_group in enumerate(facts[4]):
+        rows, chunks = row_group[3], row_group[1]
+        if rows < 0 or len(chunks) != len(widths):
+            raise ValueError(f"row group {group} has {rows} rows, {len(chunks)} columns")
+        if rows == 0:
             continue
         start, end, decoded = footer.offset, 4, 0
-        for column in range(row_group.num_columns):
-            pages = row_group.column(column)
-            if pages.file_path:
-                raise corrupt(url, footer.offset, "columns in other files are not supported")
-            first = pages.data_page_offset
-            dictionary = pages.dictionary_page_offset
-            if dictionary is not None and 0 < dictionary < first:
-                first = dictionary
-            last = first + pages.total_compressed_size
+        for column, chunk in enumerate(chunks):
+            first, last = _pages(chunk, url, footer)
             if not 4 <= first <= last <= footer.offset:
                 raise corrupt(
                     url,
                     footer.offset,
-                    f"row group {group}, column {pages.path_in_schema!r} lies outside of the file",
+                    f"row group {group}, column {column} lies outside of the file",
                     expected=f"bytes 4 to {footer.offset}",
                     found=f"{first} to {last}",
                 )
             start, end = min(start, first), max(end, last)
             # Each column has its validity, and each list its offsets.
-            decoded += 9 * row_group.num_rows + _decoded_bytes(pages, widths[column])
-        yield Block(row_group.num_rows, Region(start, end - start), decoded)
+            decoded += 9 * rows + _decoded_bytes(chunk[3], widths[column])
+        if not chunks:
+            raise ValueError(f"row group {group} has no columns")
+        yield Block(rows, Region(start, end - start), decoded)
 
 
-def _width(column: pq.ColumnSchema) -> int:
-    """Bytes of one decoded value, 0 where it varies."""
-    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
-        return int(column.length)
-    return _WIDTHS.get(column.physical_type, 0)
+def _pages(chunk: dict[int, Any], url: str, footer: Region) -> tuple[int, int]:
+    """Where a column's pages lie; the dictionary, where there is one, comes first."""
+    if chunk.get(1):
+        raise corrupt(url, footer.offset, "columns in other files are not supported")
+    if 8 in chunk or 3 not in chunk:
+        raise corrupt(url, footer.offset, "encrypted Parquet columns are not supported; decrypt it")
+    facts = chunk[3]
+    first: int = facts[9]
+    if 0 < facts.get(11, 0) < first:
+        first = facts[11]
+    return first, first + max(-1, facts[7])
 
 
-def _decoded_bytes(pages: pq.ColumnChunkMetaData, width: int) -> int:
+def _decoded_bytes(facts: dict[int, Any], width: int) -> int:
     """An estimate that rather errs upwards: pages may hold each distinct value only once."""
+    values = int(max(0, facts[5]))
     if width:
-        return int(pages.num_values) * (width + 1)
-    size = int(pages.num_values) * 9 + int(pages.total_uncompressed_size)
-    if pages.has_dictionary_page:
-        statistics = pages.statistics if pages.is_stats_set else None
-        longest = 16
-        if statistics is not None and statistics.has_min_max:
-            longest = max(longest, len(statistics.min), len(statistics.max))
-        size += int(pages.num_values) * longest
+        return values * (width + 1)
+    size = values * 9 + int(max(0, facts[6]))
+    if facts.get(11):
+        longest = max((len(bound) for bound in facts.get(12, {}).values()), default=0)
+        size += values * max(16, longest)
     return size
 
 

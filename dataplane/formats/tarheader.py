@@ -55,6 +55,8 @@ def members(source: Source, at: int, end: int | None) -> Iterator[Member]:
     while end is None or at < end:
         record = source.view(at, RECORD)
         if len(record) < RECORD:
+            if at == 0:
+                raise corrupt(source.url, 0, "not a tar archive", found=describe(bytes(record)))
             raise corrupt(
                 source.url,
                 at,

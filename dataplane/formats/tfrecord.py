@@ -142,7 +142,8 @@ def _records(source: Source, at: int, end: int | None) -> Iterator[tuple[int, in
         if crc != computed:
             what = f"the length of record {number} is damaged (checksum)"
             if at == 0:
-                what = f"not a TFRecord shard, or its first length is damaged ({describe(bytes(header))})"
+                looks = describe(bytes(source.view(at, 512)))
+                what = f"not a TFRecord shard, or its first length is damaged ({looks})"
             raise corrupt(source.url, at, what, expected=f"{computed:#010x}", found=f"{crc:#010x}")
         if length > RECORD_BYTES_MAX:
             raise corrupt(

@@ -1,0 +1,330 @@
+"""A dataset's manifest: list the shards, index them in parallel, check that their schemas agree.
+
+1. The manifest depends only on what was listed, never on the order in which shards were done.
+2. The dataset's schema is that of the first shard that has one.
+3. What was indexed before a failure or an interruption is not indexed again (see index_journal).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import pyarrow as pa
+from typing_extensions import Buffer
+
+from dataplane.errors import ClosedError, ConfigError, SchemaMismatch
+from dataplane.formats import registry
+from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.conform import same_type
+from dataplane.formats.inferred import contradicts, is_closed, is_inferred
+from dataplane.model import ObjectInfo
+from dataplane.node.index_journal import Journal, digest, shard_key
+from dataplane.plan.manifest import IndexedShard, Manifest
+from dataplane.store import connect as stores
+from dataplane.store.base import Store
+from dataplane.store.expand import expand
+from dataplane.store.urls import Url, normalise
+
+MANIFEST_SUFFIX = ".manifest"
+MANIFEST_BYTES_MAX = 8 << 30
+_NAMES_SHOWN = 3
+
+Connect = Callable[[str], Store]
+Progress = Callable[["IndexProgress"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexProgress:
+    """How far indexing has come. `shards_remembered` of `shards_done` were indexed earlier."""
+
+    shard_count: int
+    shards_done: int
+    shards_remembered: int
+    block_count: int
+    sample_count: int
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """One listed object as formats read it. Once `stop` is set, reading raises ClosedError."""
+
+    listed: ObjectInfo
+    store: Store
+    stop: threading.Event
+
+    @property
+    def url(self) -> str:
+        return self.listed.url
+
+    @property
+    def size_bytes(self) -> int:
+        return self.listed.size_bytes
+
+    def read(self, offset: int, length: int) -> Buffer:
+        """As `ShardReader.read`, pinned to the etag that was listed."""
+        self._check()
+        if length == 0:
+            return b""
+        return self.store.read(self.url, offset, length, self.listed.etag)
+
+    def stream(self) -> Iterator[Buffer]:
+        """As `ShardReader.stream`, pinned to the etag that was listed."""
+        for piece in self.store.stream(self.url, self.listed.etag):
+            self._check()
+            yield piece
+
+    def _check(self) -> None:
+        if self.stop.is_set():
+            raise ClosedError("indexing was stopped")
+
+
+def open_dataset(
+    urls: Url | Iterable[Url],
+    *,
+    format_name: str = "",
+    cache_dir: str = "",
+    workers: int = 8,
+    progress: Progress | None = None,
+    connect: Connect = stores.connect,
+) -> Manifest:
+    """The manifest of a dataset, or the one that was saved under a url that ends in ".manifest".
+
+    A saved manifest is taken as it is: a shard that changed since then is found when it is read.
+
+    Raises:  as `index_dataset`.  CorruptShard: the saved manifest is damaged.
+    """
+    names = _names(urls)
+    saved = [name for name in names if name.endswith(MANIFEST_SUFFIX)]
+    if not saved:
+        return index_dataset(
+            names,
+            format_name=format_name,
+            cache_dir=cache_dir,
+            workers=workers,
+            progress=progress,
+            connect=connect,
+        )
+    if len(names) > 1:
+        raise ConfigError(f"{saved[0]} is a whole dataset: name it alone, or name the shards")
+    store = connect(saved[0])
+    listed = store.head(saved[0])
+    if listed.size_bytes > MANIFEST_BYTES_MAX:
+        raise ConfigError(f"{saved[0]} has {listed.size_bytes} bytes: that is no manifest")
+    content = store.read(saved[0], 0, listed.size_bytes, listed.etag) if listed.size_bytes else b""
+    return Manifest.from_bytes(content, saved[0])
+
+
+def index_dataset(
+    urls: Url | Iterable[Url],
+    *,
+    format_name: str = "",
+    cache_dir: str = "",
+    workers: int = 8,
+    progress: Progress | None = None,
+    connect: Connect = stores.connect,
+) -> Manifest:
+    """The manifest of the shards that `urls` name, made or remembered. "" remembers nothing.
+
+    `progress` is called in the caller's thread, at the start and after each shard.
+
+    Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
+    SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
+    """
+    names = _names(urls)
+    chosen, listed = _chosen(expand(names, connect), names, format_name)
+    version = (chosen.name, registry.INDEX_VERSION, int(getattr(chosen, "index_version", 0)))
+    keys = [shard_key(version, shard) for shard in listed]
+    run = _Run(chosen, listed, progress, connect)
+    if not cache_dir:
+        return run.manifest(names, run.indexed(workers, {}, keys, None))
+    journal = Journal(cache_dir, digest(*version, *names))
+    try:
+        key = digest(*version, *keys)
+        known = journal.manifest(key)
+        if known is not None:
+            return known
+        indexes = run.indexed(workers, journal.remembered(), keys, journal)
+        manifest = run.manifest(names, indexes)
+        journal.finish(key, manifest, zip(keys, indexes, strict=True))
+    finally:
+        journal.close()
+    return manifest
+
+
+def _names(urls: Url | Iterable[Url]) -> list[str]:
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    return [normalise(url) for url in given]
+
+
+def _chosen(
+    listed: Sequence[ObjectInfo], names: Sequence[str], format_name: str
+) -> tuple[Format, list[ObjectInfo]]:
+    """The dataset's format, and the listed objects that are its shards.
+
+    Folders hold other files beside shards (README.md, dataset_info.json): what was not named by its
+    own url is left out unless its name is that of a shard.
+    """
+    literal = set(names)
+    by_suffix = [(shard, registry.format_of_url(shard.url)) for shard in listed]
+    if format_name:
+        chosen = registry.by_name(format_name)
+        named = [s for s, f in by_suffix if (f and f.name == chosen.name) or s.url in literal]
+        # Many TFRecord shards have no ending at all (train-00000-of-01024).
+        named = named or [s for s, f in by_suffix if f is None]
+        shards = named or list(listed)
+        return chosen, shards
+    shards = [s for s, f in by_suffix if f is not None or s.url in literal]
+    if not shards:
+        some = ", ".join(s.url for s in listed[:_NAMES_SHOWN])
+        raise ConfigError(
+            f"none of the {len(listed)} objects has the name of a shard: {some}. Known endings are "
+            f"{', '.join(registry.shard_suffixes())}; name the format if yours are others"
+        )
+    return registry.dataset_format(s.url for s in shards), shards
+
+
+class _Run:
+    """One indexing of one listing."""
+
+    def __init__(
+        self,
+        chosen: Format,
+        listed: Sequence[ObjectInfo],
+        progress: Progress | None,
+        connect: Connect,
+    ) -> None:
+        self._format = chosen
+        self._listed = listed
+        self._progress = progress
+        self._connect = connect
+        self._stop = threading.Event()
+        self._reference: tuple[str, pa.Schema] | None = None
+        self._done: dict[int, ShardIndex] = {}
+        self._counts = [0, 0, 0, 0]
+        self._bytes_total = sum(shard.size_bytes for shard in listed)
+
+    def indexed(
+        self,
+        workers: int,
+        remembered: dict[str, ShardIndex],
+        keys: Sequence[str],
+        journal: Journal | None,
+    ) -> list[ShardIndex]:
+        """Every shard's index, in the order of the shards."""
+        self._report()
+        todo: list[int] = []
+        for shard, key in enumerate(keys):
+            if key in remembered:
+                self._accept(shard, remembered[key], is_remembered=True)
+            elif self._reference is None:
+                # The first schema is what all others are compared with as they arrive.
+                self._accept_new(shard, key, self._index(shard), journal)
+            else:
+                todo.append(shard)
+        self._in_parallel(workers, todo, keys, journal)
+        return [self._done[shard] for shard in range(len(keys))]
+
+    def manifest(self, names: Sequence[str], indexes: Sequence[ShardIndex]) -> Manifest:
+        """The manifest of the listing."""
+        schema = pa.schema([]) if self._reference is None else self._reference[1]
+        shards = [
+            IndexedShard(shard, index.blocks, index.preamble, index.zero_copy)
+            for shard, index in zip(self._listed, indexes, strict=True)
+        ]
+        return Manifest.build(names, self._format.name, schema.serialize().to_pybytes(), shards)
+
+    def _in_parallel(
+        self, workers: int, todo: Sequence[int], keys: Sequence[str], journal: Journal | None
+    ) -> None:
+        waiting = iter(todo)
+        running: dict[Future[ShardIndex], int] = {}
+        pool = ThreadPoolExecutor(max(1, workers), thread_name_prefix="dataplane-index")
+        try:
+            while True:
+                while len(running) < 2 * max(1, workers):
+                    shard = next(waiting, None)
+                    if shard is None:
+                        break
+                    running[pool.submit(self._index, shard)] = shard
+                if not running:
+                    return
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                # Of several failures at once, the first shard's is the one to tell.
+                for future in sorted(ended, key=running.__getitem__):
+                    shard = running.pop(future)
+                    self._accept_new(shard, keys[shard], future.result(), journal)
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _index(self, shard: int) -> ShardIndex:
+        listed = self._listed[shard]
+        return self._format.index(StoredShard(listed, self._connect(listed.url), self._stop))
+
+    def _accept_new(self, shard: int, key: str, index: ShardIndex, journal: Journal | None) -> None:
+        if journal is not None:
+            journal.remember(key, index)
+        self._accept(shard, index, is_remembered=False)
+
+    def _accept(self, shard: int, index: ShardIndex, *, is_remembered: bool) -> None:
+        url = self._listed[shard].url
+        # Without a sample there is nothing that a schema could be inferred from.
+        if len(index.schema) or not is_inferred(index.schema):
+            if self._reference is None:
+                self._reference = (url, index.schema)
+            check_same(index.schema, url, self._reference[1], self._reference[0])
+        self._done[shard] = index
+        self._counts[0] += is_remembered
+        self._counts[1] += len(index.blocks)
+        self._counts[2] += sum(block.rows for block in index.blocks)
+        self._counts[3] += self._listed[shard].size_bytes
+        self._report()
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            remembered, blocks, samples, size = self._counts
+            shards, done = len(self._listed), len(self._done)
+            self._progress(
+                IndexProgress(shards, done, remembered, blocks, samples, size, self._bytes_total)
+            )
+
+
+def check_same(found: pa.Schema, url: str, expected: pa.Schema, first_url: str) -> None:
+    """Refuse a shard whose schema is not the first shard's. Metadata, nullability and the order of
+    columns may differ; inferred schemas may differ but where they contradict each other.
+
+    Raises:  SchemaMismatch: shard, field, expected, found.
+    """
+    inferred = is_inferred(expected)
+    for field in expected:
+        at = found.get_field_index(field.name)
+        if at < 0:
+            if not inferred:
+                raise _mismatch(url, first_url, field.name, str(field.type), "no such column")
+            continue
+        kind = found.field(at).type
+        same = not contradicts(field.type, kind) if inferred else same_type(field.type, kind)
+        if not same:
+            raise _mismatch(url, first_url, field.name, str(field.type), str(kind))
+    for field in found:
+        is_known = expected.get_field_index(field.name) >= 0
+        if not is_known and (not inferred or is_closed(expected)):
+            raise _mismatch(url, first_url, field.name, "no such column", str(field.type))
+
+
+def _mismatch(url: str, first_url: str, field: str, expected: str, found: str) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"{url}: column {field!r}: the dataset's first shard ({first_url}) has {expected}, this "
+        f"one has {found}; all shards of a dataset have one schema: rewrite the shard, or leave "
+        "it out",
+        shard=url,
+        field=field,
+        expected=expected,
+        found=found,
+    )

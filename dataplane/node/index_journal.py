@@ -1,0 +1,235 @@
+"""What indexing remembers between runs: one folder a dataset, under the node's cache folder.
+
+1. A shard's index is believed only under the shard's url, size and etag, its format and the version
+   of our code: a changed shard is indexed again, alone.
+2. Each process appends to a log of its own, in frames with a checksum. A killed process leaves at
+   most a torn last frame, which readers leave out; two processes never write to one file.
+3. Whole files (`shards-*.log`, `*.manifest`) appear at once or not at all, under a name that says
+   their content, and are never changed.
+4. A finished run leaves one `shards-*.log` and the last few manifests, however often it was
+   interrupted before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+
+from dataplane.errors import ConfigError, DataplaneError
+from dataplane.formats.base import Block, ShardIndex
+from dataplane.model import ObjectInfo, Region
+from dataplane.plan.manifest import Manifest
+
+MANIFESTS_KEPT = 4
+STALE_S = 3600.0
+_FRAME = struct.Struct("<II")
+_HEADER = struct.Struct("<I")
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+
+
+def digest(*parts: object) -> str:
+    """32 hex digits that name these parts."""
+    canonical = json.dumps(parts, separators=(",", ":")).encode()
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+class Journal:
+    """The memory of one dataset, that is of one list of urls read as one format."""
+
+    def __init__(self, cache_dir: str, dataset: str) -> None:
+        self._folder = Path(cache_dir) / "index" / dataset
+        self._log: int | None = None
+        self._log_path = self._folder / f"run-{secrets.token_hex(8)}.log"
+        self._written: set[str] = set()
+        with _cache_faults(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._sweep()
+            self._found = sorted(self._folder.glob("*.log"))
+
+    def manifest(self, key: str) -> Manifest | None:
+        """The finished manifest of this listing, if there is one and it is whole."""
+        path = self._folder / f"{key}.manifest"
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            return Manifest.from_bytes(content, str(path))
+        except DataplaneError:
+            path.unlink(missing_ok=True)
+            return None
+
+    def remembered(self) -> dict[str, ShardIndex]:
+        """Every shard's index that earlier runs wrote, by shard key."""
+        found: dict[str, ShardIndex] = {}
+        for path in self._found:
+            with contextlib.suppress(FileNotFoundError):
+                found |= _read_log(path.read_bytes())
+        return found
+
+    def remember(self, key: str, index: ShardIndex) -> None:
+        """Append one shard's index to this process's log."""
+        with _cache_faults(self._folder):
+            if self._log is None:
+                flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+                self._log = os.open(self._log_path, flags, 0o600)
+            _write(self._log, _encoded(key, index, self._written))
+
+    def finish(
+        self, key: str, manifest: Manifest, shards: Iterable[tuple[str, ShardIndex]]
+    ) -> None:
+        """Publish the manifest and one log of all its shards; the logs of other runs go."""
+        written: set[str] = set()
+        kept = self._folder / f"shards-{key}.log"
+        with _cache_faults(self._folder):
+            _publish(kept, b"".join(_encoded(name, index, written) for name, index in shards))
+            _publish(self._folder / f"{key}.manifest", manifest.to_bytes())
+            for path in {*self._found, self._log_path} - {kept}:
+                path.unlink(missing_ok=True)
+            manifests = sorted(self._folder.glob("*.manifest"), key=_written_at, reverse=True)
+            for path in manifests[MANIFESTS_KEPT:]:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the log; what is in it stays for the next run."""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def _sweep(self) -> None:
+        """Remove what a process that was killed while publishing may have left."""
+        for path in self._folder.glob(".*.tmp"):
+            if time.time() - _written_at(path) > STALE_S:
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _cache_faults(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as fault:
+        raise ConfigError(
+            f"the cache folder {folder} cannot be used ({fault.strerror or fault}); name another "
+            "one with cache_dir",
+            field="cache_dir",
+        ) from fault
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _encoded(key: str, index: ShardIndex, written: set[str]) -> bytes:
+    """One shard's frame, after that of its schema where the log does not hold it yet."""
+    schema = index.schema.serialize().to_pybytes()
+    name = hashlib.blake2b(schema, digest_size=16).hexdigest()
+    frames = b""
+    if name not in written:
+        written.add(name)
+        frames = _frame({"schema": name}, schema)
+    table = np.array(
+        [(b.rows, b.place.offset, b.place.length, b.decoded_bytes) for b in index.blocks], "<i8"
+    )
+    facts = {
+        "shard": key,
+        "of": name,
+        "preamble": [index.preamble.offset, index.preamble.length],
+        "zero_copy": index.zero_copy,
+    }
+    return frames + _frame(facts, table.tobytes())
+
+
+def _frame(facts: Mapping[str, object], body: bytes) -> bytes:
+    header = json.dumps(facts, separators=(",", ":")).encode()
+    payload = _HEADER.pack(len(header)) + header + body
+    return _FRAME.pack(len(payload), google_crc32c.value(payload)) + payload
+
+
+def _frames(content: bytes) -> Iterator[bytes]:
+    at = 0
+    while at + _FRAME.size <= len(content):
+        length, crc = _FRAME.unpack_from(content, at)
+        payload = content[at + _FRAME.size : at + _FRAME.size + length]
+        if len(payload) < length or google_crc32c.value(payload) != crc:
+            return
+        yield payload
+        at += _FRAME.size + length
+
+
+def _read_log(content: bytes) -> dict[str, ShardIndex]:
+    schemas: dict[str, pa.Schema] = {}
+    found: dict[str, ShardIndex] = {}
+    for payload in _frames(content):
+        end = _HEADER.size + _HEADER.unpack_from(payload)[0]
+        facts, body = json.loads(payload[_HEADER.size : end]), payload[end:]
+        if "schema" in facts:
+            schemas[facts["schema"]] = pa.ipc.read_schema(pa.py_buffer(body))
+            continue
+        table = np.frombuffer(body, "<i8").reshape(-1, 4).tolist()
+        found[facts["shard"]] = ShardIndex(
+            schemas[facts["of"]],
+            tuple(Block(rows, Region(at, length), size) for rows, at, length, size in table),
+            Region(*facts["preamble"]),
+            facts["zero_copy"],
+        )
+    return found
+
+
+def _write(fd: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Make a whole file appear. Without a name until it is whole, so that a kill leaves nothing;
+    a file system that cannot do that gets a temporary name, which a later run sweeps.
+    """
+    try:
+        fd = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError as fault:
+        if fault.errno not in _NO_TMPFILE:
+            raise
+        return _publish_named(path, content)
+    try:
+        _write(fd, content)
+        path.unlink(missing_ok=True)
+        # A directory makes Python call linkat, which alone can follow the link in /proc.
+        with contextlib.suppress(FileExistsError):
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _publish_named(path: Path, content: bytes) -> None:
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
+    try:
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            _write(fd, content)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def shard_key(format_: Sequence[object], shard: ObjectInfo) -> str:
+    """What a shard's index is remembered under."""
+    return digest(*format_, shard.url, shard.size_bytes, shard.etag)
