@@ -130,8 +130,10 @@ class Mount:
         """No more requests on this connection; it closes when the last of its slabs has died."""
         self._retired = True
         self.flush()
-        if not self._held or self.wire.peer_gone:
+        if not self._held:
             self._finish()
+        elif self.wire.peer_gone:
+            self.wire.close()  # nobody is there to be told, but devices may still read the memory
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptors. Tensors stay readable, and owned above."""

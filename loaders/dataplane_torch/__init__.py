@@ -1,0 +1,7 @@
+"""Dataplane for PyTorch: batches as dicts of tensors, straight from shards in object storage."""
+
+from dataplane_torch.dataset import ShardedIterableDataset
+from dataplane_torch.loader import DataLoader
+from dataplane_torch.tensors import Ragged
+
+__all__ = ["DataLoader", "Ragged", "ShardedIterableDataset"]

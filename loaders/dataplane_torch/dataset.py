@@ -1,0 +1,187 @@
+"""ShardedIterableDataset: the same batches for torch's own DataLoader and its workers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dataplane.client.session import Session
+from dataplane.client.state import State, consumed, step_count
+from dataplane.errors import ConfigError
+from dataplane.model import Topology
+from dataplane_torch.arguments import Arguments, Urls, job_of
+from dataplane_torch.tensors import Batch, Decoder
+from dataplane_torch.walk import Walk
+
+_WORKER_COUNT_MAX = 1024
+
+
+class ShardedIterableDataset(IterableDataset[Batch]):
+    """Batches of the shards at `urls`, for `torch.utils.data.DataLoader(dataset, batch_size=None,
+    num_workers=n)`. Of n workers, worker w makes the steps w, w + n, …, so that torch, which asks
+    them in turn, yields the exact order of DataLoader's; the arguments are DataLoader's too.
+
+    Every full pass is one epoch, and the next pass is the next epoch, whatever makes the workers;
+    `set_epoch` says otherwise. A pass left early is begun again, where the last state that was
+    loaded for that epoch says.
+
+    Source:  the turns: torch.utils.data.dataloader._MultiProcessingDataLoaderIter.
+    """
+
+    def __init__(
+        self,
+        urls: Urls,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        end: str | None = None,
+        global_batch_size: int | None = None,
+        columns: Sequence[str] | None = None,
+        lists: str = "padded",
+        fill_null: Mapping[str, float] | None = None,
+        format: str | None = None,  # noqa: A002 - what it is
+        lanes: int | None = None,
+        window: int | None = None,
+        service: str | None = None,
+        name: str | None = None,
+        topology: Topology | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        timeout: float = 0,
+    ) -> None:
+        super().__init__()
+        self._job = job_of(
+            Arguments(
+                urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
+                lists, fill_null, format, lanes, window, service, name, topology, dp_rank, dp_size,
+                timeout,
+            )
+        )  # fmt: skip
+        # Every process of one DataLoader sees these: where to resume, and the epoch that comes
+        # next for each worker. A worker that starts late finds its own, still unadvanced.
+        self._resume = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._next_epochs = torch.zeros(_WORKER_COUNT_MAX, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._session: Session | None = None
+        self._walk: Walk | None = None
+        self._resume_steps: tuple[int, int, int, int] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker, count = _place()
+        session = self._session_of_process()
+        epoch = int(self._next_epochs[:count].min())
+        cursor = int(self._resume[1]) if epoch == int(self._resume[0]) else 0
+        first_step = worker
+        if self._resume_steps is not None:
+            epoch, cursor, first_step, stride = self._resume_steps
+            self._resume_steps = None
+            if stride != count:
+                raise ConfigError(
+                    f"this state is of one of {stride} DataLoader workers, and there are {count}: "
+                    "resume with as many, or from a state of the dataset in the main process",
+                    field="num_workers",
+                )
+        decoder = Decoder(session.job.columns, shared=get_worker_info() is not None)
+        in_worker = get_worker_info() is not None
+        walk = Walk(session, decoder, epoch, cursor, first_step, count, in_worker=in_worker)
+        self._walk = walk
+        return self._pass(walk, worker, count)
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, of this rank: of all DataLoader workers together."""
+        job = self._session_of_process().job
+        return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is this epoch's; a state that was loaded for it keeps its place. Call it in
+        the main process; workers, also persistent ones, see it when the next pass begins.
+        """
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise ConfigError(f"an epoch is 0 or more, not {epoch!r}", field="epoch")
+        self._next_epochs.fill_(epoch)
+        self._walk = None
+
+    def state_dict(self, batches: int | None = None) -> dict[str, int | str]:
+        """Where the pass under way stands.
+
+        With DataLoader workers the main process cannot see how far it is: pass the number of
+        `batches` that this pass has yielded. Inside of a worker it is that worker's own state.
+        """
+        job = self._session_of_process().job
+        worker, count = _place()
+        walk = self._walk
+        epoch = int(self._next_epochs[:count].min()) if walk is None else walk.epoch
+        cursor = int(self._resume[1]) if epoch == int(self._resume[0]) else 0
+        if get_worker_info() is not None:
+            step = worker if walk is None else walk.step
+            start = cursor if walk is None else walk.start_cursor
+            state = State(job.digest, epoch, start, job.sample_count).to_dict()
+            return {**state, "step": step, "step_stride": count}
+        if batches is not None:
+            cursor = consumed(job.sample_count, cursor, job.spec.global_batch, batches)
+        elif walk is not None:
+            cursor = walk.cursor
+        return State(job.digest, epoch, cursor, job.sample_count).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next pass goes on where the state was taken.
+
+        Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
+        """
+        state, job = State.from_dict(state_dict), self._session_of_process().job
+        state.check(job.digest, job.sample_count, job.spec)
+        self._walk = None
+        if "step" in state_dict:
+            step, stride = state_dict["step"], state_dict.get("step_stride")
+            if not isinstance(step, int) or not isinstance(stride, int) or min(step, stride) < 0:
+                raise ConfigError("this state of a DataLoader worker is damaged", key="step")
+            self._resume_steps = (state.epoch, state.cursor, step, stride)
+            return
+        self._resume[0], self._resume[1] = state.epoch, state.cursor
+        self._next_epochs.fill_(state.epoch)
+
+    def close(self) -> None:
+        """Leave the job in this process. May be called twice."""
+        if self._walk is not None:
+            self._walk.close()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None, "_walk": None}
+
+    def _pass(self, walk: Walk, worker: int, count: int) -> Iterator[Batch]:
+        try:
+            while (batch := walk.next()) is not None:
+                yield batch
+                del batch  # while it is not ours to keep
+        finally:
+            walk.close()
+        # All slots of this worker's remainder, so that another number of workers finds them too.
+        # Those that set_epoch has changed meanwhile are left alone.
+        slots = self._next_epochs[worker::count]
+        slots[slots == walk.epoch] = walk.epoch + 1
+        if self._walk is walk:
+            self._walk = None
+
+    def _session_of_process(self) -> Session:
+        if self._session is None:
+            job = self._job
+            self._session = Session(job.endpoint, job.request, stall_timeout_s=job.stall_timeout_s)
+            weakref.finalize(self, self._session.close).atexit = False
+        return self._session
+
+
+def _place() -> tuple[int, int]:
+    info = get_worker_info()
+    if info is None:
+        return 0, 1
+    if info.num_workers > _WORKER_COUNT_MAX:
+        raise ConfigError(f"{info.num_workers} DataLoader workers: {_WORKER_COUNT_MAX} at most")
+    return info.id, info.num_workers

@@ -1,0 +1,147 @@
+"""Memory that devices read: registered once, and given back when no device can read it any more.
+
+`x.to("cuda", non_blocking=True); del x` is normal code: the tensor is dead while its copy is still
+on its way. So a dead slab waits for the devices before it is released; a thread of its own does
+that, for many slabs at once, so that no finalizer ever waits.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from dataplane.client.mount import Bytes, Pinning
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
+_RETRY_S = 0.05
+
+Release = Callable[[], None]
+
+
+class Device(Protocol):
+    """What is asked of CUDA."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Pin these pages. Raises RuntimeError."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Let go of them. Raises RuntimeError."""
+        ...
+
+    def is_used(self) -> bool:
+        """Whether this process has given a device any work."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work given so far. Raises RuntimeError."""
+        ...
+
+
+class Cuda:
+    """The devices of this process, through torch."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """As in Device."""
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
+
+    def unregister(self, address: int) -> None:
+        """As in Device."""
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cudart.cudaHostUnregister(address))
+
+    def is_used(self) -> bool:
+        """As in Device."""
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        """As in Device. Only where there is a context: asking another device would make one."""
+        for index in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]  # noqa: SLF001
+                torch.cuda.synchronize(index)
+
+
+class DevicePinning:
+    """dataplane.client.mount.Pinning over a device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._dead: queue.SimpleQueue[Release | None] = queue.SimpleQueue()
+
+    def pin(self, memory: Bytes) -> Callable[[], None]:
+        """Register a mapping, and start the thread that gives its slabs back."""
+        address, pid = memory.ctypes.data, os.getpid()
+        registered = self._register(address, memory.nbytes)
+        threading.Thread(
+            target=_give_back_dead, args=(self._device, self._dead), name="dataplane-release",
+            daemon=True,
+        ).start()  # fmt: skip
+
+        def unpin() -> None:
+            if os.getpid() != pid:
+                return
+            self._dead.put(None)  # one thread ends
+            if registered:
+                self._device.unregister(address)
+
+        return unpin
+
+    def when_unread(self, release: Release) -> None:
+        """Now where no device has work, else from the thread. Called by finalizers."""
+        if self._device.is_used():
+            self._dead.put(release)
+        else:
+            release()
+
+    def _register(self, address: int, size_bytes: int) -> bool:
+        try:
+            self._device.register(address, size_bytes)
+        except RuntimeError as error:
+            warnings.warn(
+                f"cannot pin {size_bytes} bytes for the device ({error}): batches are copied by "
+                "way of pageable memory; raise `ulimit -l`, or pass pin_memory=False",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        return True
+
+
+def cuda_pinning(*, wanted: bool) -> Pinning | None:
+    """Pinning where it is wanted and there is a device, else None."""
+    return DevicePinning(Cuda()) if wanted and torch.cuda.is_available() else None
+
+
+def _give_back_dead(device: Device, dead: queue.SimpleQueue[Release | None]) -> None:
+    while (first := dead.get()) is not None:
+        releases = [first]
+        ends = False
+        while not dead.empty():
+            more = dead.get()
+            if more is None:
+                ends = True
+                break
+            releases.append(more)
+        _wait_for(device)
+        for release in releases:
+            release()
+        if ends:
+            return
+
+
+def _wait_for(device: Device) -> None:
+    """Until everything given to the device is done; a capture of a graph forbids asking."""
+    while True:
+        try:
+            device.synchronize()
+        except RuntimeError:
+            threading.Event().wait(_RETRY_S)
+        else:
+            return

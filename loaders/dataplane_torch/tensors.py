@@ -1,0 +1,183 @@
+"""Pieces of a slab -> tensors.
+
+A tensor is made over exactly its own bytes: it keeps the slab's memory object alive, and nothing
+of another batch is saved or sent with it. Shapes and layouts are those of model.Kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dataplane.client.stream import Batches
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import ColumnSpec, Kind
+
+Batch = dict[str, Any]
+_Put = Callable[[Batches, int, Batch], None]
+_MakeTensor = Callable[[Batches, int, torch.dtype, tuple[int, ...]], torch.Tensor]
+
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+
+
+class Ragged(NamedTuple):
+    """Lists of different lengths: row i is values[offsets[i] : offsets[i + 1]].
+
+    Shapes:  values: [sum of lengths].   offsets: int64[B + 1].
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+
+class Decoder:
+    """Batches of one job as dicts. With `shared` tensors lie in memory of their own that other
+    processes can map, as DataLoader workers need; else in the slab itself.
+
+    Raises:  ConfigError: a column's type has no tensor.
+    """
+
+    def __init__(self, specs: Sequence[ColumnSpec], *, shared: bool = False) -> None:
+        make = _shared_tensor if shared else _tensor
+        self._puts = [_put(spec, at, make) for at, spec in enumerate(specs)]
+
+    def batch(self, batches: Batches, i: int) -> Batch:
+        """The i-th batch, columns in the job's order."""
+        out: Batch = {}
+        for put in self._puts:
+            put(batches, i, out)
+        return out
+
+
+def _put(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
+    if spec.kind is Kind.FIXED:
+        return _fixed(spec, at, make)
+    if spec.kind is Kind.PADDED:
+        return _padded(spec, at, make)
+    if spec.kind is Kind.RAGGED:
+        return _ragged(spec, at, make)
+    if spec.kind is Kind.OBJECT:
+        return _objects(spec, at)
+    return _texts(spec, at)
+
+
+def _dtype(spec: ColumnSpec) -> torch.dtype:
+    found = _DTYPES.get(spec.dtype)
+    if found is None:
+        raise ConfigError(
+            f"column {spec.name!r} has type {spec.dtype!r}, which torch lacks: leave it out with "
+            "columns=[…]",
+            field=spec.name,
+        )
+    return found
+
+
+def _tensor(
+    batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(batches.memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _shared_tensor(
+    batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    source = _tensor(batches, offset, dtype, shape)
+    if not source.numel():
+        return source
+    # As torch's own collate does it: the one copy goes to where the trainer will read it.
+    storage: Any = torch.UntypedStorage._new_shared(source.nbytes)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, source.stride())
+    return out.copy_(source)
+
+
+def _fixed(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
+    name, shape, dtype = spec.name, spec.shape, _dtype(spec)
+
+    def put(batches: Batches, i: int, out: Batch) -> None:
+        offset = batches.columns[at].values[i]
+        out[name] = make(batches, offset, dtype, (batches.batches[i].rows, *shape))
+
+    return put
+
+
+def _padded(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
+    name, length_name, dtype = spec.name, f"{spec.name}.length", _dtype(spec)
+
+    def put(batches: Batches, i: int, out: Batch) -> None:
+        column, rows = batches.columns[at], batches.batches[i].rows
+        out[name] = make(batches, column.values[i], dtype, (rows, column.width[i]))
+        out[length_name] = make(batches, column.lengths[i], torch.int64, (rows,))
+
+    return put
+
+
+def _ragged(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
+    name, dtype = spec.name, _dtype(spec)
+
+    def put(batches: Batches, i: int, out: Batch) -> None:
+        column, rows = batches.columns[at], batches.batches[i].rows
+        values = make(batches, column.values[i], dtype, (column.width[i],))
+        out[name] = Ragged(values, make(batches, column.lengths[i], torch.int64, (rows + 1,)))
+
+    return put
+
+
+def _texts(spec: ColumnSpec, at: int) -> _Put:
+    name, is_text = spec.name, spec.kind is Kind.STRING
+
+    def put(batches: Batches, i: int, out: Batch) -> None:
+        column, rows = batches.columns[at], batches.batches[i].rows
+        start, side = column.values[i], column.lengths[i]
+        raw = batches.memory[start : start + column.width[i]].tobytes()
+        ends = np.frombuffer(batches.memory, np.int64, rows + 1, side).tolist()
+        valid = batches.memory[side + (rows + 1) * 8 :][:rows].tolist()
+        found: list[Any] = [
+            raw[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
+        ]
+        out[name] = _decoded(name, found) if is_text else found
+
+    return put
+
+
+def _decoded(name: str, found: list[bytes | None]) -> list[str | None]:
+    try:
+        return [None if one is None else one.decode() for one in found]
+    except UnicodeDecodeError as error:
+        raise CorruptShard(
+            f"column {name!r} is declared as text, and holds {error.object[:40]!r}, which is no "
+            f"UTF-8 ({error.reason} at byte {error.start})",
+            field=name,
+            expected="UTF-8",
+            found=repr(error.object[:40]),
+        ) from error
+
+
+def _objects(spec: ColumnSpec, at: int) -> _Put:
+    name = spec.name
+
+    def put(batches: Batches, i: int, out: Batch) -> None:
+        column = batches.columns[at]
+        start, size = column.values[i], column.width[i]
+        out[name] = _objects_of(batches.memory[start : start + size].tobytes()) if size else []
+
+    return put
+
+
+def _objects_of(wire: bytes) -> list[Any]:
+    import pyarrow as pa
+
+    found: list[Any] = pa.ipc.open_stream(wire).read_all().column(0).to_pylist()
+    return found

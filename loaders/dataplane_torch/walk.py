@@ -1,0 +1,85 @@
+"""From a stream of slabs to batches one by one, with the place that each of them leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from dataplane.client.session import Session
+from dataplane.client.state import consumed
+from dataplane.client.stream import Batches, SlabStream
+from dataplane.rpc import messages
+from dataplane_torch.tensors import Batch, Decoder
+
+
+class Walk:
+    """The batches of steps first_step, first_step + stride, … of an epoch from a cursor on.
+
+    `valid_count` is of the last batch: its rows that are not padding.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        decoder: Decoder,
+        epoch: int,
+        cursor: int,
+        first_step: int = 0,
+        stride: int = 1,
+        *,
+        in_worker: bool = False,
+    ) -> None:
+        job = session.job
+        self.epoch, self.start_cursor = epoch, cursor
+        self.step, self.stride = first_step, stride
+        self.valid_count: int | None = None
+        self._decoder = decoder
+        self._sample_count, self._global_batch = job.sample_count, job.spec.global_batch
+        # A worker that waits for its turn must not keep a slab that another one needs.
+        self._stream = SlabStream(session, epoch, cursor, first_step, stride, ahead=not in_worker)
+        self._in_worker = in_worker
+        self._ready: list[tuple[messages.Batch, Callable[[], Batch]]] = []
+
+    @property
+    def cursor(self) -> int:
+        """Samples that all ranks have consumed with the last batch that came from here."""
+        steps = max(0, self.step - self.stride + 1)
+        return consumed(self._sample_count, self.start_cursor, self._global_batch, steps)
+
+    def next(self) -> Batch | None:
+        """The next batch; None at the end of the epoch."""
+        # After an interrupt what is in hand may not go on where we stand: then it is asked again.
+        if not self._ready or self._ready[-1][0].step != self.step:
+            # The slab in hand is let go of first: it may be the memory that the next one needs.
+            self._ready = []
+            self._stream.consumed = self.cursor
+            self._ready = self._unpacked(self._stream.batches_from(self.step))
+            if not self._ready:
+                return None
+        about, make = self._ready[-1]
+        batch = make()
+        self._ready.pop()
+        self.valid_count = about.valid
+        self.step += self.stride
+        return batch
+
+    def close(self) -> None:
+        """Let go of the stream and of the slab in hand. May be called twice."""
+        self._stream.close()
+        self._ready = []
+
+    def _unpacked(self, slab: list[Batches]) -> list[tuple[messages.Batch, Callable[[], Batch]]]:
+        """The batches of a slab, last first. A worker copies all of it at once: while it waits for
+        its turn it holds no slab.
+        """
+        made: list[tuple[messages.Batch, Callable[[], Batch]]] = []
+        for batches in slab:
+            for i, about in enumerate(batches.batches):
+                make = partial(self._decoder.batch, batches, i)
+                made.append((about, partial(_same, make()) if self._in_worker else make))
+        made.reverse()
+        return made
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
