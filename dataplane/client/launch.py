@@ -14,10 +14,11 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from dataplane.errors import ConfigError, PeerLost
+from dataplane.errors import ConfigError, DataplaneError, PeerLost
 
 _TAIL_BYTES = 4096
 _EXIT_WAIT_S = 5.0
+_REFUSED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,20 @@ class NodeProcess:
     process: subprocess.Popen[bytes]
     log_fd: int
 
-    def failure(self) -> PeerLost:
-        """Why it ended, once it hung up: its exit status and the last lines that it wrote."""
+    def failure(self) -> DataplaneError:
+        """Why it ended, once it hung up: its exit status and the last lines that it wrote. Status 2
+        is a node's own refusal, of a wrong setting most likely.
+        """
         try:
             status = self.process.wait(_EXIT_WAIT_S)
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
         except subprocess.TimeoutExpired:
             how = "it hung up, but still runs"
-        written = os.pread(self.log_fd, _TAIL_BYTES, max(0, os.fstat(self.log_fd).st_size - 4096))
+        size = os.fstat(self.log_fd).st_size
+        written = os.pread(self.log_fd, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         tail = written.decode(errors="replace").strip()
+        if self.process.returncode == _REFUSED and tail:
+            return ConfigError(f"no node can be started: {tail}")
         return PeerLost(
             f"the node that was to serve this process ended while starting ({how})"
             + (f"; its last words:\n{tail}" if tail else " without a word"),

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ def main() -> int:
     which.add_argument("--listener-fd", type=int)
     which.add_argument("--worker-fd", type=int)
     parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
+    parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     given = parser.parse_args()
     if given.worker_fd is not None:
         from dataplane.node import worker
@@ -29,10 +31,18 @@ def main() -> int:
         worker.main(given.worker_fd)
         return 0
     logging.basicConfig(level=logging.WARNING, format="dataplane node: %(message)s")
-    return asyncio.run(_embedded(given.listener_fd))
+    return asyncio.run(_embedded(given.listener_fd, given.stderr_fd))
 
 
-async def _embedded(descriptor: int) -> int:
+def _started(stderr_fd: int | None) -> None:
+    """While it starts, stderr is a file of the trainer that waits for it and tells its errors."""
+    if stderr_fd is not None:
+        sys.stderr.flush()
+        os.dup2(stderr_fd, 2)
+        os.close(stderr_fd)
+
+
+async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     from dataplane.config import VERSION
     from dataplane.coordinator.front import Coordinator, CoordinatorConfig
     from dataplane.errors import DataplaneError
@@ -49,7 +59,8 @@ async def _embedded(descriptor: int) -> int:
         coordinator = Coordinator(CoordinatorConfig(version=VERSION, lease_s=config.lease_s))
         await coordinator.start()
         try:
-            await run_node(config, socket.socket(fileno=descriptor), coordinator, stop)
+            listener = socket.socket(fileno=descriptor)
+            await run_node(config, listener, coordinator, stop, lambda _: _started(stderr_fd))
         finally:
             await coordinator.close()
     except DataplaneError as error:
