@@ -26,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,8 @@ GRACE_S = 8.0
 MARK = "DATAPLANE_TEST_RUN"
 SHARED_PORTS: set[int] = set()
 """Ports of servers that live as long as the test session; `servers.py` adds them."""
+SHARED_PIDS: set[int] = set()
+"""Their processes: a test that asks for one late (`getfixturevalue`) starts it."""
 
 _THREADS_THAT_STAY = ("MainThread", "fsspecIO", "Dummy-", "pytest", "session-", "pymp")
 _FDS_THAT_STAY = (
@@ -117,7 +120,9 @@ def warm_up() -> None:
     import obstore.store
 
     multiprocessing.util.get_temp_dir()
-    fsspec.asyn.get_loop()
+    loop = fsspec.asyn.get_loop()
+    pool = ThreadPoolExecutor(thread_name_prefix="fsspecIO")
+    loop.call_soon_threadsafe(loop.set_default_executor, pool)
     memory = obstore.store.MemoryStore()
     obstore.put(memory, "warm", b"up")
     obstore.get(memory, "warm").bytes()
@@ -137,11 +142,11 @@ def _left(before: Snapshot, mark: str, scratch: Path) -> list[str]:
 
 
 def _new_processes(before: Snapshot, mark: str) -> list[tuple[int, float]]:
-    old = {pid for pid, _ in before.processes}
+    old = {pid for pid, _ in before.processes} | SHARED_PIDS
     return [
         (pid, started)
         for pid, started in sorted(_processes(mark) - before.processes)
-        if not _descends(pid, old)
+        if pid not in SHARED_PIDS and not _descends(pid, old)
     ]
 
 

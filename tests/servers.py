@@ -85,19 +85,16 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         ports = free_ports(len(_WEED_PORTS))
         folder = tmp_path_factory.mktemp("seaweed")
         with contextlib.ExitStack() as stack:
+            stack.callback(_remove_weed_sockets, ports)
             # Somebody may take a port between our look and the server's start: try others.
             try:
-                stack.enter_context(running(_weed(folder, ports), folder, _answers(ports[0])))
+                command = _weed(folder, ports)
+                process = stack.enter_context(running(command, folder, _answers(ports[0])))
             except ServerDied:
                 if attempt == START_ATTEMPTS - 1:
                     raise
                 continue
-            finally:
-                stack.callback(_remove_weed_sockets, ports)
-            hygiene.SHARED_PORTS.add(ports[0])
-            server = S3Server(f"http://127.0.0.1:{ports[0]}", stack.enter_context(_boto(ports[0])))
-            yield server
-            hygiene.SHARED_PORTS.discard(ports[0])
+            yield stack.enter_context(_shared(process, ports[0]))
             return
 
 
@@ -112,9 +109,23 @@ def careless_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3S
         *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", "/dev/null"),
         *("--cache-dir", str(folder / "cache"), str(folder / "served")),
     ]
-    with running(command, folder, _answers(port)), _boto(port) as client:
-        hygiene.SHARED_PORTS.add(port)
-        yield S3Server(f"http://127.0.0.1:{port}", client)
+    with (
+        running(command, folder, _answers(port)) as process,
+        _shared(process, port) as server,
+    ):
+        yield server
+
+
+@contextlib.contextmanager
+def _shared(process: subprocess.Popen[bytes], port: int) -> Iterator[S3Server]:
+    """The server, known to outlive the test that happened to start it."""
+    hygiene.SHARED_PIDS.add(process.pid)
+    hygiene.SHARED_PORTS.add(port)
+    try:
+        with _boto(port) as client:
+            yield S3Server(f"http://127.0.0.1:{port}", client)
+    finally:
+        hygiene.SHARED_PIDS.discard(process.pid)
         hygiene.SHARED_PORTS.discard(port)
 
 
@@ -132,6 +143,7 @@ def running(
         process = subprocess.Popen(
             [*_dies_with_us(), *command],
             cwd=folder,
+            env=os.environ | {"TMPDIR": str(folder)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -176,6 +188,9 @@ def _weed(folder: Path, ports: Sequence[int]) -> list[str]:
         "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
+    # Each bucket gets volumes of its own, seven at a time unless told otherwise here.
+    growth = "copy_1 = 1\ncopy_2 = 1\ncopy_3 = 1\ncopy_other = 1\n"
+    (folder / "master.toml").write_text(f"[master.volume_growth]\n{growth}")
     config = folder / "s3.json"
     config.write_text(json.dumps({"identities": [identity]}))
     return [
@@ -183,7 +198,7 @@ def _weed(folder: Path, ports: Sequence[int]) -> list[str]:
         *("-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
         *(f"-{name}={port}" for name, port in zip(_WEED_PORTS, ports, strict=True)),
         *("-master.telemetry=false", "-master.electionTimeout=1s"),
-        *("-master.volumeSizeLimitMB=256", "-volume.max=100", "-volume.preStopSeconds=0"),
+        *("-master.volumeSizeLimitMB=256", "-volume.max=1000", "-volume.preStopSeconds=0"),
         *(f"-s3.localSocket={folder}/s3.sock", f"-filer.localSocket={folder}/filer.sock"),
     ]
 

@@ -119,8 +119,9 @@ def _matching(pattern: str, stores: Connect) -> Iterator[ObjectInfo]:
         )
     objects = f"{len(listed)} object{'s' if len(listed) > 1 else ''}"
     where = f"under {prefix}" if prefix.endswith("/") else f"with a url that starts {prefix}"
+    near = _near(pattern, [info.url for info in listed])
     raise ShardNotFound(
-        f"{objects} {where}, but none matches {pattern}{_near(pattern, [info.url for info in listed])}",
+        f"{objects} {where}, but none matches {pattern}{near}",
         shard=pattern,
     )
 

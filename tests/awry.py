@@ -1,0 +1,222 @@
+"""A small S3 server over real HTTP that misbehaves on request, as real ones do."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import http.server
+import re
+import socket
+import struct
+import threading
+import urllib.parse
+import xml.sax.saxutils
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Mood(enum.Enum):
+    """How the next request is answered."""
+
+    WELL = "as S3 would"
+    SLOW_DOWN = "503 SlowDown"
+    TOO_MANY = "429"
+    INTERNAL = "500 InternalError"
+    DENIED = "403 AccessDenied"
+    NO_BUCKET = "404 NoSuchBucket"
+    TRUNCATED = "half of the promised body, then a clean close"
+    SHORT = "a whole and valid answer with one byte less than asked for"
+    RESET = "half of the body, then RST"
+    WHOLE = "200 and the whole object, whatever range was asked for"
+    UNPINNED = "ignores If-Match"
+    HANG = "nothing, until the server closes"
+    STALL = "half of the body, then nothing until the server closes"
+
+
+@dataclass(slots=True)
+class Awry:
+    """`moods` are used up one a request; then `usual` holds. `seen` lists (method, range)."""
+
+    objects: dict[str, bytes]
+    usual: Mood = Mood.WELL
+    moods: deque[Mood] = field(default_factory=deque)
+    seen: list[tuple[str, str | None]] = field(default_factory=list)
+    closing: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    port: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def be(self, *moods: Mood, then: Mood = Mood.WELL) -> None:
+        with self.lock:
+            self.moods, self.usual = deque(moods), then
+            self.seen.clear()
+
+    def next_mood(self, method: str, asked: str | None) -> Mood:
+        with self.lock:
+            self.seen.append((method, asked))
+            return self.moods.popleft() if self.moods else self.usual
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": "any",
+            "AWS_SECRET_ACCESS_KEY": "thing",
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_REGION": "us-east-1",
+        }
+
+
+@contextlib.contextmanager
+def awry_server(objects: dict[str, bytes]) -> Iterator[Awry]:
+    """Serve `objects` ("bucket/key" -> body) on a free port of 127.0.0.1."""
+    state = Awry(objects)
+
+    class Answer(_Answer):
+        awry = state
+
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads = False
+        request_queue_size = 64
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that went away is part of the test."""
+
+    server = Server(("127.0.0.1", 0), Answer)
+    state.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), name="awry")
+    thread.start()
+    try:
+        yield state
+    finally:
+        state.closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def etag_of(body: bytes) -> str:
+    return f'"{hashlib.md5(body).hexdigest()}"'
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    awry: Awry
+    protocol_version = "HTTP/1.1"
+    timeout = 0.5  # an idle connection of a client's pool must not hold the server open
+    wbufsize = 0
+    disable_nagle_algorithm = True
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing: tests are silent."""
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        url = urllib.parse.urlsplit(self.path)
+        asked = self.headers.get("Range")
+        mood = self.awry.next_mood(self.command, asked)
+        if mood is Mood.HANG:
+            self.awry.closing.wait()
+            self.close_connection = True
+            return
+        refusals = {
+            Mood.SLOW_DOWN: (503, "SlowDown"),
+            Mood.TOO_MANY: (429, "TooManyRequests"),
+            Mood.INTERNAL: (500, "InternalError"),
+            Mood.DENIED: (403, "AccessDenied"),
+            Mood.NO_BUCKET: (404, "NoSuchBucket"),
+        }
+        if mood in refusals:
+            self._refuse(*refusals[mood])
+        elif "list-type=2" in url.query:
+            self._list(urllib.parse.unquote(url.path).strip("/"), url.query)
+        else:
+            self._object(urllib.parse.unquote(url.path).lstrip("/"), asked, mood)
+
+    def _object(self, name: str, asked: str | None, mood: Mood) -> None:
+        body = self.awry.objects.get(name)
+        if body is None:
+            self._refuse(404, "NoSuchKey")
+            return
+        wanted = self.headers.get("If-Match")
+        if wanted not in (None, "*", etag_of(body)) and mood is not Mood.UNPINNED:
+            self._refuse(412, "PreconditionFailed")
+            return
+        status, first, last = 200, 0, len(body) - 1
+        if asked and mood is not Mood.WHOLE:
+            match = re.fullmatch(r"bytes=(\d+)-(\d*)", asked)
+            assert match is not None
+            first, last = int(match[1]), min(int(match[2] or last), last)
+            status = 206
+            if first >= len(body):
+                self._refuse(416, "InvalidRange")
+                return
+            last -= mood is Mood.SHORT
+        part = body[first : last + 1]
+        headers = {"ETag": etag_of(body), "Content-Length": str(len(part))}
+        if status == 206:
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
+        self._head(status, headers)
+        if self.command == "HEAD":
+            return
+        if mood in (Mood.TRUNCATED, Mood.RESET, Mood.STALL):
+            self.wfile.write(part[: len(part) // 2])
+            self.close_connection = True
+            if mood is Mood.STALL:
+                self.awry.closing.wait()
+            if mood is Mood.RESET:
+                # With a linger time of zero, close() sends RST instead of FIN.
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self.connection.close()
+            return
+        self.wfile.write(part)
+
+    def _list(self, bucket: str, query: str) -> None:
+        prefix = dict(urllib.parse.parse_qsl(query)).get("prefix", "")
+        names = sorted(
+            name.removeprefix(f"{bucket}/")
+            for name in self.awry.objects
+            if name.startswith(f"{bucket}/{prefix}")
+        )
+        entries = "".join(_entry(key, self.awry.objects[f"{bucket}/{key}"]) for key in names)
+        text = (
+            '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult>'
+            f"<Name>{bucket}</Name><KeyCount>{len(names)}</KeyCount>"
+            f"<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
+        ).encode()
+        self._head(200, {"Content-Length": str(len(text))})
+        self.wfile.write(text)
+
+    def _refuse(self, status: int, code: str) -> None:
+        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>"
+        body = b"" if self.command == "HEAD" else text.encode()
+        self._head(status, {"Content-Length": str(len(body))})
+        self.wfile.write(body)
+
+    def _head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in _with_date(headers.items()):
+            self.send_header(name, value)
+        self.end_headers()
+
+
+def _with_date(headers: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    yield from headers
+    yield "Last-Modified", "Wed, 21 Oct 2026 07:28:00 GMT"
+
+
+def _entry(key: str, body: bytes) -> str:
+    name = xml.sax.saxutils.escape(key)
+    return (
+        f"<Contents><Key>{name}</Key><LastModified>2026-10-21T07:28:00.000Z</LastModified>"
+        f"<ETag>{xml.sax.saxutils.escape(etag_of(body))}</ETag><Size>{len(body)}</Size></Contents>"
+    )
