@@ -15,8 +15,13 @@ import click
 
 from dataplane.commands import output
 from dataplane.commands.config import config
+from dataplane.commands.index import index
+from dataplane.commands.inspect import inspect
 from dataplane.commands.options import config_option
+from dataplane.commands.plan import plan
+from dataplane.commands.serve import serve
 from dataplane.commands.status import status
+from dataplane.commands.verify import verify
 from dataplane.config import VERSION
 from dataplane.errors import DataplaneError
 
@@ -51,7 +56,7 @@ def cli(*, debug: bool, config_file: str | None) -> None:
     )
 
 
-for command in (config, status):
+for command in (index, inspect, verify, plan, serve, status, config):
     cli.add_command(command)
 
 
@@ -86,4 +91,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """The console script."""
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    if status == output.EXIT_INTERRUPTED:
+        # Threads may still wait for a store; nobody waits for them.
+        output.stderr().show_cursor()
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -26,7 +26,7 @@ from dataplane.units import Kind, Value
 
 PREFIX = "DATAPLANE_"
 CONFIG_VARIABLE = "DATAPLANE_CONFIG"
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_SERVICE"})
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_WORKERS"})
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -117,6 +117,12 @@ SETTINGS: tuple[Setting, ...] = (
         _fixed(""),
     ),
     Setting(
+        "service",
+        ADDRESS_OR_NONE,
+        "the coordinator's address as trainers name it; by default what is listened on, or joined",
+        _fixed(""),
+    ),
+    Setting(
         "insecure_bind",
         units.SWITCH,
         "allow listening beyond loopback, although anyone who reaches the port is trusted",
@@ -133,12 +139,6 @@ SETTINGS: tuple[Setting, ...] = (
         units.FOLDER,
         "where a node keeps manifests",
         _folder("XDG_CACHE_HOME", ".cache"),
-    ),
-    Setting(
-        "socket_name",
-        units.NAME,
-        "the abstract Unix socket on which a node serves its host",
-        lambda machine, _environ: f"dataplane-{machine.uid}",
     ),
     Setting(
         "block_arena_bytes",
@@ -252,7 +252,7 @@ def find_file(
     """
     for path, source in ((named, "--config"), (environ.get(CONFIG_VARIABLE), CONFIG_VARIABLE)):
         if path:
-            if not Path(path).is_file():
+            if not Path(path).exists() or Path(path).is_dir():
                 raise ConfigError(f"{source}: there is no file {path}", file=path)
             return read_file(Path(path))
     candidates = [(folder or Path.cwd()) / "dataplane.toml"]
@@ -294,14 +294,15 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
-    """The node's part of the settings.
+    """The node's part of the settings. The socket's name is not among them: it follows from the
+    service, or from the run that starts the node.
 
     Raises:  BudgetTooSmall: no slab fits into a rank's delivery memory; needed, budget.
     """
     values = {name: resolved.value for name, resolved in settings.items()}
     fields = {field.name for field in dataclasses.fields(NodeConfig)}
     chosen: dict[str, Any] = {name: value for name, value in values.items() if name in fields}
-    config = NodeConfig(**chosen, coordinator=str(values["join"]))
+    config = NodeConfig(**chosen, socket_name="", coordinator=str(values["join"]))
     if config.slab_bytes > config.delivery_bytes_per_rank:
         raise BudgetTooSmall(
             f"slab_bytes ({settings['slab_bytes'].source}) is larger than "

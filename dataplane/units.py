@@ -1,4 +1,4 @@
-"""What a setting may be, as people write it: sizes, durations, counts, names."""
+"""What a setting may be, as people write it: sizes, durations, counts, folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _BYTES_OF |= {f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")}
 _SECONDS_OF = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
-SOCKET_NAME_BYTES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +86,6 @@ def _folder(given: object) -> str:
     return str(Path(text(given)).expanduser().absolute())
 
 
-def _name(given: object) -> str:
-    name = text(given)
-    if len(name.encode()) > SOCKET_NAME_BYTES_MAX:
-        raise ValueError(given)
-    return name
-
-
 BYTES = Kind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
 SECONDS = Kind(
     'seconds, or a duration such as "30s", "500ms", "2min"',
@@ -104,4 +96,3 @@ SECONDS = Kind(
 COUNT = Kind("a whole number from 1 to 4096", "N", _count)
 SWITCH = Kind("true or false", "BOOL", _switch, lambda value: str(value).lower())
 FOLDER = Kind("the path of a folder", "DIR", _folder)
-NAME = Kind(f"a name of at most {SOCKET_NAME_BYTES_MAX} bytes", "NAME", _name)

@@ -126,7 +126,7 @@ def test_functions_are_short() -> None:
 
 def test_lines_are_short() -> None:
     def offences() -> Iterator[Offence]:
-        for path in sources(*PRODUCT, "tests"):
+        for path in sources(*PRODUCT):
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if len(line) > LINE_LENGTH_MAX:
                     yield at(path, number, f"{len(line)} characters, not {LINE_LENGTH_MAX} at most")

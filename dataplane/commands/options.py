@@ -21,6 +21,30 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")(command)
 
 
+def urls_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One dataset: one url or several."""
+    return click.argument("urls", nargs=-1, required=True, metavar="URL...")(command)
+
+
+def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--format`, for shards whose names do not tell."""
+    text = "Format of the shards, where their names do not tell it."
+    return click.option("--format", "format_name", default="", metavar="NAME", help=text)(command)
+
+
+def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--workers`: how many shards or blocks are read at once."""
+    return click.option(
+        "--workers",
+        type=click.IntRange(1, 256),
+        default=8,
+        show_default=True,
+        envvar="DATAPLANE_WORKERS",
+        show_envvar=True,
+        help="How many reads at once.",
+    )(command)
+
+
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--config`, before or after the command's name."""
     return click.option(

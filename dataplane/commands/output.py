@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskProgressColumn,
     TextColumn,
@@ -122,6 +121,20 @@ def show(cell: object) -> str:
     return str(cell)
 
 
+def counted(count: int, noun: str) -> str:
+    """(2, "shard") -> "2 shards"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def approximate_bytes(size: float) -> str:
+    """1234567 -> "1.2 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
+
+
 def progress() -> Progress:
     """A progress bar on stderr; nothing at all where stderr is not a terminal."""
     console = stderr()
@@ -129,7 +142,7 @@ def progress() -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,

@@ -12,19 +12,6 @@ from dataplane.cli import run
 from dataplane.config import VERSION
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    """No settings of the person who runs the tests."""
-    import os
-
-    for name in [name for name in os.environ if name.startswith("DATAPLANE_")]:
-        if not name.startswith("DATAPLANE_TEST_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
 def shown(capsys, *arguments: str):
     assert run(["config", "show", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)

@@ -1,0 +1,86 @@
+"""What the commands over a dataset share: indexing it with progress, and reading a block.
+
+Imported late, since it brings Arrow and the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from dataplane.commands import output
+from dataplane.formats import registry
+from dataplane.formats.base import RawBlock
+from dataplane.model import Region
+from dataplane.node.index import Connect, IndexProgress, open_dataset
+from dataplane.plan.manifest import Manifest
+from dataplane.store.connect import connect
+
+
+def opened(urls: Sequence[str], format_name: str, workers: int, cache_dir: str) -> Manifest:
+    """The dataset's manifest, with a progress bar while it is made."""
+    with output.progress() as bar:
+        task = bar.add_task("indexing", total=None, note="")
+
+        def show(done: IndexProgress) -> None:
+            bar.update(
+                task,
+                total=done.bytes_total,
+                completed=done.bytes_done,
+                note=f"{done.shards_done:,}/{done.shard_count:,} shards",
+            )
+
+        return open_dataset(
+            urls, format_name=format_name, cache_dir=cache_dir, workers=workers, progress=show
+        )
+
+
+def schema_of(manifest: Manifest) -> pa.Schema:
+    """The dataset's schema."""
+    return pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+
+
+def read_block(
+    manifest: Manifest,
+    block: int,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    connect_to: Connect = connect,
+) -> pa.RecordBatch:
+    """One block of the manifest, through the store and the format.
+
+    Raises:  CorruptShard.  DatasetChangedError.  The StoreError family.
+    """
+    shard = manifest.shards[int(manifest.block_shard[block])]
+    store = connect_to(shard.url)
+    place = Region(int(manifest.block_offset[block]), int(manifest.block_length[block]))
+
+    def read(region: Region) -> memoryview:
+        if not region.length:
+            return memoryview(b"")
+        return memoryview(store.read(shard.url, region.offset, region.length, shard.etag))
+
+    raw = RawBlock(
+        url=shard.url,
+        index=manifest.block_in_shard(block),
+        rows=int(manifest.block_rows[block]),
+        place=place,
+        shard_bytes=shard.size_bytes,
+        preamble_place=shard.preamble,
+        preamble=read(shard.preamble),
+        body=read(place),
+    )
+    return registry.by_name(manifest.format).decode(raw, schema, columns)
+
+
+def facts(manifest: Manifest) -> dict[str, object]:
+    """What a manifest is, in a few numbers."""
+    return {
+        "format": manifest.format,
+        "shards": len(manifest.shards),
+        "blocks": manifest.block_count,
+        "samples": manifest.sample_count,
+        "bytes": sum(shard.size_bytes for shard in manifest.shards),
+        "fingerprint": manifest.fingerprint,
+    }

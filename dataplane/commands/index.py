@@ -1,0 +1,92 @@
+"""`dataplane index`: shards to a manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.interrupt import interruptible
+from dataplane.commands.options import (
+    Settings,
+    format_option,
+    json_option,
+    setting_options,
+    urls_argument,
+    workers_option,
+)
+from dataplane.errors import ConfigError
+
+SUFFIX = ".manifest"
+
+
+@click.command("index")
+@urls_argument
+@click.option("-o", "--output", "target", metavar="FILE", help=f"Write it here; ends in {SUFFIX}.")
+@format_option
+@workers_option
+@setting_options("cache_dir")
+@json_option
+@interruptible
+def index(
+    urls: tuple[str, ...],
+    *,
+    settings: Settings,
+    target: str | None,
+    format_name: str,
+    workers: int,
+    as_json: bool,
+) -> None:
+    """Index a dataset once, and keep its manifest.
+
+    The manifest lists shards with size and ETag, and their blocks with sample counts. It is kept in
+    the cache folder, where `serve` and trainers find it; -o writes it to a file as well, which can
+    stand wherever a dataset's URL does. An interrupted run goes on where it was.
+
+    URLs may have globs and braces; a folder stands for all shards below it.
+
+    \b
+    Examples:
+      dataplane index s3://bucket/train/
+      dataplane index 's3://bucket/train-{000..127}.tfrecord' -o train.manifest
+      dataplane index 'shards/*.records' --format tfrecord --workers 32
+    """
+    if target is not None:
+        _check_target(Path(target))
+    from dataplane.commands.datasets import facts, opened
+
+    manifest = opened(urls, format_name, workers, str(settings["cache_dir"].value))
+    if target is not None:
+        _write(Path(target), manifest.to_bytes())
+    found = facts(manifest) | ({"manifest": target} if target is not None else {})
+    if as_json:
+        output.write_json(found)
+    else:
+        output.write_table(("", ""), found.items())
+
+
+def _check_target(target: Path) -> None:
+    if not target.name.endswith(SUFFIX):
+        raise ConfigError(
+            f"{target} must end in {SUFFIX}: that is how a manifest is told from a shard",
+            key="output",
+            found=str(target),
+        )
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {target.absolute().parent}", key="output")
+
+
+def _write(target: Path, content: bytes) -> None:
+    """Make the whole file appear at once, or leave what was there."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,226 @@
+"""`dataplane serve`: a coordinator, a node, or both, until a signal drains them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from dataplane.commands.options import Settings, setting_options
+from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
+from dataplane.config import VERSION, NodeConfig
+from dataplane.errors import ConfigError
+from dataplane.rpc import address
+from dataplane.rpc.base import Coordination
+from dataplane.settings import node_config
+
+DRAIN_S = 5.0
+CANCEL_S = 3.0
+
+log = logging.getLogger("dataplane.serve")
+
+_COORDINATOR_SETTINGS = ("listen", "insecure_bind", "state_dir", "lease_s")
+_NODE_SETTINGS = (
+    "join",
+    "service",
+    "cache_dir",
+    "block_arena_bytes",
+    "delivery_bytes_per_rank",
+    "slab_bytes",
+    "worker_count",
+    "fetch_count",
+    "fetch_timeout_s",
+    "stall_timeout_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What this process is to be. `listen` is empty where it is no coordinator; `named` is the
+    address by which trainers name the service, if it is another than the coordinator's own.
+    """
+
+    listen: str
+    named: str
+    insecure_bind: bool
+    database: Path
+    lease_s: float
+    node: NodeConfig | None
+
+
+@click.command("serve")
+@click.option("--coordinator", "only_coordinator", is_flag=True, help="Run only a coordinator.")
+@click.option("--node", "only_node", is_flag=True, help="Run only a node; needs --join.")
+@setting_options(*_COORDINATOR_SETTINGS, *_NODE_SETTINGS)
+@click.pass_context
+def serve(
+    context: click.Context, /, settings: Settings, *, only_coordinator: bool, only_node: bool
+) -> None:
+    """Run the service: a coordinator and this host's node, or one of them.
+
+    A cluster has one coordinator, and one node a host. Trainers name the coordinator's address,
+    and get their batches from the node of their own host. Lines on stdout say when each is ready.
+
+    SIGTERM or Ctrl-C drains: no new work is taken, what is in flight is finished. A second one
+    stops at once.
+
+    Without TLS and tokens anyone who reaches the port is trusted, so only loopback addresses and
+    Unix sockets are allowed, unless --insecure-bind says otherwise.
+
+    \b
+    Examples:
+      dataplane serve
+      dataplane serve --coordinator --listen 10.0.0.1:7077 --insecure-bind
+      dataplane serve --node --join 10.0.0.1:7077 --block-arena-bytes 16GiB
+      dataplane serve --listen unix:/run/dataplane/coordinator.sock
+    """
+    service = _service(settings, only_coordinator=only_coordinator, only_node=only_node)
+    context.exit(asyncio.run(_run(service)))
+
+
+def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> Service:
+    if only_coordinator and only_node:
+        raise click.UsageError(
+            "--coordinator and --node exclude each other; without both, both run"
+        )
+    join = settings["join"]
+    if only_node and not join.value:
+        raise click.UsageError(
+            "a node alone needs its coordinator: --join host:port, DATAPLANE_JOIN, or `join` in "
+            "the configuration file"
+        )
+    if not only_node and join.source == "--join":
+        raise click.UsageError("--join is for a node alone: add --node, or leave --join out")
+    node = None if only_coordinator else node_config(settings)
+    return Service(
+        listen="" if only_node else str(settings["listen"].value),
+        named=str(settings["service"].value),
+        insecure_bind=bool(settings["insecure_bind"].value),
+        database=Path(str(settings["state_dir"].value), "coordinator.sqlite"),
+        lease_s=float(settings["lease_s"].value),
+        node=node,
+    )
+
+
+async def _run(service: Service) -> int:
+    stop = asyncio.Event()
+    with _signals(stop) as received:
+        try:
+            async with _coordination(service) as (coordination, joined):
+                if service.node is None:
+                    await stop.wait()
+                else:
+                    await _run_node(service.node, coordination, service.named or joined, stop)
+        except asyncio.CancelledError:
+            if len(received) < 2:
+                raise
+            log.warning("stopped at once, as a second signal asked")
+    return _exit_status(received)
+
+
+@contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
+    """The first signal asks for an end. The second cancels this task, and ends the process if that
+    takes long: whatever it held is the kernel's to free, and its workers end with it.
+    """
+    received: list[int] = []
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            log.info("%s: draining; a second one stops at once", signal.Signals(number).name)
+            stop.set()
+        elif len(received) == 2:
+            task.cancel()
+            loop.call_later(CANCEL_S, os._exit, _exit_status(received))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield received
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _exit_status(received: list[int]) -> int:
+    return EXIT_INTERRUPTED if signal.SIGINT in received else EXIT_OK
+
+
+@asynccontextmanager
+async def _coordination(service: Service) -> AsyncIterator[tuple[Coordination, str]]:
+    """Our own coordinator, or the one that a node alone was told to join; and its address."""
+    from dataplane.coordinator.front import CoordinatorConfig
+    from dataplane.coordinator.server import CoordinatorServer
+    from dataplane.rpc.calls import CoordinatorClient
+
+    if not service.listen:
+        assert service.node is not None
+        client = CoordinatorClient(service.node.coordinator)
+        try:
+            yield client, service.node.coordinator
+        finally:
+            await client.close()
+        return
+    config = CoordinatorConfig(VERSION, str(service.database), service.lease_s)
+    server = CoordinatorServer(config, service.listen, insecure_bind=service.insecure_bind)
+    listening = await server.start()
+    _announce(f"coordinator {listening}")
+    grace_s = DRAIN_S
+    try:
+        yield server.coordinator, listening
+    except BaseException:
+        grace_s = 0.0
+        raise
+    finally:
+        await server.stop(grace_s)
+
+
+async def _run_node(
+    config: NodeConfig, coordination: Coordination, named: str, stop: asyncio.Event
+) -> None:
+    from dataplane.node.server import run_node
+    from dataplane.rpc import local, names
+
+    _check_nameable(named)
+    name = names.served_name(os.getuid(), named)
+    try:
+        listener = local.listen(name)
+    except FileExistsError as error:
+        raise ConfigError(
+            f"another node of yours serves {named} on this host already (@{name}): stop it first",
+            service=named,
+        ) from error
+    with listener:
+        _announce(f"node {named}")
+        config = dataclasses.replace(config, socket_name=name)
+        await run_node(config, listener, coordination, stop)
+
+
+def _check_nameable(named: str) -> None:
+    parsed = address.parse(named)
+    if isinstance(parsed, address.TcpAddress) and parsed.host in ("0.0.0.0", "::"):  # noqa: S104
+        raise ConfigError(
+            f"{named} is every address of this host, so trainers cannot name it, and would not "
+            f"find the node: say how they name it with --service HOST:{parsed.port}",
+            key="service",
+            found=named,
+        )
+
+
+def _announce(what: str) -> None:
+    """Tell whoever started us that connections are taken; nothing else goes to stdout."""
+    sys.stdout.write(f"ready: {what}\n")
+    sys.stdout.flush()

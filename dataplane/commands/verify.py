@@ -1,0 +1,244 @@
+"""`dataplane verify`: read and check every sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from rich.progress import Progress, TaskID
+
+from dataplane.commands import output
+from dataplane.commands.interrupt import interruptible
+from dataplane.commands.options import (
+    format_option,
+    json_option,
+    urls_argument,
+    workers_option,
+)
+from dataplane.errors import DataplaneError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from dataplane.plan.manifest import Manifest
+
+ERRORS_SHOWN = 50
+
+T = TypeVar("T")
+Task = tuple[str, Callable[[], T]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong: the error's class, where, and what."""
+
+    kind: str
+    shard: str
+    message: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was read, and what was wrong with it."""
+
+    shards: int = 0
+    blocks: int = 0
+    samples: int = 0
+    bytes: int = 0
+    errors: list[Fault] = field(default_factory=list)
+
+    def note(self, shard: str, error: DataplaneError) -> None:
+        """Remember an error. A shard that is named by the error itself is the better name."""
+        named = str(error.nouns.get("shard") or shard)
+        self.errors.append(Fault(type(error).__name__, named, str(error)))
+
+
+@click.command("verify")
+@urls_argument
+@format_option
+@workers_option
+@json_option
+@click.pass_context
+@interruptible
+def verify(
+    context: click.Context,
+    /,
+    urls: tuple[str, ...],
+    *,
+    format_name: str,
+    workers: int,
+    as_json: bool,
+) -> None:
+    """Read and check every sample of a dataset once.
+
+    Every shard is indexed anew and every block is fetched and decoded: checksums, lengths, counts
+    and schemas. It goes on after an error and lists all of them; the exit status is 1 if there is
+    one. A manifest is checked against the shards as they are now.
+
+    What a shard has no checksum for can be damaged unseen: TFRecord has one for every record; most
+    writers of Parquet leave page checksums out, and JSON lines and plain Arrow have none.
+
+    \b
+    Examples:
+      dataplane verify s3://bucket/train/
+      dataplane verify train.manifest --workers 32
+      dataplane verify 'shards/*.tar' --json
+    """
+    with output.progress() as bar:
+        findings = verified(urls, format_name, workers, bar)
+    if as_json:
+        output.write_json({"ok": not findings.errors, **asdict(findings)})
+    else:
+        _report(findings)
+    context.exit(output.EXIT_BAD_DATA if findings.errors else output.EXIT_OK)
+
+
+def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress) -> Findings:
+    """Check everything that `urls` name.
+
+    Raises:  ConfigError, StoreError: there is nothing to check.
+    """
+    from dataplane.commands.datasets import schema_of
+
+    findings = Findings()
+    manifests = list(_manifests(urls, format_name, workers, bar, findings))
+    if manifests:
+        schema = schema_of(manifests[0])
+        agreeing = [one for one in manifests if _agrees(one, manifests[0], findings)]
+        findings.shards = sum(len(one.shards) for one in agreeing)
+        total = sum(int(one.block_length.sum()) for one in agreeing)
+        task = bar.add_task("reading", total=total, note="")
+        reading = _side_by_side(_reads(agreeing, schema), workers)
+        for url, result in reading:
+            if isinstance(result, DataplaneError):
+                findings.note(url, result)
+            else:
+                rows, size = result
+                findings.blocks += 1
+                findings.samples += rows
+                findings.bytes += size
+                bar.update(task, advance=size, note=f"{findings.samples:,} samples")
+    return findings
+
+
+def _manifests(
+    urls: Sequence[str], format_name: str, workers: int, bar: Progress, findings: Findings
+) -> Iterator[Manifest]:
+    """One manifest a shard, so that one bad shard hides no other; or the one that was saved."""
+    from dataplane.node.index import MANIFEST_SUFFIX, index_dataset, open_dataset
+    from dataplane.store.connect import connect
+
+    if any(url.endswith(MANIFEST_SUFFIX) for url in urls):
+        yield open_dataset(urls, format_name=format_name, connect=connect)
+        return
+    name, shards = _shards(urls, format_name)
+    task: TaskID = bar.add_task("indexing", total=len(shards), note="")
+
+    def indexing(url: str) -> Callable[[], Manifest]:
+        return lambda: index_dataset([url], format_name=name, workers=1)
+
+    found = {}
+    for url, result in _side_by_side(((url, indexing(url)) for url in shards), workers):
+        bar.update(task, advance=1)
+        if not isinstance(result, DataplaneError):
+            found[url] = result
+        elif result.nouns.get("field") != "block_rows":  # a shard without samples is no fault
+            findings.note(url, result)
+    yield from (found[url] for url in shards if url in found)
+
+
+def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
+    """The format's name, and the shards that `urls` stand for."""
+    from dataplane.formats import registry
+    from dataplane.store.connect import connect
+    from dataplane.store.expand import expand
+    from dataplane.store.urls import normalise
+
+    literal = {normalise(url) for url in urls}
+    listed = [one.url for one in expand(urls, connect)]
+    if format_name:
+        return registry.by_name(format_name).name, listed
+    known = [url for url in listed if url in literal or registry.format_of_url(url) is not None]
+    return registry.dataset_format(known or listed).name, known
+
+
+def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:
+    from dataplane.commands.datasets import schema_of
+    from dataplane.node.index import check_same
+
+    url, first_url = one.shards[0].url, first.shards[0].url
+    try:
+        check_same(schema_of(one), url, schema_of(first), first_url)
+    except DataplaneError as error:
+        findings.note(url, error)
+        return False
+    return True
+
+
+def _reads(manifests: Iterable[Manifest], schema: pa.Schema) -> Iterator[Task[tuple[int, int]]]:
+    from dataplane.commands.datasets import read_block
+
+    def reading(manifest: Manifest, block: int) -> Callable[[], tuple[int, int]]:
+        def read() -> tuple[int, int]:
+            batch = read_block(manifest, block, schema, schema.names)
+            return batch.num_rows, int(manifest.block_length[block])
+
+        return read
+
+    for manifest in manifests:
+        for block in range(manifest.block_count):
+            url = manifest.shards[int(manifest.block_shard[block])].url
+            yield url, reading(manifest, block)
+
+
+def _side_by_side(
+    tasks: Iterable[Task[T]], workers: int
+) -> Iterator[tuple[str, T | DataplaneError]]:
+    """Each task's result, or our error, as they end; at most twice `workers` are under way."""
+    waiting = iter(tasks)
+    running: dict[Future[T], str] = {}
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="dataplane-verify")
+    try:
+        while True:
+            while len(running) < 2 * workers:
+                task = next(waiting, None)
+                if task is None:
+                    break
+                running[pool.submit(task[1])] = task[0]
+            if not running:
+                return
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                name = running.pop(future)
+                try:
+                    yield name, future.result()
+                except DataplaneError as error:
+                    yield name, error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _report(findings: Findings) -> None:
+    read = (
+        f"{output.counted(findings.samples, 'sample')} in "
+        f"{output.counted(findings.blocks, 'block')}"
+    )
+    size = output.approximate_bytes(findings.bytes)
+    if not findings.errors:
+        shards = output.counted(findings.shards, "shard")
+        output.stdout().print(f"[green]all well[/]: {read} of {shards}, {size}")
+        return
+    faults = sorted(findings.errors, key=lambda fault: (fault.shard, fault.message))
+    console = output.stdout()
+    for fault in faults[:ERRORS_SHOWN]:
+        console.print(f"{fault.kind}: {fault.message}", markup=False, soft_wrap=True)
+    if len(faults) > ERRORS_SHOWN:
+        console.print(f"… and {len(faults) - ERRORS_SHOWN:,} more; --json has all of them")
+    bad = len({fault.shard for fault in faults})
+    console.print(
+        f"[red]{output.counted(len(faults), 'error')}[/] in {output.counted(bad, 'shard')}; "
+        f"{read} ({size}) are well"
+    )

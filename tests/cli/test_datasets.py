@@ -1,0 +1,193 @@
+"""`dataplane index`, `inspect`, `verify` and `plan` over shards that a test writes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataplane.cli import run
+
+SHARDS = 3
+ROWS = 100
+GROUP = 20
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for shard in range(SHARDS):
+        ids = range(shard * ROWS, (shard + 1) * ROWS)
+        table = pa.table(
+            {
+                "id": pa.array(ids, pa.int64()),
+                "blob": [bytes([255, row % 256]) for row in ids],
+                "tokens": [[row] * 40 for row in ids],
+            }
+        )
+        pq.write_table(
+            table, folder / f"s{shard}.parquet", row_group_size=GROUP, write_page_checksum=True
+        )
+    return folder
+
+
+def asked(capsys, *arguments: str, code: int = 0):
+    assert run([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def damage(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_inspect_shows_schema_counts_and_first_samples(shards, capsys):
+    found = asked(capsys, "inspect", str(shards), "--rows", "2")
+    assert found["schema"]["id"] == "int64"
+    assert list(found["schema"]) == ["id", "blob", "tokens"]
+    counts = (found["shards"], found["blocks"], found["samples"])
+    assert counts == (SHARDS, SHARDS * ROWS // GROUP, SHARDS * ROWS)
+    assert [row["id"] for row in found["rows"]] == [0, 1]
+    assert found["rows"][0]["blob"] == {"bytes": 2, "hex": "ff00"}
+
+
+def test_inspect_walks_on_to_the_next_block_for_more_samples(shards, capsys):
+    found = asked(capsys, "inspect", str(shards), "--rows", "150")
+    assert [row["id"] for row in found["rows"]] == list(range(150))
+
+
+def test_the_table_cuts_long_values(shards, capsys):
+    assert run(["inspect", str(shards)]) == 0
+    out = capsys.readouterr().out
+    assert "40 values" in out
+    assert max(map(len, out.splitlines())) <= 200
+
+
+def test_an_index_is_a_file_that_stands_for_the_dataset(shards, tmp_path, capsys):
+    target = tmp_path / "all.manifest"
+    made = asked(capsys, "index", str(shards / "s*.parquet"), "-o", str(target))
+    assert target.is_file()
+    found = asked(capsys, "inspect", str(target))
+    assert found["fingerprint"] == made["fingerprint"]
+    assert sorted(path.name for path in tmp_path.glob("*.tmp")) == []
+
+
+def test_an_index_is_remembered_in_the_cache_folder(shards, tmp_path, capsys):
+    cache = tmp_path / "cache"
+    asked(capsys, "index", str(shards), "--cache-dir", str(cache))
+    assert list(cache.rglob("*.manifest"))
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"), [("all.txt", "must end in .manifest"), ("no/x.manifest", "no folder")]
+)
+def test_a_manifest_that_could_not_be_used_is_refused_before_any_work(target, wanted, capsys):
+    assert run(["index", "s3://nowhere/", "-o", target]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_verify_reads_every_sample_of_good_shards(shards, capsys):
+    found = asked(capsys, "verify", str(shards))
+    assert found["ok"]
+    assert (found["shards"], found["blocks"], found["samples"]) == (3, 15, 300)
+    assert found["errors"] == []
+
+
+def test_verify_goes_on_and_lists_every_fault(shards, capsys):
+    damage(shards / "s0.parquet", 200)
+    (shards / "s1.parquet").write_bytes((shards / "s1.parquet").read_bytes()[:-50])
+    pq.write_table(pa.table({"id": ["text"]}), shards / "s3.parquet")
+    found = asked(capsys, "verify", str(shards), code=1)
+    by_shard = {fault["shard"].rpartition("/")[2]: fault["kind"] for fault in found["errors"]}
+    assert by_shard == {
+        "s0.parquet": "CorruptShard",
+        "s1.parquet": "CorruptShard",
+        "s3.parquet": "SchemaMismatch",
+    }
+    assert found["samples"] == 2 * ROWS - GROUP
+
+
+def test_verify_tells_people_what_is_wrong_and_where(shards, capsys):
+    damage(shards / "s2.parquet", 200)
+    assert run(["verify", str(shards)]) == 1
+    out = capsys.readouterr().out
+    assert "CorruptShard: " in out
+    assert "s2.parquet" in out
+    assert "1 error in 1 shard" in out
+
+
+def test_verify_holds_a_manifest_against_the_shards_of_today(shards, tmp_path, capsys):
+    target = tmp_path / "all.manifest"
+    asked(capsys, "index", str(shards), "-o", str(target))
+    assert asked(capsys, "verify", str(target))["samples"] == 300
+    (shards / "s0.parquet").unlink()
+    pq.write_table(pa.table({"id": [1]}), shards / "s1.parquet")
+    kinds = {fault["kind"] for fault in asked(capsys, "verify", str(target), code=1)["errors"]}
+    assert kinds == {"ShardNotFound", "DatasetChangedError"}
+
+
+def test_a_shard_without_samples_is_no_fault(shards, capsys):
+    schema = pq.read_schema(shards / "s0.parquet")
+    pq.write_table(schema.empty_table(), shards / "s9.parquet")
+    assert asked(capsys, "verify", str(shards))["samples"] == 300
+
+
+def test_plan_says_what_an_epoch_costs(shards, capsys):
+    found = asked(
+        capsys,
+        *("plan", str(shards), "--dp-size", "4", "--ranks-per-host", "2", "--global-batch", "7"),
+        *("--lanes", "4", "--window", "10"),
+    )
+    assert found["step_count"] == 43
+    assert (found["lanes"], found["window"], found["host_count"]) == (4, 10, 2)
+    assert [host["ranks"] for host in found["hosts"]] == ["0-1", "2-3"]
+
+
+def test_plan_warns_on_stderr(shards, capsys):
+    assert run(["plan", str(shards), "--dp-size", "4", "--global-batch", "8", "--lanes", "2"]) == 0
+    shown = capsys.readouterr()
+    assert "shuffle quality" in shown.out
+    assert "lanes" in shown.err
+
+
+def test_plan_refuses_what_makes_no_slice(shards, capsys):
+    assert run(["plan", str(shards), "--dp-size", "4", "--global-batch", "2"]) == 2
+    assert "global batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "index"])
+def test_a_url_that_names_nothing_is_exit_status_3(command, tmp_path, capsys):
+    assert run([command, str(tmp_path / "nothing.parquet")]) == 3
+    assert "nothing.parquet" in capsys.readouterr().err
+
+
+def test_a_folder_without_shards_is_exit_status_2(tmp_path, capsys):
+    (tmp_path / "README.txt").write_text("no shard")
+    assert run(["inspect", str(tmp_path)]) == 2
+    assert "Known endings" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_at_once_though_the_store_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.parquet"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dataplane", "verify", url],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = silent.accept()
+        with connection:
+            connection.recv(1)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert told.strip() == "interrupted"

@@ -1,0 +1,185 @@
+"""`dataplane serve` as a real process: ready, drained, stopped, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dataplane.cli import run
+from dataplane.config import PROTOCOL_VERSION, VERSION
+from dataplane.rpc import local, names
+from dataplane.rpc.messages import FromNode, Hello, ToNode, Welcome
+
+SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
+PROGRAM = (sys.executable, "-m", "dataplane")
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the address of its coordinator."""
+    process = subprocess.Popen(
+        [*PROGRAM, "serve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HOME": str(folder), "DATAPLANE_STATE_DIR": str(folder / "state")},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            line = process.stdout.readline()
+            if not line.startswith("ready: coordinator "):
+                pytest.fail(f"{line}{process.stderr.read()}")
+            yield process, line.split()[-1]
+        finally:
+            process.kill()
+            process.wait()
+
+
+def greeted(address: str) -> socket.socket:
+    """A trainer's connection to the node that serves this host, after the first words."""
+    sock = local.connect(names.served_name(os.getuid(), address), 10.0)
+    greet(sock)
+    return sock
+
+
+def greet(sock: socket.socket) -> None:
+    local.send(sock, ToNode(1, Hello(VERSION, PROTOCOL_VERSION, os.getpid())))
+    answer, _ = local.receive(sock, FromNode)
+    assert isinstance(answer.body, Welcome)
+
+
+def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_drains_a_coordinator(number, code, tmp_path):
+    with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (process, address):
+        found = ask("status", address, "--json")
+        assert json.loads(found.stdout)["version"] == VERSION
+        process.send_signal(number)
+        _, told = process.communicate()
+        assert process.returncode == code
+        assert "draining" in told
+        assert "Traceback" not in told
+
+
+def test_draining_waits_for_the_last_trainer(tmp_path):
+    with serving(tmp_path, "--listen", "127.0.0.1:0", *SMALL) as (process, address):
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"ready: node {address}\n"
+        with greeted(address) as sock:
+            assert len(json.loads(ask("status", address, "--json").stdout)["nodes"]) == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            assert "draining" in process.stderr.readline()
+            greet(sock)
+        assert process.wait(20) == 0
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    with serving(tmp_path, "--listen", "127.0.0.1:0", *SMALL) as (process, address):
+        assert process.stdout is not None
+        process.stdout.readline()
+        with greeted(address):
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            assert "draining" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+
+
+def test_a_node_alone_joins_a_coordinator_elsewhere(tmp_path):
+    with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (_, address):
+        node = subprocess.Popen(
+            [*PROGRAM, "serve", "--node", "--join", address, "--service", "head:7077", *SMALL],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert node.stdout is not None
+        assert node.stdout.readline() == "ready: node head:7077\n"
+        with greeted("head:7077"):
+            pass
+        node.terminate()
+        node.communicate()
+        assert node.returncode == 0
+
+
+def test_a_second_node_of_one_service_is_refused(tmp_path, capsys):
+    with serving(tmp_path, "--listen", "127.0.0.1:0", *SMALL) as (process, address):
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert run(["serve", "--node", "--join", address, *SMALL]) == 2
+    assert "another node" in capsys.readouterr().err
+
+
+def test_every_address_is_no_name_for_trainers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
+    assert run(["serve", "--listen", "0.0.0.0:0", "--insecure-bind", *SMALL]) == 2
+    assert "--service" in capsys.readouterr().err
+
+
+def test_a_coordinator_listens_on_a_private_unix_socket(tmp_path):
+    address = f"unix:{tmp_path}/c.sock"
+    with serving(tmp_path, "--coordinator", "--listen", address) as (_, announced):
+        assert announced == address
+        assert (tmp_path / "c.sock").stat().st_mode & 0o777 == 0o600
+        assert ask("status", address).returncode == 0
+
+
+def test_watching_ends_with_ctrl_c(tmp_path):
+    with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (_, address):
+        watching = subprocess.Popen(
+            [*PROGRAM, "status", address, "--watch"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"FORCE_COLOR": "1"},
+        )
+        assert watching.stdout is not None
+        assert "coordinator" in watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        _, told = watching.communicate()
+        assert watching.returncode == 130
+        assert "Traceback" not in told
+
+
+def test_a_taken_port_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert run(["serve", "--coordinator", "--listen", address]) == 2
+    assert address in capsys.readouterr().err
+
+
+def test_beyond_loopback_needs_a_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
+    assert run(["serve", "--coordinator", "--listen", "0.0.0.0:0"]) == 2
+    assert "--insecure-bind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--coordinator", "--node"], "exclude each other"),
+        (["--node"], "--join"),
+        (["--join", "head:7077"], "add --node"),
+        (["--slab-bytes", "1TiB"], "delivery_bytes_per_rank"),
+        (["--listen", "nonsense"], "host:port"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(arguments, wanted, capsys):
+    assert run(["serve", *arguments]) == 2
+    assert wanted in capsys.readouterr().err
