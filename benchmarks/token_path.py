@@ -50,7 +50,7 @@ def write_shards(folder: Path, kind: str) -> None:
 
 def gather_bound() -> float:
     """GB/s of one core gathering random rows into a warm slab."""
-    source = np.zeros((BLOCK_ROWS * 64, ROW), np.int32)
+    source = np.random.default_rng(0).integers(0, 9, (BLOCK_ROWS * 64, ROW), dtype=np.int32)
     slab = np.empty((512, ROW), np.int32)
     picks = np.random.default_rng(1).integers(0, len(source), (64, len(slab)))
     began = time.perf_counter()

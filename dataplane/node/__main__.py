@@ -14,6 +14,11 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dataplane.config import NodeConfig
+    from dataplane.node.pool import WorkerPool
 
 
 def main() -> int:
@@ -39,15 +44,13 @@ def _started(stderr_fd: int | None) -> None:
     if stderr_fd is not None:
         sys.stderr.flush()
         os.dup2(stderr_fd, 2)
-        os.close(stderr_fd)
 
 
 async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
-    from dataplane.config import VERSION
-    from dataplane.coordinator.front import Coordinator, CoordinatorConfig
     from dataplane.errors import DataplaneError
-    from dataplane.node.server import run_node
+    from dataplane.node.pool import WorkerPool
     from dataplane.settings import default_node_config
+    from dataplane.trace import Trace
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -56,17 +59,43 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         config = dataclasses.replace(default_node_config(), embedded=True)
-        coordinator = Coordinator(CoordinatorConfig(version=VERSION, lease_s=config.lease_s))
-        await coordinator.start()
+        # Workers import what they need while this process does.
+        pool = WorkerPool(config.worker_count, Trace("node"), stderr_fd)
+        pool.start()
         try:
-            listener = socket.socket(fileno=descriptor)
-            await run_node(config, listener, coordinator, stop, lambda _: _started(stderr_fd))
+            await _serve(config, descriptor, pool, stop, stderr_fd)
         finally:
-            await coordinator.close()
+            pool.close()
     except DataplaneError as error:
         sys.stderr.write(f"dataplane node: {error}\n")
         return 2
     return 0
+
+
+async def _serve(
+    config: NodeConfig,
+    descriptor: int,
+    pool: WorkerPool,
+    stop: asyncio.Event,
+    stderr_fd: int | None,
+) -> None:
+    from dataplane.config import VERSION
+    from dataplane.coordinator.front import Coordinator, CoordinatorConfig
+    from dataplane.node.server import run_node
+
+    coordinator = Coordinator(CoordinatorConfig(version=VERSION, lease_s=config.lease_s))
+    await coordinator.start()
+    try:
+        await run_node(
+            config,
+            socket.socket(fileno=descriptor),
+            coordinator,
+            stop,
+            ready=lambda _: _started(stderr_fd),
+            pool=pool,
+        )
+    finally:
+        await coordinator.close()
 
 
 if __name__ == "__main__":

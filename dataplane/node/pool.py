@@ -65,7 +65,8 @@ class _Worker:
 class WorkerPool:
     """`worker_count` processes and one queue, most urgent first."""
 
-    def __init__(self, worker_count: int, trace: Trace) -> None:
+    def __init__(self, worker_count: int, trace: Trace, stderr_fd: int | None = None) -> None:
+        self._stderr_fd = stderr_fd
         self._worker_count = worker_count
         self._trace = trace
         self._workers: list[_Worker] = []
@@ -76,7 +77,9 @@ class WorkerPool:
         self._closed = False
 
     def start(self) -> None:
-        """Start the processes; does not wait for them."""
+        """Start the processes; does not wait for them. May be called twice."""
+        if self._loop is not None:
+            return
         self._loop = asyncio.get_running_loop()
         for _ in range(self._worker_count):
             self._spawn()
@@ -131,7 +134,11 @@ class WorkerPool:
         ours.setblocking(False)
         command = [sys.executable, "-m", "dataplane.node", "--worker-fd", str(theirs.fileno())]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), close_fds=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=self._stderr_fd,
+            pass_fds=(theirs.fileno(),),
+            close_fds=True,
         )
         theirs.close()
         worker = _Worker(process, ours)

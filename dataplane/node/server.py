@@ -221,7 +221,11 @@ class NodeServer:
     """All of a node. Use: `await run(stop)`."""
 
     def __init__(
-        self, config: NodeConfig, listener: socket.socket, coordination: Coordination
+        self,
+        config: NodeConfig,
+        listener: socket.socket,
+        coordination: Coordination,
+        pool: WorkerPool | None = None,
     ) -> None:
         self.config = config
         self.trace = Trace("node")
@@ -235,7 +239,7 @@ class NodeServer:
         self._had_session = False
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
         self._fetcher = Fetcher(config.fetch_count, connect)
-        self._pool = WorkerPool(config.worker_count, self.trace)
+        self._pool = pool or WorkerPool(config.worker_count, self.trace)
         self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
         self._heartbeat = Heartbeat(config, coordination, self.jobs, self.node_id, self.trace)
@@ -325,15 +329,17 @@ async def run_node(
     coordination: Coordination,
     stop: asyncio.Event,
     ready: Callable[[NodeServer], None] | None = None,
+    pool: WorkerPool | None = None,
 ) -> None:
     """Be a node on this listening socket, which belongs to the node from now on.
 
-    `stop` drains: no new job is opened, and the node ends with its last trainer.
+    `stop` drains: no new job is opened, and the node ends with its last trainer. `pool` is one that
+    was started earlier, so that workers come up while this process still imports.
 
     Raises:  VersionMismatch: the coordinator is of another version.  PeerLost: it does not answer.
     BudgetTooSmall: the machine refuses the arenas.
     """
-    server = NodeServer(config, listener, coordination)
+    server = NodeServer(config, listener, coordination, pool)
     if ready is not None:
         ready(server)
     await server.run(stop)
