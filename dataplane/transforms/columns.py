@@ -9,9 +9,11 @@ become bytes; nulls become NaN, an empty list, None, or what `fill_null` says.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -26,19 +28,27 @@ class ColumnPlan:
     """How the blocks of a dataset become batch columns.
 
     `top_level` are the columns a format must decode; `specs` and `schema` describe the leaves, in
-    batch order; `schema` has one canonical Arrow field a leaf.
+    batch order; `schema` has one canonical Arrow field a leaf; `places` says where a leaf lies: its
+    top-level column, then the index of the field in each struct on the way down.
     """
 
     top_level: tuple[str, ...]
     specs: tuple[ColumnSpec, ...]
     schema: pa.Schema
+    places: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
+    """`structs` are the dotted names of the structs that it lies in: names are free to have dots,
+    so they cannot be told from the leaf's own.
+    """
+
     name: str
     top: str
     type: pa.DataType
+    path: tuple[int, ...] = ()
+    structs: tuple[str, ...] = ()
 
 
 def plan_columns(schema: pa.Schema, columns: Sequence[str], lists: ListPolicy) -> ColumnPlan:
@@ -47,7 +57,10 @@ def plan_columns(schema: pa.Schema, columns: Sequence[str], lists: ListPolicy) -
 
     Raises:  ConfigError: a column that is not there, or is named twice; names what there is.
     """
-    leaves = [leaf for field in schema for leaf in _leaves(field.name, field.name, field.type)]
+    _refuse_twins(schema.names)
+    leaves = [
+        leaf for field in schema for leaf in _leaves(_Leaf(field.name, field.name, field.type))
+    ]
     _refuse_twins([leaf.name for leaf in leaves])
     chosen = leaves if not columns else [leaf for name in columns for leaf in _named(name, leaves)]
     _refuse_twins([leaf.name for leaf in chosen])
@@ -55,19 +68,32 @@ def plan_columns(schema: pa.Schema, columns: Sequence[str], lists: ListPolicy) -
         top_level=tuple(dict.fromkeys(leaf.top for leaf in chosen)),
         specs=tuple(_spec(leaf.name, leaf.type, lists) for leaf in chosen),
         schema=pa.schema([(leaf.name, canonical_type(leaf.type)) for leaf in chosen]),
+        places=tuple((leaf.top, leaf.path) for leaf in chosen),
     )
 
 
-def _leaves(name: str, top: str, kind: pa.DataType) -> list[_Leaf]:
-    storage = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-    if pa.types.is_struct(storage) and storage.num_fields:
-        fields = [storage.field(i) for i in range(storage.num_fields)]
-        return [leaf for f in fields for leaf in _leaves(f"{name}.{f.name}", top, f.type)]
-    return [_Leaf(name, top, kind)]
+def _leaves(at: _Leaf) -> list[_Leaf]:
+    """What there is at this place: the leaves of a struct, or the leaf itself."""
+    storage = at.type.storage_type if isinstance(at.type, pa.BaseExtensionType) else at.type
+    if not pa.types.is_struct(storage) or not storage.num_fields:
+        return [at]
+    return [
+        leaf
+        for i in range(storage.num_fields)
+        for leaf in _leaves(
+            _Leaf(
+                f"{at.name}.{storage.field(i).name}",
+                at.top,
+                storage.field(i).type,
+                (*at.path, i),
+                (*at.structs, at.name),
+            )
+        )
+    ]
 
 
 def _named(name: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
-    found = [leaf for leaf in leaves if leaf.name == name or leaf.name.startswith(f"{name}.")]
+    found = [leaf for leaf in leaves if leaf.name == name or name in leaf.structs]
     if not found:
         names = ", ".join(leaf.name for leaf in leaves)
         raise ConfigError(f"there is no column {name!r}; the dataset has: {names}", field=name)
@@ -75,7 +101,7 @@ def _named(name: str, leaves: Sequence[_Leaf]) -> list[_Leaf]:
 
 
 def _refuse_twins(names: Sequence[str]) -> None:
-    twins = sorted({name for name in names if names.count(name) > 1}) if len(names) < 5000 else []
+    twins = sorted(name for name, count in Counter(names).items() if count > 1)
     if twins:
         raise ConfigError(f"column {twins[0]!r} occurs twice; name each one once", field=twins[0])
 
@@ -112,7 +138,8 @@ def _fixed(kind: pa.DataType) -> tuple[str, tuple[int, ...]] | None:
         order = kind.permutation
         if order is not None and list(order) != sorted(order):
             return None
-        return _dtype(kind.value_type), tuple(kind.shape)
+        dtype = _dtype(kind.value_type)
+        return (dtype, tuple(kind.shape)) if dtype else None
     kind = _plain(kind)
     if pa.types.is_fixed_size_list(kind):
         inner = _fixed(kind.value_type)
@@ -179,30 +206,31 @@ def canonical(
     Raises:  CorruptShard: nulls in a column of integers or bools without a fill value.
     """
     arrays = []
-    for spec, field in zip(plan.specs, plan.schema, strict=True):
-        array = _plain_array(_leaf_array(batch, spec.name))
+    for spec, field, (top, path) in zip(plan.specs, plan.schema, plan.places, strict=True):
+        array = _plain_array(_leaf_array(batch.column(top), path))
         if spec.kind is Kind.OBJECT:
             arrays.append(array)
             continue
+        fill = fill_null.get(spec.name)
+        if spec.kind is Kind.FIXED and spec.shape:
+            arrays.append(_fixed_lists(array, spec, field.type, fill, url))
+            continue
         array = _typed(array, spec, field.type)
-        array = _without_nulls(array, spec, fill_null.get(spec.name), url)
-        arrays.append(array)
+        arrays.append(_without_nulls(array, spec, fill, url))
     return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
 
 
-def _leaf_array(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """The leaf of a dotted name; a null struct has null leaves."""
-    if name in batch.schema.names:
-        return batch.column(name)
-    top = next(n for n in batch.schema.names if name.startswith(f"{n}."))
-    array = batch.column(top)
-    rest = name[len(top) + 1 :]
-    while rest:
+def _leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
+    """The leaf at a place below a top-level column; a null struct has null leaves."""
+    for i in path:
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
-        names = [array.type.field(i).name for i in range(array.type.num_fields)]
-        step = next(n for n in names if rest == n or rest.startswith(f"{n}."))
-        child = array.flatten()[names.index(step)]
-        array, rest = child, rest[len(step) + 1 :]
+        if pa.types.is_run_end_encoded(array.type.field(i).type):
+            # Arrow forgets that the struct is null when it flattens a run-end encoded field.
+            child = pc.run_end_decode(array.field(i))
+            whole = pa.StructArray.from_arrays([child], ["leaf"], mask=_mask(array))
+            array = whole.flatten()[0]
+        else:
+            array = array.flatten()[i]
     return array
 
 
@@ -219,11 +247,7 @@ def _plain_array(array: pa.Array) -> pa.Array:
 def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
     if array.type == target:
         return array
-    if spec.kind is Kind.FIXED and spec.shape:
-        return _flat_fixed(array, spec, target)
     if spec.kind in {Kind.PADDED, Kind.RAGGED}:
-        if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
-            array = array.cast(pa.large_list(array.type.value_type))
         return _retyped_list(array, target)
     if spec.kind in {Kind.STRING, Kind.BYTES}:
         if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
@@ -242,57 +266,69 @@ def _number(array: pa.Array, target: pa.DataType) -> pa.Array:
     return array.view(target)
 
 
-def _flat_fixed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
-    """Nested fixed-size lists as one fixed-size list of numbers."""
-    mask = array.is_null() if array.null_count else None
-    values = array
+def _fixed_lists(
+    array: pa.Array, spec: ColumnSpec, target: pa.DataType, fill: float | None, url: str
+) -> pa.Array:
+    """Nested fixed-size lists as one fixed-size list of numbers.
+
+    A null list, on any level, is a list of nulls: what lies below it is undefined.
+    """
+    values, valid = array, None
     while pa.types.is_fixed_size_list(values.type):
         width = values.type.list_size
-        values = _plain_array(values.values.slice(values.offset * width, len(values) * width))
+        inner = values.values.slice(values.offset * width, len(values) * width)
+        if values.null_count:
+            here = values.is_valid().to_numpy(zero_copy_only=False)
+            valid = here if valid is None else here & valid
+        valid = None if valid is None else valid.repeat(width)
+        values = _plain_array(inner)
+    if array.type == target and valid is None and not values.null_count:
+        return array
+    if not math.prod(spec.shape):
+        return pa.array([[]] * len(array), target)
+    values = _number(values, target.value_type)
+    if valid is not None:
+        values = pc.if_else(pa.array(valid), values, pa.scalar(None, values.type))
     return pa.FixedSizeListArray.from_arrays(
-        _number(values, target.value_type), math.prod(spec.shape), mask=mask
+        _filled(values, spec, fill, url), math.prod(spec.shape)
     )
 
 
 def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
+        # Arrow's own cast gives broken offsets where a list is null, or out of order.
+        values = _number(array.flatten(), target.value_type)
+        return pa.LargeListArray.from_arrays(_ends(array), values, mask=_mask(array))
     if pa.types.is_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
     if array.type == target:
         return array
-    mask = array.is_null() if array.null_count else None
+    mask = _mask(array)
     if mask is not None and array.offset:
         array = pa.concat_arrays([array])
     values = _number(array.values, target.value_type)
     return pa.LargeListArray.from_arrays(array.offsets, values, mask=mask)
 
 
+def _mask(array: pa.Array) -> pa.Array | None:
+    return array.is_null() if array.null_count else None
+
+
+def _ends(array: pa.Array) -> pa.Array:
+    """The offsets of an array's lists within its flattened values; a null list is empty."""
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+    return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), pa.int64())
+
+
 def _without_nulls(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> pa.Array:
     if spec.kind in {Kind.STRING, Kind.BYTES}:
         return array
-    if spec.kind is Kind.FIXED and not spec.shape:
-        return _filled(array, spec, fill, url)
     if spec.kind is Kind.FIXED:
-        return _filled_fixed_list(array, spec, fill, url)
-    if array.null_count:
-        array = pc.coalesce(array, pa.scalar([], type=array.type))
-    values = array.values
-    if values.null_count == 0:
+        return _filled(array, spec, fill, url)
+    if array.null_count == 0 and array.values.null_count == 0:
         return array
-    flat = array.flatten()
-    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
-    offsets = pa.array([0, *lengths.cumsum().tolist()], pa.int64())
-    return pa.LargeListArray.from_arrays(offsets, _filled(flat, spec, fill, url))
-
-
-def _filled_fixed_list(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> pa.Array:
-    width = array.type.list_size
-    values = array.values.slice(array.offset * width, len(array) * width)
-    if array.null_count == 0 and values.null_count == 0:
-        return array
-    if array.null_count:
-        present = array.is_valid().to_numpy(zero_copy_only=False).repeat(width)
-        values = pc.if_else(pa.array(present), values, pa.scalar(None, values.type))
-    return pa.FixedSizeListArray.from_arrays(_filled(values, spec, fill, url), width)
+    flat = _filled(array.flatten(), spec, fill, url)
+    return pa.LargeListArray.from_arrays(_ends(array), flat)
 
 
 def _filled(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> pa.Array:

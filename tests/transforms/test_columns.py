@@ -1,0 +1,196 @@
+"""Any Arrow column becomes what the rules of columns.py say, or is refused."""
+
+from __future__ import annotations
+
+import arrow_columns
+import pyarrow as pa
+import pytest
+from arrow_columns import Leaf, canonical_values, comparable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import Kind, ListPolicy
+from dataplane.transforms.columns import canonical, plan_columns
+
+URL = "file:///shard.parquet"
+LISTS = st.sampled_from(ListPolicy)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 4).flatmap(lambda rows: arrow_columns.batches(rows)),
+    LISTS,
+    st.sampled_from([None, 7.0]),
+)
+def test_every_leaf_has_the_values_of_its_source(
+    drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy, fill: float | None
+) -> None:
+    batch, leaves = drawn
+    plan = plan_columns(batch.schema, [], lists)
+    variable = Kind.PADDED if lists is ListPolicy.PADDED else Kind.RAGGED
+    assert [(s.name, s.kind, s.dtype, s.shape) for s in plan.specs] == [
+        (l.name, variable if l.kind is Kind.PADDED else l.kind, l.dtype, l.shape) for l in leaves
+    ]
+    expected = [canonical_values(leaf, fill) for leaf in leaves]
+    fills = {} if fill is None else {leaf.name: fill for leaf in leaves}
+    if any(values is None for values in expected):
+        first = leaves[expected.index(None)]
+        with pytest.raises(CorruptShard, match=r"fill_null") as caught:
+            canonical(batch, plan, fills, URL)
+        assert caught.value.nouns["field"] == first.name
+        assert caught.value.nouns["shard"] == URL
+        return
+    result = canonical(batch, plan, fills, URL)
+    result.validate(full=True)
+    assert result.schema == plan.schema
+    assert [comparable(c.to_pylist()) for c in result.columns] == [comparable(v) for v in expected]
+
+
+@given(st.integers(1, 4).flatmap(lambda rows: arrow_columns.batches(rows)), st.data())
+def test_chosen_leaves_come_alone_and_in_the_order_chosen(
+    drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], data: st.DataObject
+) -> None:
+    batch, leaves = drawn
+    names = data.draw(st.permutations([leaf.name for leaf in leaves]))
+    chosen = names[: data.draw(st.integers(1, len(names)))]
+    plan = plan_columns(batch.schema, chosen, ListPolicy.PADDED)
+    assert [spec.name for spec in plan.specs] == chosen
+    assert set(plan.top_level) == {name.partition(".")[0] for name in chosen}
+    by_name = {leaf.name: leaf for leaf in leaves}
+    # A format decodes just these columns, in this order.
+    decoded = batch.select(list(plan.top_level))
+    fills = dict.fromkeys(chosen, 1.0)
+    result = canonical(decoded, plan, fills, URL)
+    for name, column in zip(chosen, result.columns, strict=True):
+        assert comparable(column.to_pylist()) == comparable(canonical_values(by_name[name], 1.0))
+
+
+def test_a_column_that_is_canonical_already_is_not_copied() -> None:
+    batch = pa.record_batch(
+        {
+            "x": pa.array([1, 2, 3], pa.int32()),
+            "y": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int8(), 2)),
+            "z": pa.array([[1], [], [2]], pa.large_list(pa.int64())),
+        }
+    )
+    plan = plan_columns(batch.schema, [], ListPolicy.RAGGED)
+    result = canonical(batch, plan, {}, URL)
+    for before, after in zip(batch.columns, result.columns, strict=True):
+        assert [b and b.address for b in before.buffers()] == [
+            b and b.address for b in after.buffers()
+        ]
+
+
+def test_a_structs_name_means_all_of_its_leaves() -> None:
+    inner = pa.struct([("u", pa.int8()), ("v", pa.struct([("w", pa.string())]))])
+    schema = pa.schema([("a", inner), ("b", pa.int8()), ("ab", pa.int8())])
+    for name, leaves in {
+        "a": ["a.u", "a.v.w"],
+        "a.v": ["a.v.w"],
+        "a.v.w": ["a.v.w"],
+        "b": ["b"],
+    }.items():
+        assert [s.name for s in plan_columns(schema, [name], ListPolicy.PADDED).specs] == leaves
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["c"], "no column 'c'; the dataset has: a.u, b"),
+        (["a.x"], "no column 'a.x'"),
+        (["b."], "no column 'b.'"),
+        (["b", "b"], "'b' occurs twice"),
+        (["a", "a.u"], "'a.u' occurs twice"),
+    ],
+)
+def test_a_column_that_is_missing_or_named_twice_is_refused(
+    columns: list[str], message: str
+) -> None:
+    schema = pa.schema([("a", pa.struct([("u", pa.int8())])), ("b", pa.int8())])
+    with pytest.raises(ConfigError, match=message):
+        plan_columns(schema, columns, ListPolicy.PADDED)
+
+
+def test_a_name_with_a_dot_that_means_two_columns_is_refused() -> None:
+    schema = pa.schema([("a", pa.struct([("b", pa.int8())])), ("a.b", pa.int16())])
+    for columns in ([], ["a.b"], ["a"]):
+        with pytest.raises(ConfigError, match=r"'a\.b' occurs twice"):
+            plan_columns(schema, columns, ListPolicy.PADDED)
+
+
+def test_two_columns_of_one_name_are_refused_however_many_columns_there_are() -> None:
+    names = [f"c{i}" for i in range(6000)]
+    schema = pa.schema([(name, pa.int8()) for name in [*names, "c17"]])
+    with pytest.raises(ConfigError, match="'c17' occurs twice"):
+        plan_columns(schema, [], ListPolicy.PADDED)
+    twice = pa.schema([("a", pa.struct([("b", pa.int8())])), ("a", pa.struct([("c", pa.int8())]))])
+    with pytest.raises(ConfigError, match="'a' occurs twice"):
+        plan_columns(twice, [], ListPolicy.PADDED)
+
+
+def test_names_with_dots_are_read_from_where_they_lie() -> None:
+    batch = pa.record_batch(
+        {
+            "a": pa.array([{"b.c": 1, "b": {"y": 2}, "": 3}]),
+            "a.b": pa.array([{"d": 4}]),
+            "a.x": pa.array([5]),
+        }
+    )
+    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    result = canonical(batch, plan, {}, URL)
+    assert dict(zip(result.schema.names, (c[0].as_py() for c in result.columns), strict=True)) == {
+        "a.b.c": 1,
+        "a.b.y": 2,
+        "a.": 3,
+        "a.b.d": 4,
+        "a.x": 5,
+    }
+    of_a = plan_columns(batch.schema, ["a"], ListPolicy.PADDED)
+    assert [spec.name for spec in of_a.specs] == ["a.b.c", "a.b.y", "a."]
+    with pytest.raises(ConfigError, match="no column 'x'"):
+        plan_columns(pa.schema([("x.y", pa.int8())]), ["x"], ListPolicy.PADDED)
+
+
+def test_a_tensor_whose_dimensions_are_permuted_is_not_taken_for_another_tensor() -> None:
+    kind = pa.fixed_shape_tensor(pa.int8(), [2, 3], permutation=[1, 0])
+    array = pa.ExtensionArray.from_storage(
+        kind, pa.array([[1, 2, 3, 4, 5, 6], None], pa.list_(pa.int8(), 6))
+    )
+    batch = pa.record_batch({"t": array})
+    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    assert [(spec.kind, spec.shape) for spec in plan.specs] == [(Kind.OBJECT, ())]
+    result = canonical(batch, plan, {}, URL)
+    assert result.column(0).to_pylist() == [[1, 2, 3, 4, 5, 6], None]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.fixed_shape_tensor(pa.decimal128(5, 2), [2]),
+        pa.fixed_shape_tensor(pa.string(), [2]),
+        pa.list_(pa.decimal128(5, 2), 2),
+    ],
+    ids=str,
+)
+def test_fixed_lists_of_what_is_no_number_are_objects(kind: pa.DataType) -> None:
+    (spec,) = plan_columns(pa.schema([("t", kind)]), [], ListPolicy.PADDED).specs
+    assert (spec.kind, spec.dtype) == (Kind.OBJECT, "")
+
+
+def test_fixed_lists_of_no_values_have_rows_all_the_same() -> None:
+    batch = pa.record_batch({"e": pa.array([[], None, []], pa.list_(pa.int16(), 0))})
+    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    assert plan.specs[0].shape == (0,)
+    assert canonical(batch, plan, {}, URL).num_rows == 3
+
+
+def test_a_null_run_in_a_null_struct_is_no_value() -> None:
+    runs = pa.RunEndEncodedArray.from_arrays(
+        pa.array([2, 3], pa.int32()), pa.array([1.0, 2.0], pa.float64())
+    )
+    struct = pa.StructArray.from_arrays([runs], ["r"], mask=pa.array([False, True, False]))
+    batch = pa.record_batch({"s": struct})
+    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    found = canonical(batch, plan, {}, URL).column(0).to_pylist()
+    assert comparable(found) == ["1.0", "nan", "2.0"]
