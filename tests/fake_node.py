@@ -27,7 +27,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
-from dataplane.model import ColumnSpec, Kind, Region
+from dataplane.model import ColumnSpec, Kind, Region, Topology
 from dataplane.plan.slices import Slice
 from dataplane.rpc import local
 from dataplane.rpc.messages import (
@@ -35,6 +35,7 @@ from dataplane.rpc.messages import (
     CloseJob,
     CloseStream,
     Column,
+    DatasetSource,
     EndOfStream,
     FromNode,
     Hello,
@@ -49,6 +50,7 @@ from dataplane.rpc.messages import (
     Welcome,
 )
 
+COMMAND = (sys.executable, os.path.abspath(__file__))  # noqa: PTH100
 POISON = 0xEE
 SPECS = (
     ColumnSpec("x", Kind.FIXED, "int32", (4,)),
@@ -199,8 +201,9 @@ class FakeNode:
             local.send(peer.sock, FromNode(request_id, body), fds)
 
     def _answer(self, peer: _Peer, request_id: int, body: Any) -> None:
+        node_id = f"fake-{os.getpid()}"
         if isinstance(body, Hello):
-            self._send(peer, request_id, Welcome(self.script.version, PROTOCOL_VERSION, "fake"))
+            self._send(peer, request_id, Welcome(self.script.version, PROTOCOL_VERSION, node_id))
         elif isinstance(body, OpenJob):
             self._open_job(peer, request_id, body)
         elif isinstance(body, OpenStream):
@@ -328,6 +331,12 @@ def write(memory: Any, batches: list[list[int]], epoch: int) -> tuple[Column, ..
                 lengths.append(put(both))
         columns.append(Column(tuple(values), tuple(lengths), tuple(width)))
     return tuple(columns)
+
+
+def open_job(**given: Any) -> OpenJob:
+    """What a session asks for."""
+    fields: dict[str, Any] = {"global_batch": 4, "topology": Topology()} | given
+    return OpenJob("job", "launch", "", DatasetSource(("s3://bucket/shards",)), **fields)
 
 
 @contextlib.contextmanager

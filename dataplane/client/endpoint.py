@@ -71,7 +71,11 @@ class Embedded:
         try:
             # Before the exec: the kernel then ends this call when the child ends, however it does.
             sock = local.connect(self.name, _left(deadline))
-            node = start_node(listener, self.command)
+            try:
+                node = start_node(listener, self.command)
+            except BaseException:
+                sock.close()
+                raise
         finally:
             listener.close()
         try:
@@ -133,18 +137,18 @@ def find_endpoint(service: str | None, run: str) -> Endpoint:
 def _welcomed(sock: socket.socket, deadline: float, name: str) -> tuple[Wire, str]:
     wire = Wire(sock)
     try:
-        pid, uid, _ = local.peer_credentials(sock)
+        _, uid, _ = local.peer_credentials(sock)
         if uid != os.getuid():
             raise ConfigError(
-                f"the process {pid} that listens at @{name} belongs to user {uid}, not to user "
-                f"{os.getuid()}: it is none of our nodes"
+                f"what listens at @{name} belongs to user {uid}, not to user {os.getuid()}: it is "
+                "none of our nodes"
             )
         answer, _ = wire.call(Hello(VERSION, PROTOCOL_VERSION, os.getpid()), deadline)
         if not isinstance(answer, Welcome):
-            raise ConfigError(f"the process {pid} that listens at @{name} is no node")
+            raise ConfigError(f"what listens at @{name} is no node")
         if (answer.protocol, answer.version) != (PROTOCOL_VERSION, VERSION):
             raise VersionMismatch(
-                f"the node at @{name} (pid {pid}) is dataplane {answer.version}, and this process "
+                f"the node at @{name} is dataplane {answer.version}, and this process "
                 f"has {VERSION}: install one version on this host, and restart the node",
                 expected=VERSION,
                 found=answer.version,

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import random
+import threading
 import time
 from dataclasses import dataclass
 
@@ -32,6 +34,7 @@ from dataplane.rpc.messages import (
 
 AHEAD_STREAMS_MAX = 2
 _ALIGN_BYTES = 64
+_REACH_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class SlabStream:
         """
         started = time.monotonic()
         try:
-            slab, mount = self._slab(step, started)
+            slab, mount = self._slab(step)
         finally:
             self.stall_s += time.monotonic() - started
         if slab is None:
@@ -111,28 +114,41 @@ class SlabStream:
         with contextlib.suppress(AttributeError):
             self.close()
 
-    def _slab(self, step: int, started: float) -> tuple[Slab | None, Mount]:
-        deadline: float | None = None
-        stall_s, last_error = 0.0, ""
+    def _slab(self, step: int) -> tuple[Slab | None, Mount]:
+        """The slab, from the node as it is or, after a loss, from the one that comes after it."""
+        if self._is_closed:
+            raise ClosedError("this stream was closed")
+        mount = self._session.mount()
+        stall_s = self._session.stall_timeout_s(mount.job)
+        deadline = time.monotonic() + stall_s  # opening a job has a deadline of its own
+        losses, last_error = 0, ""
         while True:
-            if self._is_closed:
-                raise ClosedError("this stream was closed")
             try:
-                mount = self._session.mount(deadline)
-                if deadline is None:
-                    stall_s = self._session.stall_timeout_s(mount.job)
-                    deadline = max(started, time.monotonic() - 1) + stall_s
                 return self._step_of(mount, step, deadline), mount
             except PeerLost as error:
-                # The first loss alone may be a node's end; with no deadline there was no beginning.
-                if deadline is None or time.monotonic() >= deadline:
-                    raise
-                last_error = str(error)
-                if self._mount is not None:
-                    self._session.lost(self._mount)
+                losses, last_error = losses + 1, str(error)
+                self._session.lost(mount)
                 self._leave()
+                mount = self._next_mount(losses, deadline, self._stall(step, stall_s, last_error))
             except TimeoutError:
                 raise self._stall(step, stall_s, last_error) from None
+
+    def _next_mount(self, losses: int, deadline: float, stall: DataStallError) -> Mount:
+        """Another connection. What cannot be reached at all is reported after a few tries; what can
+        be, and is always lost again, when the deadline has passed.
+        """
+        for attempt in range(_REACH_ATTEMPTS):
+            pause_s = random.uniform(0, min(5.0, 0.1 * 2 ** (losses + attempt - 1)))  # noqa: S311
+            if losses + attempt > 1:
+                threading.Event().wait(min(pause_s, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
+                raise stall
+            try:
+                return self._session.mount(deadline)
+            except PeerLost:
+                if attempt == _REACH_ATTEMPTS - 1:
+                    raise
+        raise stall
 
     def _step_of(self, mount: Mount, step: int, deadline: float) -> Slab | None:
         """The slab that begins with `step`, from the stream as it is or from one opened there."""
