@@ -6,6 +6,7 @@ of ours cannot agree with itself.
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 import gzip
 import io
@@ -19,6 +20,7 @@ import google_crc32c
 import pyarrow as pa
 import pyarrow.parquet as pq
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from hypothesis import strategies as st
 
 from dataplane.formats.base import Format, RawBlock, ShardIndex
 
@@ -89,6 +91,30 @@ def rows_of(batches: Iterable[pa.RecordBatch]) -> list[Row]:
 
 def read_rows(format_: Format, content: bytes, **options: Any) -> list[Row]:
     return rows_of(decoded(format_, content, **options))
+
+
+# Rows of many types, each value null at times.
+_TYPES = {
+    "number": (pa.int16(), st.integers(-(2**15), 2**15 - 1)),
+    "text": (pa.string(), st.text(max_size=5)),
+    "blob": (pa.large_binary(), st.binary(max_size=5)),
+    "day": (pa.date32(), st.dates(dt.date(1970, 1, 1), dt.date(2100, 1, 1))),
+    "flag": (pa.bool_(), st.booleans()),
+    "a.b": (pa.list_(pa.list_(pa.int64())), st.lists(st.lists(st.integers(0, 9), max_size=2), max_size=3)),
+    "struct": (
+        pa.struct([("x", pa.float64()), ("y", pa.list_(pa.string()))]),
+        st.fixed_dictionaries(
+            {"x": st.none() | st.floats(0, 1), "y": st.none() | st.lists(st.text(max_size=2), max_size=2)}
+        ),
+    ),
+    "fixed": (pa.list_(pa.uint8(), 3), st.lists(st.integers(0, 255), min_size=3, max_size=3)),
+}  # fmt: skip
+NESTED = pa.schema([(name, kind) for name, (kind, _) in _TYPES.items()])
+NESTED_ROWS = st.lists(
+    st.fixed_dictionaries({name: st.none() | values for name, (_, values) in _TYPES.items()}),
+    min_size=1,
+    max_size=20,
+)
 
 
 # --- writers ---------------------------------------------------------------------------------

@@ -38,22 +38,24 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
     Raises:  CorruptShard: damaged, truncated, followed by garbage, or a decompression bomb.
     """
     engine = None
-    fed = made = 0
+    fed = made = members = 0
     for feed in _slices(pieces):
         data: bytes | memoryview = feed
         while data or engine is not None:
             if engine is None:
                 # Members may be padded with zeros to a device's block size; nothing else follows.
-                data = bytes(data).lstrip(b"\0") if fed else data
+                data = bytes(data).lstrip(b"\0") if members else data
                 if not data:
                     break
                 engine = zlib.decompressobj(wbits=47)
+                members += 1
             try:
                 out = engine.decompress(data, PIECE_BYTES)
             except zlib.error as fault:
                 raise corrupt(url, fed, f"damaged compressed data ({fault})") from fault
             made += len(out)
-            _check_bomb(url, fed + len(feed), made)
+            left = len(engine.unused_data if engine.eof else engine.unconsumed_tail)
+            _check_bomb(url, fed + len(feed) - left, made)
             if out:
                 yield out
             if engine.eof:

@@ -11,6 +11,7 @@ Source:  https://jsonlines.org
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -38,9 +39,11 @@ from dataplane.model import Region
 GROWTH = 4
 ROW_BYTES = 64
 LINE_BYTES_MAX = 1 << 30
+DEPTH_MAX = 256
 
 _WHITESPACE = b" \t\r\n"
 _IS_SPACE = np.isin(np.arange(256), list(_WHITESPACE))
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -70,11 +73,15 @@ class JsonLines:
         source = block_source(block, compressed=holds_compressed(block))
         body, base = source.view(source.base, source.length), source.base
         explicit = pa.schema([pa.field(f.name, f.type) for f in schema])
+        _check_shape(block.url, body, base)
         try:
             table = _read(body, explicit)
             table.validate(full=True)
         except FOREIGN as fault:
             _explain(block.url, body, base, explicit, fault)
+        if table.num_rows != block.rows:
+            # Two objects on one line, perhaps.
+            _find(block.url, body, base, explicit)
         check_rows(block.url, base, block.rows, table.num_rows)
         with foreign_faults(block.url, base, "the lines cannot be joined"):
             whole = table.combine_chunks().to_batches()
@@ -142,11 +149,48 @@ def _sampled_schema(source: Source) -> pa.Schema:
     first = data.removeprefix(_BOM).lstrip(_WHITESPACE)
     if not first.startswith(b"{"):
         raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(data))
+    _check_shape(source.url, memoryview(data), 0)
     try:
         found = {f.name: _as_text(f.type) for f in _read(memoryview(data), None).schema}
     except FOREIGN as fault:
         _explain(source.url, memoryview(data), 0, None, fault)
     return inferred_schema(found, closed=True)
+
+
+def _check_shape(url: str, body: memoryview, base: int) -> None:
+    """Refuse lines that are no objects, or nested deeper than the parser's stack bears.
+
+    The parser goes on over the end of a line, and would carry its depth along; not so where each
+    line starts with { and ends with }, since a { is an error after an unfinished value.
+    """
+    codes = np.frombuffer(body, np.uint8)
+    ends = np.append(np.flatnonzero(codes == ord("\n")), len(codes))
+    starts = np.append(0, ends[:-1] + 1)
+    full = np.flatnonzero(ends > starts)
+    starts, ends = starts[full], ends[full]
+    # [ and { differ in one bit.
+    opens = np.flatnonzero((codes | 0x20) == ord("{"))
+    counts = np.searchsorted(opens, ends) - np.searchsorted(opens, starts)
+    plain = (codes[starts] == ord("{")) & (codes[ends - 1] == ord("}")) & (counts <= DEPTH_MAX)
+    for i in np.flatnonzero(~plain).tolist():
+        line = bytes(body[starts[i] : ends[i]]).removeprefix(_BOM).strip(_WHITESPACE)
+        if not line:
+            continue
+        number = int(full[i]) + 1
+        where = f"line {number}" if base == 0 else f"line {number} from byte {base} on"
+        if line[:1] != b"{" or line[-1:] != b"}":
+            _check_line(url, line, base + int(starts[i]), where)
+        elif counts[i] > DEPTH_MAX and _depth(line) > DEPTH_MAX:
+            raise corrupt(
+                url, base + int(starts[i]), f"{where} is nested deeper than {DEPTH_MAX} levels"
+            )
+
+
+def _depth(line: bytes) -> int:
+    """How deep a line is nested, its strings left out."""
+    codes = np.frombuffer(_STRING.sub(b"", line), np.uint8)
+    steps = ((codes | 0x20) == ord("{")).astype(np.int64) - ((codes | 0x20) == ord("}"))
+    return int(np.cumsum(steps).max(initial=0))
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
@@ -177,15 +221,8 @@ def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
 def _explain(
     url: str, body: memoryview, base: int, schema: pa.Schema | None, fault: Exception
 ) -> NoReturn:
-    """Find the line that the parser stumbled over, by parsing them one by one."""
-    at = 0
-    for number, line in enumerate(bytes(body).split(b"\n"), 1):
-        where = f"line {number}" if base == 0 else f"line {number} from byte {base} on"
-        text = line.removeprefix(_BOM) if at == 0 else line
-        if text.strip(_WHITESPACE):
-            _check_line(url, text, base + at, where)
-            _check_types(url, text, base + at, where, schema)
-        at += len(line) + 1
+    """Say which line the parser stumbled over."""
+    _find(url, body, base, schema)
     lines = str(fault).splitlines() or [type(fault).__name__]
     raise SchemaMismatch(
         f"{url}: byte {base}: lines of one block disagree about a field ({lines[0][:300]}); give "
@@ -195,13 +232,21 @@ def _explain(
     ) from fault
 
 
-def _not_a_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
+def _find(url: str, body: memoryview, base: int, schema: pa.Schema | None) -> None:
+    """Raise for the first line that is broken or does not fit, parsing them one by one."""
+    at = 0
+    for number, line in enumerate(bytes(body).split(b"\n"), 1):
+        where = f"line {number}" if base == 0 else f"line {number} from byte {base} on"
+        text = line.removeprefix(_BOM) if at == 0 else line
+        if text.strip(_WHITESPACE):
+            _check_line(url, text, base + at, where)
+            _check_types(url, text, base + at, where, schema)
+        at += len(line) + 1
 
 
 def _check_line(url: str, line: bytes, offset: int, where: str) -> None:
     try:
-        value: Any = json.loads(line, parse_constant=_not_a_number)
+        value: Any = json.loads(line)
     except RecursionError as fault:
         raise corrupt(url, offset, f"{where} is nested too deeply") from fault
     except ValueError as fault:

@@ -33,6 +33,7 @@ from dataplane.model import Region
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
+_DEPTH_MAX = 256
 # Bytes of a decoded value, by physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE and
 # BYTE_ARRAY. That of FIXED_LEN_BYTE_ARRAY is in the schema.
 _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 8, 4: 4, 5: 8, 6: 0}
@@ -58,12 +59,11 @@ class Parquet:
         """As `Format.index`: reads the footer and nothing else."""
         footer, raw = _footer(shard)
         with foreign_faults(shard.url, footer.offset, "the Parquet footer is damaged"):
-            metadata, _ = _metadata(raw)
-            schema = metadata.schema.to_arrow_schema()
             try:
                 blocks = tuple(_blocks(raw, shard.url, footer))
             except (TypeError, AttributeError) as fault:
                 raise ValueError("a field has another type than the format says") from fault
+            schema = _metadata(raw)[0].schema.to_arrow_schema()
         return ShardIndex(dataset_schema(schema, shard.url), blocks, footer, zero_copy=False)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -129,6 +129,7 @@ def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
     facts = Compact(raw[:-8]).struct(_FOOTER)
     if 8 in facts:
         raise corrupt(url, footer.offset, "encrypted Parquet files are not supported; decrypt it")
+    _check_depth(facts[2])
     leaves = [element for element in facts[2] if not element.get(5)]
     widths = [_WIDTHS.get(leaf.get(1, -1), leaf.get(2, 0)) for leaf in leaves]
     for group, row_group in enumerate(facts[4]):
@@ -154,6 +155,19 @@ def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
         if not chunks:
             raise ValueError(f"row group {group} has no columns")
         yield Block(rows, Region(start, end - start), decoded)
+
+
+def _check_depth(elements: list[dict[int, Any]]) -> None:
+    """The schema lists each group before its children; other readers follow it by recursion."""
+    open_groups: list[int] = []
+    for element in elements:
+        while open_groups and open_groups[-1] == 0:
+            open_groups.pop()
+        if open_groups:
+            open_groups[-1] -= 1
+        open_groups.append(element.get(5, 0))
+        if len(open_groups) > _DEPTH_MAX:
+            raise ValueError(f"columns are nested deeper than {_DEPTH_MAX} levels")
 
 
 def _pages(chunk: dict[int, Any], url: str, footer: Region) -> tuple[int, int]:

@@ -1,0 +1,154 @@
+"""Arrow IPC: dictionaries, small batches, hostile lengths, and zero copies where they are promised."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from shards import NESTED, NESTED_ROWS, MemoryShard, arrow_bytes, decoded, raw_block, read_rows
+
+from dataplane.errors import CorruptShard
+from dataplane.formats.arrow_ipc import ArrowIpc
+from dataplane.formats.flatbuf import message_head
+
+ARROW = ArrowIpc()
+TOKENS = pa.table({"ids": pa.FixedSizeListArray.from_arrays(np.arange(400_000, dtype="i4"), 100)})
+
+
+@hypothesis_settings(max_examples=40)
+@given(
+    rows=NESTED_ROWS,
+    size=st.integers(1, 20),
+    file=st.booleans(),
+    codec=st.sampled_from([None, "lz4", "zstd"]),
+)
+def test_nested_values_and_nulls_come_back(
+    rows: list[dict], size: int, file: bool, codec: str | None
+) -> None:
+    table = pa.Table.from_pylist(rows, schema=NESTED)
+    assert read_rows(ARROW, arrow_bytes(table, rows=size, file=file, codec=codec)) == rows
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_dictionaries_before_the_batches_are_the_preamble(file: bool) -> None:
+    words = pa.array(["a", "b", None, "a", "c"]).dictionary_encode()
+    table = pa.table({"word": words, "n": range(5)})
+    content = arrow_bytes(table, rows=2, file=file)
+    index = ARROW.index(MemoryShard(content))
+    assert not index.zero_copy
+    assert index.preamble.length > 0
+    assert read_rows(ARROW, content) == table.to_pylist()
+
+
+def test_dictionaries_that_change_make_one_block() -> None:
+    first = pa.record_batch({"w": pa.array(["a", "b"]).dictionary_encode()})
+    second = pa.record_batch({"w": pa.array(["c", "d", "c"]).dictionary_encode()})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, first.schema) as writer:
+        writer.write_batch(first)
+        writer.write_batch(second)
+    index = ARROW.index(MemoryShard(sink.getvalue()))
+    assert [block.rows for block in index.blocks] == [5]
+    assert index.blocks[0].place.length == len(sink.getvalue())
+    found = read_rows(ARROW, sink.getvalue())
+    assert [row["w"] for row in found] == ["a", "b", "c", "d", "c"]
+
+
+def test_small_batches_are_grouped_and_large_ones_are_not() -> None:
+    small = pa.table({"x": range(20_000)})
+    index = ARROW.index(MemoryShard(arrow_bytes(small, rows=1)))
+    assert len(index.blocks) <= 3
+    assert all(block.place.length <= 4 << 20 for block in index.blocks)
+    assert sum(block.rows for block in index.blocks) == 20_000
+    assert not index.zero_copy
+    large = ARROW.index(MemoryShard(arrow_bytes(TOKENS, rows=1000)))
+    assert len(large.blocks) == 4
+    assert large.zero_copy
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_plain_batches_are_decoded_without_a_copy(file: bool) -> None:
+    content = arrow_bytes(TOKENS, rows=1000, file=file)
+    index = ARROW.index(MemoryShard(content))
+    start = np.frombuffer(content, np.uint8).ctypes.data
+    for block in range(len(index.blocks)):
+        batch = ARROW.decode(raw_block(content, index, block, "u"), index.schema, ["ids"])
+        for buffer in batch.column("ids").flatten().buffers():
+            assert buffer is None or start <= buffer.address < start + len(content)
+
+
+def test_bodies_of_large_batches_are_not_read() -> None:
+    table = pa.table({"x": np.zeros(4_000_000)})
+    for file in (True, False):
+        shard = MemoryShard(arrow_bytes(table, rows=1_000_000, file=file))
+        ARROW.index(shard)
+        assert shard.size_bytes > 30 << 20
+        assert shard.bytes_read < 1 << 20
+
+
+def test_empty_batches_and_empty_shards() -> None:
+    table = pa.table({"x": [1, 2]})
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        for part in (table.slice(0, 0), table.slice(0, 1), table.slice(0, 0), table.slice(1)):
+            writer.write_table(part)
+            if not part.num_rows:
+                writer.write_batch(pa.record_batch({"x": pa.array([], pa.int64())}))
+    assert read_rows(ARROW, sink.getvalue()) == [{"x": 1}, {"x": 2}]
+    assert ARROW.index(MemoryShard(arrow_bytes(table.slice(0, 0)))).blocks == ()
+
+
+def test_messages_from_before_arrow_0_15_are_read() -> None:
+    content = arrow_bytes(pa.table({"x": [1, 2, 3]}), use_legacy_format=True)
+    assert not content.startswith(b"\xff\xff\xff\xff")
+    assert read_rows(ARROW, content) == [{"x": 1}, {"x": 2}, {"x": 3}]
+
+
+def test_a_stream_that_was_not_closed_is_truncated() -> None:
+    content = arrow_bytes(pa.table({"x": [1, 2, 3]}))
+    with pytest.raises(CorruptShard, match="truncated: it was not closed"):
+        ARROW.index(MemoryShard(content[:-8]))
+
+
+def test_two_streams_in_one_shard_are_refused() -> None:
+    content = arrow_bytes(pa.table({"x": [1, 2, 3]}))
+    with pytest.raises(CorruptShard, match="more data follows the end"):
+        ARROW.index(MemoryShard(content + content))
+
+
+def test_unknown_extension_types_stay_storage() -> None:
+    metadata = {"ARROW:extension:name": "someone.else", "ARROW:extension:metadata": "x"}
+    schema = pa.schema([pa.field("x", pa.int32(), metadata=metadata)])
+    [batch] = decoded(ARROW, arrow_bytes(pa.table({"x": [1]}, schema=schema)))
+    assert batch.schema.field("x").type == pa.int32()
+
+
+def test_values_that_point_out_of_bounds_are_refused() -> None:
+    content = bytearray(arrow_bytes(pa.table({"x": ["abc", "def"]})))
+    at = content.index(np.array([0, 3, 6], "<i4").tobytes())
+    content[at + 4 : at + 8] = (2**30).to_bytes(4, "little")
+    with pytest.raises(CorruptShard, match="invalid values"):
+        decoded(ARROW, bytes(content))
+
+
+@pytest.mark.parametrize("claim", [2**62, 2**40, 100 << 30])
+def test_a_compressed_buffer_may_not_claim_terabytes(claim: int) -> None:
+    table = pa.table({"x": np.arange(10_000)})
+    content = bytearray(arrow_bytes(table, codec="zstd"))
+    at = content.index((8_000).to_bytes(8, "little"))
+    content[at : at + 8] = claim.to_bytes(8, "little")
+    with pytest.raises(CorruptShard, match="claim an impossible size"):
+        decoded(ARROW, bytes(content))
+
+
+@given(st.binary(max_size=80))
+def test_metadata_from_anywhere_is_a_head_or_a_value_error(content: bytes) -> None:
+    try:
+        message_head(memoryview(content))
+    except ValueError as error:
+        assert str(error)  # noqa: PT017

@@ -1,0 +1,112 @@
+"""Parquet: nested types, odd row groups, footers that lie."""
+
+from __future__ import annotations
+
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from shards import NESTED, NESTED_ROWS, MemoryShard, decoded, parquet_bytes, raw_block, read_rows
+
+from dataplane.errors import CorruptShard, SchemaMismatch
+from dataplane.formats.parquet import Parquet
+from dataplane.formats.thrift import Compact
+
+
+@hypothesis_settings(max_examples=40)
+@given(rows=NESTED_ROWS, group=st.integers(1, 20), version=st.sampled_from(["1.0", "2.0"]))
+def test_nested_values_and_nulls_come_back(rows: list[dict], group: int, version: str) -> None:
+    table = pa.Table.from_pylist(rows, schema=NESTED)
+    content = parquet_bytes(table, row_group_size=group, data_page_version=version)
+    assert read_rows(Parquet(), content) == rows
+    backwards = NESTED.names[::-1]
+    assert read_rows(Parquet(), content, columns=backwards) == [
+        {name: row[name] for name in backwards} for row in rows
+    ]
+
+
+def test_empty_row_groups_are_left_out_and_counted_right() -> None:
+    table = pa.table({"id": [1, 2]})
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, table.schema) as writer:
+        for part in (table.slice(0, 0), table.slice(0, 1), table.slice(0, 0), table.slice(1, 1)):
+            writer.write_table(part)
+    index = Parquet().index(MemoryShard(sink.getvalue()))
+    assert [block.rows for block in index.blocks] == [1, 1]
+    assert read_rows(Parquet(), sink.getvalue()) == [{"id": 1}, {"id": 2}]
+
+
+def test_a_footer_longer_than_the_first_read_is_read_whole() -> None:
+    table = pa.table({f"column {i} {'x' * 400}": [i] for i in range(300)})
+    content = parquet_bytes(table)
+    shard = MemoryShard(content)
+    index = Parquet().index(shard)
+    assert index.preamble.length > 64 << 10
+    assert len(shard.reads) == 2
+    assert read_rows(Parquet(), content) == table.to_pylist()
+
+
+def test_what_is_read_does_not_grow_with_the_shard() -> None:
+    content = parquet_bytes(pa.table({"x": range(300_000)}), compression="none")
+    shard = MemoryShard(content)
+    Parquet().index(shard)
+    assert len(content) > 1 << 20
+    assert shard.bytes_read <= 64 << 10
+
+
+def test_list_children_may_be_named_differently_in_other_shards() -> None:
+    mine = pa.table({"x": pa.array([[1], [2, 3]], pa.list_(pa.field("item", pa.int32())))})
+    schema = pa.schema([("x", pa.list_(pa.field("element", pa.int32(), nullable=True)))])
+    [batch] = decoded(Parquet(), parquet_bytes(mine), schema=schema)
+    assert batch.schema.field("x").type.equals(schema.field("x").type)
+    assert batch.to_pylist() == mine.to_pylist()
+
+
+def test_a_missing_column_is_named() -> None:
+    schema = pa.schema([("x", pa.int64()), ("label", pa.int64())])
+    with pytest.raises(SchemaMismatch, match=r"'label'.*no such column"):
+        decoded(Parquet(), parquet_bytes(pa.table({"x": [1]})), schema=schema)
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    with pytest.raises(CorruptShard, match="two columns are named 'x'"):
+        Parquet().index(MemoryShard(parquet_bytes(table)))
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**31, 2**32 - 1])
+def test_a_lying_footer_length_is_refused(length: int) -> None:
+    content = bytearray(parquet_bytes(pa.table({"x": [1, 2, 3]})))
+    content[-8:-4] = length.to_bytes(4, "little")
+    with pytest.raises(CorruptShard, match="footer"):
+        Parquet().index(MemoryShard(bytes(content)))
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    content = parquet_bytes(pa.table({"x": ["abcdefgh"]}), compression="none", use_dictionary=False)
+    at = content.index(b"\x08\0\0\0abcdefgh") + 4
+    content = content[:at] + b"\xff" + content[at + 1 :]
+    with pytest.raises(CorruptShard, match="invalid values"):
+        decoded(Parquet(), content)
+
+
+def test_one_row_group_is_decoded_from_its_own_bytes() -> None:
+    table = pa.table({"x": list(range(5000)), "y": ["text"] * 5000})
+    content = parquet_bytes(table, row_group_size=1000)
+    index = Parquet().index(MemoryShard(content))
+    block = raw_block(content, index, 3, "u")
+    assert Parquet().decode(block, index.schema, ["y", "x"]).column("x").to_pylist() == list(
+        range(3000, 4000)
+    )
+
+
+@given(st.binary(max_size=60))
+def test_thrift_from_anywhere_is_a_value_or_a_value_error(content: bytes) -> None:
+    try:
+        Compact(content).struct({1: None, 2: {1: None}})
+    except ValueError as error:
+        assert str(error)  # noqa: PT017

@@ -1,0 +1,47 @@
+"""Which format a name stands for."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.errors import ConfigError
+from dataplane.formats import registry
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("s3://b/x.parquet", "parquet"),
+        ("s3://b/X.PARQUET", "parquet"),
+        ("https://h/x.tar?signature=a.b", "tar"),
+        ("x.tar.gz", "tar"),
+        ("x.tgz", "tar"),
+        ("x.tfrecord.gz", "tfrecord"),
+        ("x.json.gz", "jsonl"),
+        ("x.jsonl", "jsonl"),
+        ("x.arrow", "arrow"),
+        ("x.arrows", "arrow"),
+    ],
+)
+def test_a_suffix_names_a_format(url: str, name: str) -> None:
+    format_ = registry.format_of_url(url)
+    assert format_ is not None
+    assert format_.name == name
+
+
+def test_other_names_stand_for_none() -> None:
+    for url in ("README.md", "x.gz", "state.json", "parquet", "x.tar.bz2"):
+        assert registry.format_of_url(url) is None
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="parquet, arrow, tfrecord, tar, jsonl"):
+        registry.by_name("lance")
+
+
+def test_a_dataset_has_one_format() -> None:
+    with pytest.raises(ConfigError, match=r"a.parquet is parquet, b.tar is tar"):
+        registry.dataset_format(["a.parquet", "b.tar"])
+    with pytest.raises(ConfigError, match="known endings"):
+        registry.dataset_format(["a.csv"])
+    assert registry.dataset_format(["a.tgz", "b.tar"]).name == "tar"

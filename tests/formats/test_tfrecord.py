@@ -1,0 +1,172 @@
+"""TFRecord: our reading of tf.train.Example against protobuf's, and hostile records."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from shards import (
+    MemoryShard,
+    decoded,
+    example_bytes,
+    example_class,
+    masked_crc,
+    read_rows,
+    tfrecord_bytes,
+    zipped,
+)
+
+from dataplane.errors import CorruptShard, SchemaMismatch
+from dataplane.formats.example import BYTES, FLOATS, INTS, MalformedExample, features
+from dataplane.formats.tfrecord import TfRecord
+
+TF = TfRecord()
+KINDS = {"bytes_list": BYTES, "float_list": FLOATS, "int64_list": INTS}
+FEATURE = st.one_of(
+    st.tuples(st.just("bytes_list"), st.lists(st.binary(max_size=200), max_size=3)),
+    st.tuples(st.just("float_list"), st.lists(st.floats(width=32, allow_nan=False), max_size=40)),
+    st.tuples(st.just("int64_list"), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)),
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), FEATURE, max_size=4))
+def test_values_lie_where_protobuf_puts_them(example: dict) -> None:
+    content = example_bytes(example)
+    found = features(memoryview(content), 0, len(content))
+    assert {name.decode() for name in found} == set(example)
+    for name, (kind, values) in example.items():
+        feature = found[name.encode()]
+        assert feature.kind == KINDS[kind]
+        if kind == "bytes_list":
+            assert [content[a:b] for a, b in feature.spans] == values
+        if kind == "float_list":
+            joined = b"".join(content[a:b] for a, b in feature.spans)
+            assert np.frombuffer(joined, "<f4").tolist() == values
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_what_protobuf_says_or_malformed(content: bytes) -> None:
+    try:
+        found = features(memoryview(content), 0, len(content))
+    except MalformedExample:
+        return
+    try:
+        message = example_class().FromString(content)
+    except Exception:  # noqa: BLE001 - protobuf also refuses what we never look at
+        return
+    assert {name.decode() for name in found} == set(message.features.feature)
+
+
+RECORD = st.fixed_dictionaries(
+    {"i": st.tuples(st.just("int64_list"), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4))},
+    optional={
+        "f": st.tuples(st.just("float_list"), st.lists(st.floats(0, 1, width=32), max_size=3)),
+        "b": st.tuples(st.just("bytes_list"), st.lists(st.binary(max_size=9), max_size=3)),
+    },
+)
+
+
+@hypothesis_settings(max_examples=60)
+@given(st.lists(RECORD, min_size=1, max_size=20), st.booleans())
+def test_records_come_back(records: list[dict], compressed: bool) -> None:
+    content = tfrecord_bytes(example_bytes(record) for record in records)
+    found = read_rows(TF, zipped(content) if compressed else content)
+    names = {name for record in records for name in record}
+    for name in names:
+        counts = {len(record[name][1]) for record in records if name in record}
+        scalar = counts == {1}
+        for record, row in zip(records, found, strict=True):
+            values = record[name][1] if name in record else None
+            assert row[name] == (values[0] if scalar and values else values)
+
+
+def unpacked(values: list[int]) -> bytes:
+    """An int64_list without packing, as some writers make it, with an unknown field beside it."""
+    body = b"".join(b"\x08" + bytes([value]) for value in values)
+    feature = b"\x1a" + bytes([len(body)]) + body
+    entry = b"\x0a\x01i\x12" + bytes([len(feature)]) + feature
+    example = b"\x0a" + bytes([len(entry)]) + entry
+    return b"\x0a" + bytes([len(example)]) + example + b"\x78\x05"
+
+
+def test_unpacked_numbers_and_unknown_fields_are_read() -> None:
+    content = tfrecord_bytes([unpacked([1, 2, 3]), example_bytes({"i": ("int64_list", [300])})])
+    assert read_rows(TF, content) == [{"i": [1, 2, 3]}, {"i": [300]}]
+
+
+def scalar(value: int, count: int = 1) -> bytes:
+    return example_bytes({"label": ("int64_list", [value] * count)})
+
+
+def test_two_values_in_a_scalar_column_name_the_record() -> None:
+    content = tfrecord_bytes([*map(scalar, range(1500)), scalar(7, 2)])
+    with pytest.raises(SchemaMismatch, match=r"has 2 values of 'label', which is a scalar") as e:
+        decoded(TF, content, url="s3://b/x.tfrecord")
+    assert e.value.field == "label"
+    assert content[e.value.offset : e.value.offset + 8] == struct.pack("<Q", len(scalar(7, 2)))
+
+
+def test_another_kind_names_the_record() -> None:
+    other = example_bytes({"label": ("bytes_list", [b"dog"])})
+    with pytest.raises(SchemaMismatch, match="as bytes_list, records before it as int64_list"):
+        decoded(TF, tfrecord_bytes([*map(scalar, range(1500)), other]))
+    with pytest.raises(SchemaMismatch, match="as bytes_list, records before it as int64_list"):
+        TF.index(MemoryShard(tfrecord_bytes([scalar(1), other])))
+
+
+def test_blocks_are_about_four_mebibytes() -> None:
+    payload = example_bytes({"image": ("bytes_list", [bytes(1_000_000)])})
+    content = tfrecord_bytes([payload] * 10)
+    index = TF.index(MemoryShard(content))
+    assert [block.rows for block in index.blocks] == [4, 4, 2]
+    assert [len(row["image"]) for row in read_rows(TF, content)] == [1_000_000] * 10
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_first_record_larger_than_a_block_is_sampled(compressed: bool) -> None:
+    payload = example_bytes({"image": ("bytes_list", [bytes(6_000_000)])})
+    content = tfrecord_bytes([payload, payload])
+    rows = read_rows(TF, zipped(content) if compressed else content)
+    assert [len(row["image"]) for row in rows] == [6_000_000] * 2
+
+
+def test_payloads_of_large_records_are_not_read_by_indexing() -> None:
+    payload = example_bytes({"image": ("bytes_list", [bytes(3_000_000)])})
+    shard = MemoryShard(tfrecord_bytes([payload] * 10))
+    TF.index(shard)
+    assert shard.bytes_read < shard.size_bytes / 2
+
+
+def test_compression_is_told_by_content_not_by_name() -> None:
+    content = tfrecord_bytes(map(scalar, range(10)))
+    rows = [{"label": i} for i in range(10)]
+    assert read_rows(TF, zlib.compress(content)) == rows
+    assert read_rows(TF, zipped(content), url="s3://b/x.tfrecord") == rows
+
+
+def test_a_record_whose_length_looks_like_gzip_is_a_record() -> None:
+    length = 0x00088B1F
+    overhead = len(example_bytes({"x": ("bytes_list", [bytes(length - 40)])})) - (length - 40)
+    payload = example_bytes({"x": ("bytes_list", [bytes(length - overhead)])})
+    content = tfrecord_bytes([payload])
+    assert content.startswith(b"\x1f\x8b\x08")
+    assert len(read_rows(TF, content)[0]["x"]) == length - overhead
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 2**31])
+def test_a_hostile_length_with_a_right_checksum_is_refused(length: int) -> None:
+    header = struct.pack("<Q", length)
+    content = header + struct.pack("<I", masked_crc(header)) + bytes(100)
+    for shard in (content, zipped(content)):
+        with pytest.raises(CorruptShard, match="record 0 is longer than 1 GiB"):
+            TF.index(MemoryShard(shard))
+
+
+def test_a_payload_that_is_no_example_is_refused() -> None:
+    with pytest.raises(CorruptShard, match=r"not a tf\.train\.Example"):
+        TF.index(MemoryShard(tfrecord_bytes([b"\xff\xff\xff"])))
