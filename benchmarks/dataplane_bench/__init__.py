@@ -1,0 +1,1 @@
+"""What runs Dataplane to show or to measure it."""

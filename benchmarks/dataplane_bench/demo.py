@@ -1,0 +1,231 @@
+"""The demo: shards in S3 -> a daemon -> two DDP ranks -> SIGKILL in mid-epoch -> exact resume.
+
+    python -m dataplane_bench.demo [--quick] [--json] [--keep]
+
+Exit status 0 says that the proof holds, 1 that it does not, 2 that something failed on the way.
+Whatever happens, Ctrl-C included, no process and no file of it remains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dataplane.errors import DataplaneError
+from dataplane.settings import CONFIG_VARIABLE, SETTINGS
+from dataplane_bench import demo_proof
+from dataplane_bench.demo_launch import Watch, rates
+from dataplane_bench.demo_proof import Check
+from dataplane_bench.demo_report import Report
+from dataplane_bench.demo_stages import EPOCH, SEED, Length, Stages
+from dataplane_bench.processes import ProcessEnded
+
+STEPS, QUICK_STEPS, STEPS_MIN = 160, 24, 16
+EXIT_FAILED = 2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def demonstrate(stages: Stages, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """All stages; what they found, as plain values."""
+    report, length = stages.report, stages.length
+    server = stages.storage(stack)
+    text = stages.shards(server)
+    manifest = stages.index(server)
+    service = stages.serve(server, stack)
+    run = stages.run_of(service)
+    ports = {server.port: "S3", int(service.address.rpartition(":")[2]): "the coordinator"}
+    watch = Watch(ports)
+    first = stages.train_and_kill(run, service, watch)
+    second = stages.resume(run, watch)
+
+    import torch
+
+    passed = stages.uninterrupted(run)
+    drained = stages.drain(service)
+    saved = torch.load(run.checkpoint, weights_only=True)
+    kept = saved["kept"].numpy()
+    before, after = (demo_proof.steps_of(launch.steps) for launch in (first, second))
+    resumed_from = min(after) - 1
+    planned = demo_proof.planned_ids(manifest, SEED, EPOCH)
+    checks = [
+        demo_proof.complete(kept[:, 0], manifest.sample_count),
+        demo_proof.as_planned(kept[:, 0], planned),
+        demo_proof.as_uninterrupted(kept, passed),
+        demo_proof.right_content(kept, text.sums()),
+        demo_proof.made_again(before, after, resumed_from),
+        demo_proof.kept_apart(watch.looks, watch.offences),
+    ]
+    samples_per_s, bytes_per_s, waited = rates(second.steps[0][1:], run, length.resume_ranks)
+    losses = {
+        "first": before[min(before)][1],
+        "at_checkpoint": before[resumed_from][1],
+        "at_kill": before[max(before)][1],
+        "after_resume": after[min(after)][1],
+        "last": after[max(after)][1],
+    }
+    _show(report, checks, losses, (min(before), resumed_from, max(before), max(after)))
+    return {
+        "holds": all(check.holds for check in checks),
+        "checks": {check.name: {"holds": check.holds, "found": check.found} for check in checks},
+        "samples": manifest.sample_count,
+        "steps": max(after),
+        "killed_after_step": max(before),
+        "resumed_from_step": resumed_from,
+        "loader_state": saved["loader"],
+        "losses": losses,
+        "rates": {
+            "samples_per_s": round(samples_per_s, 1),
+            "bytes_per_s": round(bytes_per_s, 1),
+            "waiting_share": round(waited, 4),
+            "first_batch_s": round(first.steps[0][0].wait_s, 3),
+        },
+        "service_exit_status": drained,
+    }
+
+
+def _show(
+    report: Report, checks: Sequence[Check], losses: dict[str, float], at: tuple[int, ...]
+) -> None:
+    began, resumed_from, killed, ended = at
+    report.section("Proof")
+    report.note("What the last checkpoint covers, over both launches, against three witnesses.\n")
+    report.proof(checks)
+    report.figures(
+        {
+            f"loss at step {began}": f"{losses['first']:.3f}",
+            f"at the checkpoint, step {resumed_from}": f"{losses['at_checkpoint']:.3f}",
+            f"when killed, step {killed}": f"{losses['at_kill']:.3f}",
+            f"resumed, step {resumed_from + 1}": f"{losses['after_resume']:.3f}",
+            f"at the end, step {ended}": f"{losses['last']:.3f}",
+        }
+    )
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """For what the demo starts: nobody's settings, credentials or folders but its own."""
+    ours = {setting.variable for setting in SETTINGS} | {CONFIG_VARIABLE}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith("AWS_")
+    }
+    folders = {
+        variable: str(folder / name)
+        for variable, name in (
+            ("XDG_CACHE_HOME", "cache"),
+            ("XDG_CONFIG_HOME", "config"),
+            ("XDG_STATE_HOME", "state"),
+        )
+    }
+    return kept | folders | {"TMPDIR": str(folder)}
+
+
+def _stand_alone() -> None:
+    """Forget what this process inherited that could lead elsewhere: all is on loopback here."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """The first signal raises Interrupted; later ones must not disturb the clearing up."""
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    for number in _SIGNALS:
+        signal.signal(number, on_signal)
+    yield
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _folder(report: Report, *, keep: bool) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="dataplane-demo-"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            report.note(f"kept: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make demo", description="Shards in S3, two DDP ranks, SIGKILL, and an exact resume."
+    )
+    parser.add_argument("--steps", type=int, help=f"of the epoch; {STEPS} unless told otherwise")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps")
+    parser.add_argument("--ranks", type=int, default=2, help="until the kill")
+    parser.add_argument("--resume-ranks", type=int, help="after it; as many unless told otherwise")
+    parser.add_argument("--json", action="store_true", help="what was found as JSON on stdout")
+    parser.add_argument("--keep", action="store_true", help="keep the folder with all files")
+    asked = parser.parse_args(given)
+    asked.steps = asked.steps or (QUICK_STEPS if asked.quick else STEPS)
+    asked.resume_ranks = asked.resume_ranks or asked.ranks
+    if asked.steps < STEPS_MIN:
+        parser.error(f"--steps {asked.steps}: {STEPS_MIN} or more, to be killed in the middle")
+    if not all(1 <= ranks <= 8 for ranks in (asked.ranks, asked.resume_ranks)):
+        parser.error("--ranks and --resume-ranks: 1 to 8")
+    return asked
+
+
+def main(given: Sequence[str]) -> int:
+    """One demo."""
+    asked = _arguments(given)
+    report = Report(to_stderr=asked.json)
+    began = time.monotonic()
+    _stand_alone()
+    try:
+        with (
+            _interruptible(),
+            _folder(report, keep=asked.keep) as folder,
+            contextlib.ExitStack() as stack,
+        ):
+            report.title(
+                "Dataplane: shards in S3 -> a daemon -> DDP ranks -> SIGKILL -> exact resume",
+                f"All of it on this machine, in {folder}",
+            )
+            length = Length(asked.steps, asked.ranks, asked.resume_ranks)
+            stages = Stages(length, folder, _environment(folder), report)
+            found = demonstrate(stages, stack)
+    except Interrupted as stopped:
+        report.note("\nstopped; nothing remains")
+        return 128 + stopped.number
+    except (ProcessEnded, DataplaneError, OSError, ValueError) as error:
+        report.error(str(error))
+        return EXIT_FAILED
+    total_s = round(time.monotonic() - began, 1)
+    outcome = "The proof holds" if found["holds"] else "THE PROOF DOES NOT HOLD"
+    report.verdict(holds=found["holds"], text=f"{outcome}. {total_s:g} s.")
+    if asked.json:
+        print(json.dumps(found | {"seconds": stages.seconds, "total_s": total_s}, indent=2))
+    return 0 if found["holds"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

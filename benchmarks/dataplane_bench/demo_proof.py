@@ -1,0 +1,139 @@
+"""What the demo proves, from evidence alone: pure functions over arrays of ids and checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import Order, default_lanes_window
+from dataplane_bench.demo_journal import Step
+
+Int64 = NDArray[np.int64]
+Steps = Mapping[int, tuple[tuple[int, ...], float]]
+"""A step's global batch as ids in order, and its loss; by the number of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One claim, whether it holds, and what was found."""
+
+    name: str
+    claim: str
+    holds: bool
+    found: str
+
+
+def planned_ids(manifest: Manifest, seed: int, epoch: int) -> Int64:
+    """The epoch's samples in their planned order, straight from the plan: no loader, no service.
+
+    Ids count the rows of the dataset, so that row r of a block is its first id + r.
+
+    Shapes:  result: int64[N].
+    """
+    rows = manifest.block_rows
+    lanes, window = default_lanes_window(rows, manifest.block_decoded)
+    order = Order(rows, seed, True, lanes, window, epoch)
+    blocks, row = order.locate(np.arange(order.sample_count))
+    return (np.cumsum(rows) - rows)[blocks] + row
+
+
+def complete(ids: Int64, sample_count: int) -> Check:
+    """Every sample once.   Shapes:  ids: int64[n]."""
+    known = ids[(ids >= 0) & (ids < sample_count)]
+    times = np.bincount(known, minlength=sample_count)
+    missing, again = int((times == 0).sum()), int((times > 1).sum())
+    strangers = len(ids) - len(known)
+    return Check(
+        "every_sample_once",
+        "every sample of the epoch was trained on exactly once",
+        not missing and not again and not strangers,
+        f"{len(ids):,} of {sample_count:,}; {missing} missing, {again} repeated"
+        + (f", {strangers} unknown" if strangers else ""),
+    )
+
+
+def as_planned(ids: Int64, planned: Int64) -> Check:
+    """The order of the plan.   Shapes:  ids, planned: int64[n]."""
+    return Check(
+        "planned_order",
+        "in the order that the plan alone computes",
+        np.array_equal(ids, planned),
+        _compared(ids, planned),
+    )
+
+
+def as_uninterrupted(kept: Int64, passed: Int64) -> Check:
+    """What a pass without any interruption gives.   Shapes:  kept, passed: int64[n, 2]."""
+    return Check(
+        "uninterrupted_order",
+        "the same as a pass that nothing interrupts, of one rank instead of two",
+        np.array_equal(kept, passed),
+        _compared(kept, passed),
+    )
+
+
+def right_content(kept: Int64, sums: Int64) -> Check:
+    """The bytes are those of the text.   Shapes:  kept: int64[n, 2].   sums: int64[N]."""
+    known = (kept[:, 0] >= 0) & (kept[:, 0] < len(sums))
+    right = int((sums[kept[known, 0]] == kept[known, 1]).sum())
+    return Check(
+        "right_content",
+        "every sample has the bytes of the text that it was made from",
+        right == len(kept),
+        f"{right:,} of {len(kept):,} checksums agree",
+    )
+
+
+def made_again(before: Steps, after: Steps, resumed_from: int) -> Check:
+    """What the trainers had done since the checkpoint died with them: it was made again, alike."""
+    lost = [step for step in before if step > resumed_from]
+    alike = [step for step in lost if step in after and before[step][0] == after[step][0]]
+    apart = max((abs(before[step][1] - after[step][1]) for step in alike), default=0.0)
+    return Check(
+        "same_steps_again",
+        "the steps that died with the trainers were made again from the same samples",
+        bool(lost) and alike == lost,
+        f"{len(alike)} of {len(lost)} steps; largest difference of a loss: {apart:.1g}",
+    )
+
+
+def kept_apart(looks: int, offences: Sequence[str]) -> Check:
+    """What was seen of the trainers from outside."""
+    found = f"looked {looks} times" if not offences else "; ".join(sorted(set(offences)))
+    return Check(
+        "trainers_apart",
+        "the trainers held no credentials and no connection to S3 or the coordinator",
+        looks > 0 and not offences,
+        found,
+    )
+
+
+def steps_of(ranks: Sequence[Sequence[Step]]) -> dict[int, tuple[tuple[int, ...], float]]:
+    """The steps that every rank of a launch wrote down, their samples in global order: the j-th
+    sample of a rank stands at position j * ranks + rank of the global batch.
+    """
+    by_rank = [{step.step: step for step in steps} for steps in ranks]
+    shared = set.intersection(*(set(steps) for steps in by_rank)) if by_rank else set()
+    found = {}
+    for number in sorted(shared):
+        rows = [steps[number].ids for steps in by_rank]
+        in_order = [one for column in zip_longest(*rows) for one in column if one is not None]
+        found[number] = (tuple(in_order), by_rank[0][number].loss)
+    return found
+
+
+def _compared(found: NDArray[np.int64], expected: NDArray[np.int64]) -> str:
+    """How far two sequences agree."""
+    length = min(len(found), len(expected))
+    differs = (found[:length] != expected[:length]).reshape(length, -1).any(axis=1)
+    if differs.any():
+        first = int(differs.argmax())
+        return f"position {first:,} has {found[first]}, not {expected[first]}"
+    if len(found) != len(expected):
+        return f"{len(found):,} samples, not {len(expected):,}"
+    return f"{length:,} positions agree"

@@ -1,0 +1,254 @@
+"""The demo's stages, in their order. Each shows what it does, and is timed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.plan.manifest import Manifest
+from dataplane_bench import demo_launch, processes
+from dataplane_bench.demo_corpus import ROW_TOKENS, Corpus, corpus, parquet_shards, row_sums
+from dataplane_bench.demo_journal import Run
+from dataplane_bench.demo_launch import Launch, Watch, launched
+from dataplane_bench.demo_report import Report
+from dataplane_bench.processes import ProcessEnded
+from dataplane_bench.s3 import S3Server, s3_server
+
+BUCKET = "demo"
+PREFIX = "text/"
+URL = f"s3://{BUCKET}/{PREFIX}"
+MANIFEST = "text.manifest"
+SEED = 7
+EPOCH = 0
+GLOBAL_BATCH = 16
+SHARD_COUNT = 4
+GROUPS_A_SHARD = 8
+CONTEXT = 128
+LEARNING_RATE = 3e-3
+COMMAND_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 15.0
+# The last global batch is three samples short: the ranks' shares of it differ by one.
+SHORT_OF_LAST_BATCH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long the demo is. Trainers die at `kill_after`, halfway from checkpoint to checkpoint."""
+
+    steps: int
+    ranks: int
+    resume_ranks: int
+
+    @property
+    def sample_count(self) -> int:
+        return self.steps * GLOBAL_BATCH - SHORT_OF_LAST_BATCH
+
+    @property
+    def checkpoint_every(self) -> int:
+        return max(2, self.steps // 8)
+
+    @property
+    def kill_after(self) -> int:
+        before = self.steps // 2 // self.checkpoint_every * self.checkpoint_every
+        return before + self.checkpoint_every // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """`dataplane serve`, running. `address` is what trainers name."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+
+
+@dataclass(slots=True)
+class Stages:
+    """Whatever a stage needs that is the same for all; `seconds` is how long each took."""
+
+    length: Length
+    folder: Path
+    environment: Mapping[str, str]
+    report: Report
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def stage(self, name: str, title: str) -> Iterator[None]:
+        self.report.section(title)
+        began = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - began, 2)
+
+    def storage(self, stack: contextlib.ExitStack) -> S3Server:
+        """A real S3 server, for as long as the stack lives."""
+        with self.stage("s3", "A real S3 server"):
+            server = stack.enter_context(s3_server(self.folder, self.environment))
+            self.report.note(
+                f"SeaweedFS listens at {server.endpoint}. It knows one identity, with a secret "
+                "made just now."
+            )
+        return server
+
+    def shards(self, server: S3Server) -> Corpus:
+        """Text, cut into samples, in Parquet, in the bucket."""
+        with self.stage("shards", "Shards made from real text"):
+            text = corpus(self.length.sample_count)
+            group_rows = -(-text.sample_count // (SHARD_COUNT * GROUPS_A_SHARD))
+            objects = parquet_shards(text, SHARD_COUNT, group_rows)
+            server.upload(BUCKET, {PREFIX + name: body for name, body in objects.items()})
+            self.report.note(
+                f"{text.sample_count:,} samples of {ROW_TOKENS} byte tokens (int32) and an id, "
+                f"from {text.file_count} files of Python's standard library:\n"
+                f"{len(objects)} Parquet shards with row groups of {group_rows} rows, "
+                f"{sum(map(len, objects.values())) / 1e6:.2f} MB compressed, at {URL}"
+            )
+        return text
+
+    def index(self, server: S3Server) -> Manifest:
+        """`dataplane index`, as one would type it."""
+        with self.stage("index", "Index them, once"):
+            words = ["dataplane", "index", URL, "-o", MANIFEST]
+            self.report.command(words)
+            done = subprocess.run(
+                [processes.tool(words[0]), *words[1:]],
+                cwd=self.folder,
+                env={**self.environment, **server.environment()},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=COMMAND_TIMEOUT_S,
+                check=False,
+            )
+            if done.returncode:
+                raise ProcessEnded(f"dataplane index failed:\n{done.stderr.decode()}")
+            self.report.output(done.stdout.decode())
+        return Manifest.from_bytes((self.folder / MANIFEST).read_bytes())
+
+    def serve(self, server: S3Server, stack: contextlib.ExitStack) -> Service:
+        """`dataplane serve`: the only process here that is given the credentials."""
+        with self.stage("serve", "Serve them: coordinator and cache node"):
+            words = ["dataplane", "serve", "--listen", "127.0.0.1:0"]
+            self.report.command(words)
+            log = self.folder / "serve.log"
+            command = [processes.tool(words[0]), *words[1:]]
+            environment = {**self.environment, **server.environment()}
+            process = stack.enter_context(processes.running(command, environment, log))
+            processes.wait_until(lambda: bool(_ready(log, "node")), process, log, START_TIMEOUT_S)
+            service = Service(process, _ready(log, "node"))
+            self.report.output("".join(f"{line}\n" for line in _ready_lines(log)))
+            self.report.note(
+                "It has the S3 credentials. The trainers get none: they name the service, and map "
+                "its memory."
+            )
+        return service
+
+    def run_of(self, service: Service) -> Run:
+        """The training run, from its beginning."""
+        return Run(
+            url=URL,
+            service=service.address,
+            folder=str(self.folder),
+            launch="first",
+            seed=SEED,
+            global_batch=GLOBAL_BATCH,
+            sample_count=self.length.sample_count,
+            checkpoint_every=self.length.checkpoint_every,
+            context=CONTEXT,
+            learning_rate=LEARNING_RATE,
+            resume=False,
+        )
+
+    def train_and_kill(self, run: Run, service: Service, watch: Watch) -> Launch:
+        """Train until the middle of the epoch, then SIGKILL."""
+        with self.stage("train", "Train, until the trainers are killed"):
+            ranks = self.length.ranks
+            with self._launched(run, ranks) as launch:
+                with self.report.training(run, ranks, self.length.steps) as on_step:
+                    launch.follow(watch, on_step, until=self.length.kill_after)
+                killed = launch.kill()
+            at = launch.steps[0][-1].step
+            self.report.event(
+                f"step {at:>3}  SIGKILL to torchrun and its {len(killed) - 1} ranks "
+                f"(pids {', '.join(map(str, killed))})"
+            )
+            if service.process.poll() is not None:
+                raise ProcessEnded(
+                    f"the service died:\n{processes.tail(self.folder / 'serve.log')}"
+                )
+            self.report.note("The service goes on. What the ranks held is free again.")
+        return launch
+
+    def resume(self, run: Run, watch: Watch) -> Launch:
+        """The same command again; it finds the checkpoint."""
+        with self.stage("resume", "Resume, to the end of the epoch"):
+            ranks = self.length.resume_ranks
+            with (
+                self._launched(demo_launch.resumed(run, "second"), ranks) as launch,
+                self.report.training(run, ranks, self.length.steps) as on_step,
+            ):
+                launch.follow(watch, on_step)
+        return launch
+
+    def uninterrupted(self, run: Run) -> NDArray[np.int64]:
+        """A whole pass of one rank that trains nothing.
+
+        Shapes:  result: int64[N, 2], id and checksum of each sample.
+        """
+        from dataplane_torch import DataLoader
+
+        with self.stage("pass", "Once more without a model: one rank, no interruption"):
+            loader = DataLoader(
+                run.url,
+                global_batch_size=run.global_batch,
+                shuffle=True,
+                seed=run.seed,
+                columns=["id", "tokens"],
+                service=run.service,
+                name="uninterrupted",
+                dp_rank=0,
+                dp_size=1,
+            )
+            with loader:
+                began = time.monotonic()
+                batches = [(batch["id"].numpy(), batch["tokens"].numpy()) for batch in loader]
+                seconds = time.monotonic() - began
+                ids = np.concatenate([ids for ids, _ in batches])
+                sums = np.concatenate([row_sums(tokens) for _, tokens in batches])
+                size = sum(ids.nbytes + tokens.nbytes for ids, tokens in batches)
+                del batches
+            self.report.note(
+                f"{len(ids):,} samples in {seconds:.2f} s: {len(ids) / seconds:,.0f} samples/s, "
+                f"{size / seconds / 1e6:,.0f} MB/s, most of it the first batch's way from S3"
+            )
+        return np.stack([ids, sums], axis=1)
+
+    def drain(self, service: Service) -> int | None:
+        """SIGTERM: the service ends by itself when the last trainer has gone."""
+        with self.stage("drain", "Stop"):
+            status = processes.end(service.process, DRAIN_TIMEOUT_S)
+            told = "did not end, and was killed" if status is None else f"exit status {status}"
+            self.report.note(f"SIGTERM to the service: drained, {told}")
+        return status
+
+    @contextlib.contextmanager
+    def _launched(self, run: Run, ranks: int) -> Iterator[Launch]:
+        self.report.command(demo_launch.command(ranks, f"{run.launch}.json"))
+        with launched(run, ranks, self.environment) as launch:
+            yield launch
+
+
+def _ready_lines(log: Path) -> list[str]:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return [line for line in lines if line.startswith("ready: ")]
+
+
+def _ready(log: Path, what: str) -> str:
+    """The address that the service announced, "" so far."""
+    mark = f"ready: {what} "
+    return next((one.removeprefix(mark) for one in _ready_lines(log) if one.startswith(mark)), "")

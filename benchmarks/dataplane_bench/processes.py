@@ -1,0 +1,144 @@
+"""Processes that never outlive whoever started them, each in a session of its own.
+
+Ctrl-C at a terminal then reaches only the starter, which ends the others in its own order; and if
+the starter itself is killed, the kernel kills them (Linux, where util-linux has `setpriv`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+POLL_S = 0.05
+_TAIL_BYTES = 3000
+_PR_SET_PDEATHSIG = 1
+_pause = threading.Event()
+
+
+class ProcessEnded(Exception):
+    """A process ended, or was not ready in time; the message has its last words."""
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command, its output in `log`, until the block ends; then kill what is left of it."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*_dies_with_us(), *command],
+            cwd=log.parent,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        kill_family(process)
+
+
+def wait_until(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, timeout_s: float
+) -> None:
+    """Raises:  ProcessEnded: it ended first, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        if process.poll() is not None:
+            raise ProcessEnded(f"exit status {process.returncode}; its last words:\n{tail(log)}")
+        if time.monotonic() > deadline:
+            raise ProcessEnded(f"not ready within {timeout_s:g} s; its last words:\n{tail(log)}")
+        pause(POLL_S)
+
+
+def kill_family(process: subprocess.Popen[bytes]) -> list[int]:
+    """SIGKILL a process and all that it started, all together; the ids of those that were there.
+
+    It is stopped first, so that it starts no more while we look. May be called twice.
+    """
+    if process.poll() is not None:
+        return []
+    family = []
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(process.pid)
+        root.suspend()
+        family = [root, *root.children(recursive=True)]
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=5)
+    return [one.pid for one in family]
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> int | None:
+    """Ask with SIGTERM and wait; the exit status, or None if it had to be killed."""
+    process.terminate()
+    try:
+        return process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        kill_family(process)
+        return None
+
+
+def tail(log: Path) -> str:
+    """The last words of a process."""
+    if not log.exists():
+        return ""
+    return log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+
+
+def pause(seconds: float) -> None:
+    """Let others work for a moment."""
+    _pause.wait(seconds)
+
+
+def tool(name: str) -> str:
+    """A program of this environment, else of PATH.
+
+    Raises:  FileNotFoundError: it is in neither.
+    """
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"{name} is not installed: `make setup` brings it")
+    return found
+
+
+def free_ports(count: int, below: int = 1 << 16) -> list[int]:
+    """Ports of 127.0.0.1 that were free a moment ago."""
+    with contextlib.ExitStack() as held:
+        ports: list[int] = []
+        while len(ports) < count:
+            taken = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = taken.getsockname()[1]
+            if port < below:
+                ports.append(port)
+        return ports
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when its parent ends, however that happens."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dies_with_us() -> list[str]:
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []

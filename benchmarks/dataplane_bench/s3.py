@@ -1,0 +1,152 @@
+"""A real S3 server on this machine: SeaweedFS, in a folder and a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3  # type: ignore[import-untyped]
+import botocore.config  # type: ignore[import-untyped]
+
+from dataplane_bench.processes import ProcessEnded, free_ports, running, tool, wait_until
+
+START_TIMEOUT_S = 60.0
+START_ATTEMPTS = 3
+REGION = "us-east-1"
+_PORTS = (
+    "s3.port",
+    "s3.port.grpc",
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+)
+_PORT_BELOW = 55536  # SeaweedFS adds 10000 to some
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """A running S3 server, and the one identity that it knows."""
+
+    endpoint: str
+    port: int
+    pid: int
+    access_key: str
+    secret_key: str
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs in its environment to reach this server, and no other."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_REGION": REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def upload(self, bucket: str, objects: Mapping[str, bytes]) -> None:
+        """Create a bucket with these objects."""
+        with contextlib.closing(self._client()) as client:
+            client.create_bucket(Bucket=bucket)
+            for key, body in objects.items():
+                client.put_object(Bucket=bucket, Key=key, Body=body)
+
+    def _client(self) -> Any:
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=REGION,
+            config=botocore.config.Config(
+                retries={"total_max_attempts": 10},
+                s3={"addressing_style": "path"},
+                request_checksum_calculation="when_required",
+            ),
+        )
+
+
+@contextlib.contextmanager
+def s3_server(folder: Path, environment: Mapping[str, str]) -> Iterator[S3Server]:
+    """Run a server until the block ends, its files in `folder`. It is ready in some seconds.
+
+    Raises:  ProcessEnded: it does not start; with its last words.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _started(stack, folder, environment)
+
+
+def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str, str]) -> S3Server:
+    access_key, secret_key = "demo", secrets.token_hex(16)
+    log = folder / "s3.log"
+    for attempt in range(START_ATTEMPTS):
+        ports = free_ports(len(_PORTS), _PORT_BELOW)
+        with contextlib.ExitStack() as trial:
+            command = _command(folder, ports, access_key, secret_key)
+            trial.callback(_remove_sockets, ports)
+            process = trial.enter_context(running(command, environment, log))
+            # Somebody may take a port between our look and the server's start: try others.
+            try:
+                wait_until(_answers(ports[0]), process, log, START_TIMEOUT_S)
+            except ProcessEnded:
+                if attempt == START_ATTEMPTS - 1:
+                    raise
+                continue
+            stack.push(trial.pop_all())
+            endpoint = f"http://127.0.0.1:{ports[0]}"
+            return S3Server(endpoint, ports[0], process.pid, access_key, secret_key)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _command(folder: Path, ports: Sequence[int], access_key: str, secret_key: str) -> list[str]:
+    store, config = folder / "s3", folder / "s3.json"
+    store.mkdir(exist_ok=True)
+    identity = {
+        "name": "demo",
+        "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
+        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+    }
+    # Each bucket gets volumes of its own, seven at a time unless told otherwise here.
+    growth = "copy_1 = 1\ncopy_2 = 1\ncopy_3 = 1\ncopy_other = 1\n"
+    (folder / "master.toml").write_text(f"[master.volume_growth]\n{growth}")
+    config.touch(mode=0o600)
+    config.write_text(json.dumps({"identities": [identity]}))
+    return [
+        *(tool("weed"), "server", f"-dir={store}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+        *("-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
+        *(f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=True)),
+        *("-master.telemetry=false", "-master.electionTimeout=1s"),
+        *("-master.volumeSizeLimitMB=256", "-volume.max=100", "-volume.preStopSeconds=0"),
+        *(f"-s3.localSocket={folder}/s3.sock", f"-filer.localSocket={folder}/filer.sock"),
+    ]
+
+
+def _remove_sockets(ports: Sequence[int]) -> None:
+    """SeaweedFS makes gRPC sockets in /tmp whatever TMPDIR says."""
+    for name, port in zip(_PORTS, ports, strict=True):
+        if name.endswith(".grpc"):
+            part = name.removesuffix(".port.grpc")
+            Path(f"/tmp/seaweedfs-{part}-grpc-{port}.sock").unlink(missing_ok=True)
+
+
+def _answers(port: int) -> Callable[[], bool]:
+    def ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5):
+                return True
+        except urllib.error.HTTPError as refusal:
+            refusal.close()
+            return refusal.code < 500
+        except OSError:
+            return False
+
+    return ready
