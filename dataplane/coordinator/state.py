@@ -91,7 +91,7 @@ class State:
     def decide(self, event: Event, now: float) -> Decision:
         """What follows from this event at this time: an answer or a refusal, and what to store."""
         self._clock += min(max(now - self._now, 0.0), self._lease_s / 3)
-        self._now = max(now, self._now)
+        self._now = now
         self._writes = []
         try:
             answer = self._answer(event)
@@ -223,7 +223,7 @@ class State:
             roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
             self._writes.append(Keep(roster.job))
         missing = roster.missing_dp_ranks()
-        missing_for_s = self._now - roster.incomplete_since if missing else 0.0
+        missing_for_s = max(0.0, self._now - roster.incomplete_since) if missing else 0.0
         return MemberVerdict(progress.member_id, None, missing, missing_for_s)
 
     def _refusal(self, roster: Roster | None, progress: MemberProgress) -> DataplaneError | None:

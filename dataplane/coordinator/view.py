@@ -80,5 +80,5 @@ def _member(member: Member, clock: float) -> MemberStatus:
 
 
 def _node(node: Node, now: float) -> NodeStatus:
-    asked = node.request
-    return NodeStatus(asked.node_id, asked.host, asked.pid, asked.version, now - node.seen_at)
+    asked, silent_s = node.request, max(0.0, now - node.seen_at)
+    return NodeStatus(asked.node_id, asked.host, asked.pid, asked.version, silent_s)

@@ -102,6 +102,8 @@ def test_1_a_new_launch_may_have_another_world_and_another_global_batch(machine)
     assert answer.generation == 2
     assert machine.job().dp_size == 3
     assert machine.job().spec.global_batch == 24
+    stored = {name for cls, _, name in machine.disk if cls is Member}
+    assert stored == {"m0-i2"}
     assert machine.verdict("m0-i2", 2).missing_dp_ranks == (1, 2)
 
 
@@ -241,6 +243,15 @@ def test_4_who_expired_or_left_finds_its_place_free_or_taken(machine):
     assert isinstance(machine.ask(join(0, member="old")), LeaseFenced)
 
 
+def test_4_who_was_fenced_does_not_come_back_to_a_free_place_either(machine):
+    machine.ask(join(0, member="old"))
+    machine.ask(join(0, member="new"))
+    machine.ask(leave("new"))
+    assert isinstance(machine.ask(join(0, member="old")), LeaseFenced)
+    machine.restart()
+    assert isinstance(machine.ask(join(0, member="old")), LeaseFenced)
+
+
 def test_4_a_member_goes_on_through_another_node(machine):
     machine.ask(join(0))
     machine.verdict(cursor=50)
@@ -278,6 +289,23 @@ def test_6_an_overdue_member_is_expired_even_before_the_next_tick(machine):
     machine.wait(LEASE_S - 0.5)
     machine.now += 0.5
     assert isinstance(machine.verdict().error, LeaseExpired)
+
+
+def test_6_an_overdue_member_holds_no_job_name_even_before_the_next_tick(machine):
+    machine.ask(join(0))
+    machine.wait(LEASE_S - 0.5)
+    machine.now += 0.5
+    assert machine.ask(join(0, incarnation="i2", spec=other(seed=2))).generation == 2
+
+
+def test_6_leases_still_end_after_the_clock_was_set_back(machine):
+    machine.ask(join(0))
+    machine.ask(node())
+    machine.now -= 1000
+    assert machine.verdict().missing_for_s == 0.0
+    assert machine.ask(StatusRequest()).nodes[0].last_seen_s == 0.0
+    machine.wait(LEASE_S)
+    assert machine.phases() == {"m0-i1": "expired"}
 
 
 @pytest.mark.parametrize("jump_s", [10 * LEASE_S, 365 * 86400.0, -1000.0])
