@@ -279,6 +279,8 @@ def flattened(value: Any, shape: tuple[int, ...]) -> Values:
 
 
 def _number(value: Any, dtype: str) -> Any:
+    if dtype == "bool":
+        return int(bool(value))
     return float(value) if dtype.startswith("float") else int(value)
 
 

@@ -6,6 +6,7 @@ every other column has one piece a batch. Pieces start at multiples of 64 bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -147,15 +148,15 @@ class Gather:
         return lengths
 
     def _object_pieces(self, at: int) -> list[bytes]:
+        """One Arrow stream a batch, of its own rows alone; nothing for an empty batch."""
         if not self._groups:
             return [b"" for _ in self._batches]
         taken = pa.concat_arrays([g.block.objects[at].take(pa.array(g.take)) for g in self._groups])
         place = np.empty(self._rows, np.int64)
         place[np.concatenate([g.put for g in self._groups])] = np.arange(self._rows)
-        ordered = taken.take(pa.array(place))
         return [
-            _stream_of(ordered.slice(self._bounds[i], batch.rows))
-            for i, batch in enumerate(self._batches)
+            _stream_of(taken.take(pa.array(place[a:b]))) if b > a else b""
+            for a, b in itertools.pairwise(self._bounds)
         ]
 
     def _layout(self, count: int) -> tuple[tuple[Column, ...], int]:

@@ -347,5 +347,7 @@ def _filled(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> 
             expected=spec.dtype,
             found="null",
         )
+    if spec.dtype == "bool":
+        fill = fill != 0  # any other byte is no bool
     value = fill if pa.types.is_floating(array.type) else int(fill)
     return pc.fill_null(array, pa.scalar(value, type=array.type))

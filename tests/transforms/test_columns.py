@@ -19,7 +19,7 @@ LISTS = st.sampled_from(ListPolicy)
 
 @settings(max_examples=150)
 @given(
-    st.integers(0, 4).flatmap(lambda rows: arrow_columns.batches(rows)),
+    st.integers(0, 4).flatmap(arrow_columns.batches),
     LISTS,
     st.sampled_from([None, 7.0]),
 )
@@ -30,7 +30,8 @@ def test_every_leaf_has_the_values_of_its_source(
     plan = plan_columns(batch.schema, [], lists)
     variable = Kind.PADDED if lists is ListPolicy.PADDED else Kind.RAGGED
     assert [(s.name, s.kind, s.dtype, s.shape) for s in plan.specs] == [
-        (l.name, variable if l.kind is Kind.PADDED else l.kind, l.dtype, l.shape) for l in leaves
+        (at.name, variable if at.kind is Kind.PADDED else at.kind, at.dtype, at.shape)
+        for at in leaves
     ]
     expected = [canonical_values(leaf, fill) for leaf in leaves]
     fills = {} if fill is None else {leaf.name: fill for leaf in leaves}
@@ -47,7 +48,7 @@ def test_every_leaf_has_the_values_of_its_source(
     assert [comparable(c.to_pylist()) for c in result.columns] == [comparable(v) for v in expected]
 
 
-@given(st.integers(1, 4).flatmap(lambda rows: arrow_columns.batches(rows)), st.data())
+@given(st.integers(1, 4).flatmap(arrow_columns.batches), st.data())
 def test_chosen_leaves_come_alone_and_in_the_order_chosen(
     drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], data: st.DataObject
 ) -> None:
