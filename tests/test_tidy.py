@@ -25,6 +25,8 @@ TEXT_FILES = (".py", ".md", ".toml", ".proto", ".yaml", ".yml", ".cfg", ".sh", "
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")
 MACHINE_PATH = re.compile("|".join(rf"(?<![\w.-])/{top}/" for top in ("work", "root", "home")))
 
+PRAGMA = re.compile(r"\s*# (noqa|type: ignore|fmt:).*$")
+
 Offence = str
 _trees: dict[Path, ast.Module] = {}
 
@@ -128,8 +130,10 @@ def test_lines_are_short() -> None:
     def offences() -> Iterator[Offence]:
         for path in sources(*PRODUCT):
             for number, line in enumerate(path.read_text().splitlines(), 1):
-                if len(line) > LINE_LENGTH_MAX:
-                    yield at(path, number, f"{len(line)} characters, not {LINE_LENGTH_MAX} at most")
+                # As ruff counts: what speaks to a tool is no part of it, and a URL is not broken.
+                length = len(PRAGMA.sub("", line))
+                if length > LINE_LENGTH_MAX and "://" not in line:
+                    yield at(path, number, f"{length} characters, not {LINE_LENGTH_MAX} at most")
 
     expect_none(offences())
 
@@ -144,7 +148,8 @@ def test_names_are_made_of_words_that_say_something() -> None:
                 line = getattr(node, "lineno", 1)
                 for word in UNUSED_WORDS.intersection(words(name)):
                     yield at(path, line, f"{name!r} has the word {word!r}")
-                if name == "data":
+                # In tests it is hypothesis' own word for what it draws.
+                if name == "data" and path.parts[len(ROOT.parts)] != "tests":
                     yield at(path, line, "'data' alone says nothing")
 
     expect_none(offences())
