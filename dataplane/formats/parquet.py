@@ -28,7 +28,7 @@ from dataplane.formats.conform import (
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.splice import spliced
-from dataplane.formats.thrift import Compact, Shape
+from dataplane.formats.thrift import Shape, struct
 from dataplane.model import Region
 
 MAGIC = b"PAR1"
@@ -126,7 +126,7 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
 
 
 def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
-    facts = Compact(raw[:-8]).struct(_FOOTER)
+    facts = struct(raw[:-8], _FOOTER)
     if 8 in facts:
         raise corrupt(url, footer.offset, "encrypted Parquet files are not supported; decrypt it")
     _check_depth(facts[2])

@@ -21,87 +21,115 @@ _TRUE, _FALSE, _BYTE, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT, _UUID 
 _NOTHING: Shape = {}
 
 
-class Compact:
-    """A cursor over one compact-protocol message. A ValueError says that it is not one."""
+def struct(content: bytes, shape: Shape) -> dict[int, Any]:
+    """The struct that `content` starts with: field id -> value, of the fields that `shape` names.
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self._at = 0
+    Raises:  ValueError: it is not one.
+    """
+    try:
+        return _struct(content, 0, shape, 0)[0]
+    except IndexError as fault:
+        raise ValueError("the message is cut off") from fault
 
-    def struct(self, shape: Shape, depth: int = 0) -> dict[int, Any]:
-        """The struct at the cursor: field id -> value, of the fields that `shape` names."""
-        if depth > _DEPTH_MAX:
-            raise ValueError("structs are nested too deeply")
-        found: dict[int, Any] = {}
-        field = 0
-        while True:
-            head = self._byte()
-            if head == 0:
-                return found
-            field = field + (head >> 4) if head >> 4 else self._integer()
-            kind = head & 15
-            if kind in {_TRUE, _FALSE}:
-                value: Any = kind == _TRUE
-            else:
-                value = self._value(kind, shape.get(field) or _NOTHING, depth)
-            if field in shape:
-                found[field] = value
 
-    def _value(self, kind: int, shape: Shape, depth: int) -> Any:
-        if kind in {_TRUE, _FALSE}:
-            return self._byte() == _TRUE
-        if kind == _BYTE:
-            return self._byte()
+def _struct(content: bytes, at: int, shape: Shape, depth: int) -> tuple[dict[int, Any], int]:
+    # Footers have hundreds of thousands of fields: the loop is written for few calls.
+    if depth > _DEPTH_MAX:
+        raise ValueError("structs are nested too deeply")
+    found: dict[int, Any] = {}
+    field = 0
+    value: Any
+    while head := content[at]:
+        at += 1
+        kind = head & 15
+        if head > 15:
+            field += head >> 4
+        else:
+            raw, at = _varint(content, at)
+            field = (raw >> 1) ^ -(raw & 1)
         if _BYTE < kind <= _I64:
-            return self._integer()
-        if kind in {_DOUBLE, _UUID}:
-            return self._bytes(8 if kind == _DOUBLE else 16)
-        if kind == _BINARY:
-            return self._bytes(self._varint())
-        if kind in {_LIST, _SET}:
-            head = self._byte()
-            count = self._count(head >> 4 if head >> 4 < 15 else self._varint())
-            return [self._value(head & 15, shape, depth + 1) for _ in range(count)]
-        if kind == _MAP:
-            count = self._count(self._varint())
-            kinds = self._byte() if count else 0
-            for _ in range(count):
-                self._value(kinds >> 4, _NOTHING, depth + 1)
-                self._value(kinds & 15, _NOTHING, depth + 1)
-            return None
-        if kind == _STRUCT:
-            return self.struct(shape, depth + 1)
-        raise ValueError(f"there is no thrift type {kind}")
+            raw = content[at]
+            at += 1
+            if raw > 127:
+                raw, at = _varint(content, at - 1)
+            value = (raw >> 1) ^ -(raw & 1)
+        elif kind <= _FALSE:
+            value = kind == _TRUE
+        else:
+            value, at = _value(content, at, kind, shape.get(field) or _NOTHING, depth)
+        if field in shape:
+            found[field] = value
+    return found, at + 1
 
-    def _count(self, count: int) -> int:
-        """Every value takes a byte at least."""
-        if count > len(self._content) - self._at:
-            raise ValueError(f"a list of {count} values does not fit")
-        return count
 
-    def _byte(self) -> int:
-        if self._at >= len(self._content):
-            raise ValueError("the message is cut off")
-        self._at += 1
-        return self._content[self._at - 1]
+def _value(content: bytes, at: int, kind: int, shape: Shape, depth: int) -> tuple[Any, int]:
+    if kind == _BINARY:
+        length, at = _varint(content, at)
+        return _taken(content, at, length)
+    if kind == _STRUCT:
+        return _struct(content, at, shape, depth + 1)
+    if kind in {_LIST, _SET}:
+        return _list(content, at, shape, depth)
+    if _BYTE < kind <= _I64:
+        raw, at = _varint(content, at)
+        return (raw >> 1) ^ -(raw & 1), at
+    if kind in {_TRUE, _FALSE, _BYTE}:
+        return content[at], at + 1
+    if kind in {_DOUBLE, _UUID}:
+        return _taken(content, at, 8 if kind == _DOUBLE else 16)
+    if kind == _MAP:
+        return _map(content, at, depth)
+    raise ValueError(f"there is no thrift type {kind}")
 
-    def _bytes(self, length: int) -> bytes:
-        if length > len(self._content) - self._at:
-            raise ValueError(f"a value of {length} bytes does not fit")
-        self._at += length
-        return self._content[self._at - length : self._at]
 
-    def _varint(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-            if shift > 63:
-                raise ValueError("a varint does not end")
+def _list(content: bytes, at: int, shape: Shape, depth: int) -> tuple[list[Any], int]:
+    head, at = content[at], at + 1
+    count = head >> 4
+    if count == 15:
+        count, at = _varint(content, at)
+    _check_count(content, at, count)
+    if depth > _DEPTH_MAX:
+        raise ValueError("lists are nested too deeply")
+    values = []
+    for _ in range(count):
+        value, at = _value(content, at, head & 15, shape, depth + 1)
+        values.append(value)
+    return values, at
 
-    def _integer(self) -> int:
-        value = self._varint()
-        return (value >> 1) ^ -(value & 1)
+
+def _map(content: bytes, at: int, depth: int) -> tuple[None, int]:
+    """Parquet has no maps: one is read over."""
+    count, at = _varint(content, at)
+    _check_count(content, at, count)
+    if depth > _DEPTH_MAX:
+        raise ValueError("maps are nested too deeply")
+    if count:
+        kinds, at = content[at], at + 1
+        for kind in (kinds >> 4, kinds & 15) * count:
+            _, at = _value(content, at, kind, _NOTHING, depth + 1)
+    return None, at
+
+
+def _check_count(content: bytes, at: int, count: int) -> None:
+    """Every value takes a byte at least."""
+    if count > len(content) - at:
+        raise ValueError(f"a list of {count} values does not fit")
+
+
+def _taken(content: bytes, at: int, length: int) -> tuple[bytes, int]:
+    if length > len(content) - at:
+        raise ValueError(f"a value of {length} bytes does not fit")
+    return content[at : at + length], at + length
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = content[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a varint does not end")

@@ -14,7 +14,7 @@ from shards import NESTED, NESTED_ROWS, MemoryShard, decoded, parquet_bytes, raw
 
 from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.parquet import Parquet
-from dataplane.formats.thrift import Compact
+from dataplane.formats.thrift import struct
 
 
 @hypothesis_settings(max_examples=40)
@@ -107,6 +107,6 @@ def test_one_row_group_is_decoded_from_its_own_bytes() -> None:
 @given(st.binary(max_size=60))
 def test_thrift_from_anywhere_is_a_value_or_a_value_error(content: bytes) -> None:
     try:
-        Compact(content).struct({1: None, 2: {1: None}})
+        struct(content, {1: None, 2: {1: None}})
     except ValueError as error:
         assert str(error)  # noqa: PT017

@@ -1,0 +1,414 @@
+"""Indexing a dataset: the same manifest however it came about, and no work done twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes, zipped
+from typing_extensions import Buffer
+
+from dataplane.errors import (
+    ConfigError,
+    CorruptShard,
+    DatasetChangedError,
+    SchemaMismatch,
+    ShardNotFound,
+)
+from dataplane.formats import registry
+from dataplane.model import ObjectInfo
+from dataplane.node import index_journal
+from dataplane.node.index import IndexProgress, index_dataset, open_dataset
+from dataplane.plan.manifest import Manifest
+from dataplane.store.base import Store
+from dataplane.store.connect import connect
+
+
+class Counted:
+    """The real stores, with a list of the urls that were read."""
+
+    def __init__(self) -> None:
+        self.read_urls: list[str] = []
+        self._lock = threading.Lock()
+
+    def connect(self, url: str) -> Store:
+        return _CountedStore(connect(url), self)
+
+    def note(self, url: str) -> None:
+        with self._lock:
+            self.read_urls.append(url)
+
+    @property
+    def names(self) -> set[str]:
+        return {url.rpartition("/")[2] for url in self.read_urls}
+
+
+class _CountedStore:
+    def __init__(self, inner: Store, counted: Counted) -> None:
+        self._inner = inner
+        self._counted = counted
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._inner.list(prefix)
+
+    def head(self, url: str) -> ObjectInfo:
+        return self._inner.head(url)
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        self._counted.note(url)
+        return self._inner.read(url, offset, length, etag)
+
+    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        self._counted.note(url)
+        return self._inner.stream(url, etag)
+
+
+def write_shards(folder: Path, count: int, rows: int = 10) -> None:
+    folder.mkdir(exist_ok=True)
+    for i in range(count):
+        table = pa.table({"id": range(i * rows, i * rows + rows), "text": ["x"] * rows})
+        (folder / f"{i:03d}.parquet").write_bytes(parquet_bytes(table, row_group_size=4))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    write_shards(tmp_path / "data", 12)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_the_manifest_lists_shards_in_order_with_their_blocks(dataset: Path) -> None:
+    manifest = index_dataset(dataset)
+    assert [s.url.rpartition("/")[2] for s in manifest.shards] == [
+        f"{i:03d}.parquet" for i in range(12)
+    ]
+    assert manifest.format == "parquet"
+    assert manifest.block_rows.tolist() == [4, 4, 2] * 12
+    assert manifest.sample_count == 120
+    assert pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names == ["id", "text"]
+
+
+@pytest.mark.parametrize("workers", [1, 3, 16])
+def test_the_manifest_does_not_depend_on_workers_or_memory(
+    dataset: Path, cache: Path, workers: int
+) -> None:
+    first = index_dataset(dataset, cache_dir=str(cache), workers=workers)
+    again = index_dataset(dataset, cache_dir=str(cache), workers=workers)
+    assert first == again == index_dataset(dataset)
+    assert again.to_bytes() == first.to_bytes()
+
+
+def test_a_warm_call_reads_no_shard(dataset: Path, cache: Path) -> None:
+    index_dataset(dataset, cache_dir=str(cache))
+    counted = Counted()
+    seen: list[IndexProgress] = []
+    index_dataset(dataset, cache_dir=str(cache), connect=counted.connect, progress=seen.append)
+    assert counted.read_urls == []
+
+
+def test_a_changed_shard_is_indexed_again_alone(dataset: Path, cache: Path) -> None:
+    before = index_dataset(dataset, cache_dir=str(cache))
+    table = pa.table({"id": range(5), "text": ["y"] * 5})
+    (dataset / "004.parquet").write_bytes(parquet_bytes(table))
+    counted = Counted()
+    after = index_dataset(dataset, cache_dir=str(cache), connect=counted.connect)
+    assert counted.names == {"004.parquet"}
+    assert after.sample_count == before.sample_count - 5
+    assert after == index_dataset(dataset)
+
+
+def test_added_and_removed_shards_cost_only_themselves(dataset: Path, cache: Path) -> None:
+    index_dataset(dataset, cache_dir=str(cache))
+    (dataset / "000.parquet").rename(dataset / "900.parquet")
+    (dataset / "001.parquet").unlink()
+    counted = Counted()
+    after = index_dataset(dataset, cache_dir=str(cache), connect=counted.connect)
+    assert counted.names == {"900.parquet"}
+    assert after == index_dataset(dataset)
+
+
+def test_a_failure_keeps_what_was_indexed(dataset: Path, cache: Path) -> None:
+    sound = (dataset / "011.parquet").read_bytes()
+    (dataset / "011.parquet").write_bytes(sound[:-10])
+    with pytest.raises(CorruptShard, match=r"011\.parquet.*truncated"):
+        index_dataset(dataset, cache_dir=str(cache), workers=1)
+    (dataset / "011.parquet").write_bytes(sound)
+    counted, seen = Counted(), list[IndexProgress]()
+    manifest = index_dataset(
+        dataset, cache_dir=str(cache), connect=counted.connect, progress=seen.append
+    )
+    assert counted.names == {"011.parquet"}
+    assert seen[-1].shards_remembered == 11
+    assert manifest == index_dataset(dataset)
+
+
+def test_a_torn_log_is_read_up_to_the_tear(dataset: Path, cache: Path) -> None:
+    sound = (dataset / "011.parquet").read_bytes()
+    (dataset / "011.parquet").write_bytes(sound[:-10])
+    with pytest.raises(CorruptShard):
+        index_dataset(dataset, cache_dir=str(cache), workers=1)
+    (dataset / "011.parquet").write_bytes(sound)
+    [log] = cache.rglob("run-*.log")
+    content = log.read_bytes()
+    for end in (0, 1, 7, len(content) // 2, len(content) - 1):
+        log.write_bytes(content[:end])
+        assert len(index_journal._read_log(content[:end])) < 11
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 1
+    log.write_bytes(damaged)
+    assert index_dataset(dataset, cache_dir=str(cache)) == index_dataset(dataset)
+
+
+def test_a_damaged_manifest_in_the_cache_is_made_again(dataset: Path, cache: Path) -> None:
+    manifest = index_dataset(dataset, cache_dir=str(cache))
+    [path] = cache.rglob("*.manifest")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert index_dataset(dataset, cache_dir=str(cache)) == manifest
+    assert Manifest.from_bytes(path.read_bytes()) == manifest
+
+
+def test_the_cache_holds_one_log_and_a_few_manifests(dataset: Path, cache: Path) -> None:
+    for i in range(1, 9):
+        table = pa.table({"id": range(i), "text": ["y"] * i})
+        (dataset / "004.parquet").write_bytes(parquet_bytes(table))
+        index_dataset(dataset, cache_dir=str(cache))
+    assert len(list(cache.rglob("*.log"))) == 1
+    assert len(list(cache.rglob("*.manifest"))) <= index_journal.MANIFESTS_KEPT
+
+
+def test_file_systems_without_nameless_files_work_too(
+    dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_journal, "_publish", index_journal._publish_named)
+    manifest = index_dataset(dataset, cache_dir=str(cache))
+    assert index_dataset(dataset, cache_dir=str(cache)) == manifest
+    assert [path.name for path in cache.rglob(".*")] == []
+
+
+def test_what_a_killed_publisher_left_is_swept(
+    dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index_dataset(dataset, cache_dir=str(cache))
+    [manifest] = cache.rglob("*.manifest")
+    left = manifest.parent / ".x.manifest.00.tmp"
+    left.write_bytes(b"half")
+    index_dataset(dataset, cache_dir=str(cache))
+    assert left.exists()
+    monkeypatch.setattr(index_journal, "STALE_S", -1.0)
+    index_dataset(dataset, cache_dir=str(cache))
+    assert not left.exists()
+
+
+def test_progress_is_told_in_the_callers_thread_and_only_grows(dataset: Path) -> None:
+    seen: list[tuple[threading.Thread, IndexProgress]] = []
+    index_dataset(dataset, progress=lambda p: seen.append((threading.current_thread(), p)))
+    assert {thread for thread, _ in seen} == {threading.current_thread()}
+    done = [progress.shards_done for _, progress in seen]
+    assert done == list(range(13))
+    last = seen[-1][1]
+    assert (last.shard_count, last.block_count, last.sample_count) == (12, 36, 120)
+    assert last.bytes_done == last.bytes_total
+
+
+# --- what a user can get wrong ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (pa.table({"id": [1.5], "text": ["x"]}), r"'id'.*has int64, this one has double"),
+        (pa.table({"id": [1]}), r"'text'.*has string, this one has no such column"),
+        (pa.table({"id": [1], "text": ["x"], "z": [1]}), r"'z'.*no such column.*has int64"),
+    ],
+)
+def test_a_shard_with_another_schema_is_named(dataset: Path, table: pa.Table, words: str) -> None:
+    (dataset / "007.parquet").write_bytes(parquet_bytes(table))
+    with pytest.raises(SchemaMismatch, match=words) as caught:
+        index_dataset(dataset)
+    assert str(caught.value.shard).endswith("007.parquet")
+    assert caught.value.field in words
+
+
+def test_metadata_nullability_and_order_may_differ(dataset: Path) -> None:
+    schema = pa.schema(
+        [pa.field("text", pa.string()), pa.field("id", pa.int64(), nullable=False)],
+        metadata={"by": "another tool"},
+    )
+    table = pa.table({"text": ["x"], "id": [1]}, schema=schema)
+    (dataset / "007.parquet").write_bytes(parquet_bytes(table))
+    assert index_dataset(dataset).sample_count == 111
+
+
+def test_inferred_schemas_are_refused_only_where_they_contradict(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_bytes(json_lines([{"x": 1.5, "y": None}]))
+    (tmp_path / "1.jsonl").write_bytes(json_lines([{"x": 1}]))
+    assert index_dataset(tmp_path).sample_count == 2
+    (tmp_path / "2.jsonl").write_bytes(json_lines([{"x": "text"}]))
+    with pytest.raises(SchemaMismatch, match=r"2\.jsonl: column 'x'.*double.*string"):
+        index_dataset(tmp_path)
+    (tmp_path / "2.jsonl").write_bytes(json_lines([{"z": 1}]))
+    with pytest.raises(SchemaMismatch, match=r"2\.jsonl: column 'z'"):
+        index_dataset(tmp_path)
+
+
+def test_a_first_shard_without_samples_sets_no_schema(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_bytes(b"\n\n")
+    (tmp_path / "1.jsonl").write_bytes(json_lines([{"x": 1}]))
+    manifest = index_dataset(tmp_path)
+    assert pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names == ["x"]
+
+
+def test_an_empty_shard_and_an_empty_dataset_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_bytes(b"\n")
+    with pytest.raises(ConfigError, match="no samples"):
+        index_dataset(tmp_path)
+    (tmp_path / "0.jsonl").write_bytes(b"")
+    with pytest.raises(CorruptShard, match=r"0\.jsonl: byte 0: the shard is empty"):
+        index_dataset(tmp_path)
+    with pytest.raises(ShardNotFound):
+        index_dataset(tmp_path / "missing")
+
+
+def test_other_files_of_a_folder_are_no_shards(dataset: Path) -> None:
+    (dataset / "README.md").write_text("read me")
+    (dataset / "state.json").write_text(json.dumps({}))
+    assert len(index_dataset(dataset).shards) == 12
+    with pytest.raises(ConfigError, match="known endings"):
+        index_dataset([dataset / "000.parquet", dataset / "README.md"])
+
+
+def test_several_formats_or_none_are_refused(dataset: Path, tmp_path: Path) -> None:
+    (dataset / "a.tar").write_bytes(tar_bytes([("a.txt", b"x")]))
+    with pytest.raises(ConfigError, match="several formats"):
+        index_dataset(dataset)
+    assert index_dataset(dataset, format_name="tar").sample_count == 1
+    with pytest.raises(ConfigError, match="no format is named 'lance'"):
+        index_dataset(dataset, format_name="lance")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"notes\.txt.*Known endings"):
+        index_dataset(tmp_path / "empty")
+
+
+def test_a_named_format_reads_files_without_an_ending(tmp_path: Path) -> None:
+    for i in range(2):
+        (tmp_path / f"part-{i:05d}-of-00002").write_bytes(zipped(json_lines([{"x": i}])))
+    assert index_dataset(tmp_path, format_name="jsonl").sample_count == 2
+
+
+def test_a_cache_folder_that_cannot_be_used_is_named(dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"cache folder .* cannot be used"):
+        index_dataset(dataset, cache_dir=str(tmp_path / "file"))
+
+
+class Rewriting(Counted):
+    """Replaces a shard after it was listed, before it is read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def note(self, url: str) -> None:
+        if url.endswith(self._path.name) and not self.read_urls:
+            super().note(url)
+            self._path.write_bytes(parquet_bytes(pa.table({"id": [7], "text": ["z"]})))
+
+
+def test_a_shard_that_changes_while_it_is_indexed_is_an_error(dataset: Path) -> None:
+    rewriting = Rewriting(dataset / "005.parquet")
+    with pytest.raises(DatasetChangedError, match=r"005\.parquet"):
+        index_dataset(dataset, connect=rewriting.connect)
+
+
+# --- saved manifests --------------------------------------------------------------------------
+
+
+def test_a_saved_manifest_stands_for_its_dataset(dataset: Path, tmp_path: Path) -> None:
+    manifest = index_dataset(dataset)
+    saved = tmp_path / "tokens.manifest"
+    saved.write_bytes(manifest.to_bytes())
+    counted = Counted()
+    assert open_dataset(saved, connect=counted.connect) == manifest
+    assert counted.names == {"tokens.manifest"}
+    assert open_dataset(str(dataset)) == manifest
+    with pytest.raises(ConfigError, match="name it alone"):
+        open_dataset([saved, dataset])
+    saved.write_bytes(saved.read_bytes()[:-3])
+    with pytest.raises(CorruptShard, match=r"tokens\.manifest"):
+        open_dataset(saved)
+
+
+# --- several processes, and SIGKILL -----------------------------------------------------------
+
+RUN = textwrap.dedent(
+    """
+    import sys
+    from dataplane.node.index import index_dataset
+
+    def told(progress):
+        print(progress.shards_done, flush=True)
+        if progress.shards_done == int(sys.argv[3]):
+            sys.stdin.read()
+
+    print(index_dataset(sys.argv[1], cache_dir=sys.argv[2], progress=told).fingerprint)
+    """
+)
+
+
+def start(dataset: Path, cache: Path, stop_at: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, str(dataset), str(cache), str(stop_at)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != line:
+        assert process.poll() is None
+
+
+def test_two_processes_may_index_at_once(dataset: Path, cache: Path) -> None:
+    first, second = start(dataset, cache, 5), start(dataset, cache, 5)
+    for process in (first, second):
+        read_until(process, "5")
+    found = {process.communicate("")[0].split()[-1] for process in (first, second)}
+    assert found == {index_dataset(dataset).fingerprint}
+    assert first.returncode == second.returncode == 0
+    assert index_dataset(dataset, cache_dir=str(cache)).fingerprint in found
+
+
+def test_a_killed_run_is_resumed_and_leaves_no_temporary_file(dataset: Path, cache: Path) -> None:
+    process = start(dataset, cache, 7)
+    read_until(process, "7")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert [path.suffix for path in cache.rglob("*.*")] == [".log"]
+    counted = Counted()
+    manifest = index_dataset(dataset, cache_dir=str(cache), connect=counted.connect)
+    assert len(counted.names) <= 5
+    assert manifest == index_dataset(dataset)
+    assert sorted(path.suffix for path in cache.rglob("*.*")) == [".log", ".manifest"]
+
+
+def test_formats_of_every_kind_make_manifests(tmp_path: Path) -> None:
+    table = pa.table({"id": range(10)})
+    (tmp_path / "x.arrow").write_bytes(arrow_bytes(table))
+    manifest = index_dataset(tmp_path)
+    assert manifest.shards[0].zero_copy
+    assert registry.by_name(manifest.format).name == "arrow"
