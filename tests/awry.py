@@ -46,6 +46,7 @@ class Awry:
     seen: list[tuple[str, str | None]] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    open: set[socket.socket] = field(default_factory=set)
     port: int = 0
 
     @property
@@ -95,6 +96,11 @@ def awry_server(objects: dict[str, bytes]) -> Iterator[Awry]:
     finally:
         state.closing.set()
         server.shutdown()
+        with state.lock:
+            # Idle connections of a client's pool would hold the server open.
+            for connection in state.open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
         server.server_close()
         thread.join()
 
@@ -106,9 +112,19 @@ def etag_of(body: bytes) -> str:
 class _Answer(http.server.BaseHTTPRequestHandler):
     awry: Awry
     protocol_version = "HTTP/1.1"
-    timeout = 0.5  # an idle connection of a client's pool must not hold the server open
+    timeout = 60
     wbufsize = 0
     disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        with self.awry.lock:
+            self.awry.open.add(self.connection)
+
+    def finish(self) -> None:
+        with self.awry.lock:
+            self.awry.open.discard(self.connection)
+        super().finish()
 
     def log_message(self, *args: Any) -> None:
         """Nothing: tests are silent."""

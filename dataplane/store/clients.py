@@ -7,6 +7,8 @@ of ~/.aws (with SSO and the like), and that an http endpoint may be spoken to wi
 from __future__ import annotations
 
 import datetime as dt
+import re
+import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +26,15 @@ Client = S3Store | GCSStore | AzureStore | HTTPStore
 CONNECT_TIMEOUT_S = 5.0
 CREDENTIAL_LIFE = dt.timedelta(minutes=5)
 _S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_HOST = re.compile(r"[\w.\-]+|[0-9a-f:.]*:[0-9a-f:.]*", re.IGNORECASE)
 _NO_RETRIES: RetryConfig = {"max_retries": 0}
 
 
 def client(base: str, environment: Mapping[str, str], request_timeout_s: float) -> Client:
     """A client of one bucket, container or http server.
 
-    Raises:  ConfigError: the profile is not there.  ValueError and obstore's own, for what it
-    finds wrong.
+    Raises:  ConfigError: the profile is not there, or the endpoint is no url.  ValueError and
+    obstore's own, for what it finds wrong.
     """
     scheme, _, authority = base.partition("://")
     options: ClientConfig = {
@@ -44,6 +47,7 @@ def client(base: str, environment: Mapping[str, str], request_timeout_s: float) 
         return GCSStore(authority, client_options=options, retry_config=_NO_RETRIES)
     if scheme in ("http", "https"):
         options["allow_http"] = scheme == "http"
+        _check_endpoint(base, "the url")
         return HTTPStore(base, client_options=options, retry_config=_NO_RETRIES)
     return AzureStore.from_url(base, client_options=options, retry_config=_NO_RETRIES)
 
@@ -61,6 +65,7 @@ def _s3(bucket: str, environment: Mapping[str, str], options: ClientConfig) -> S
         credentials = session.get_credentials()
         provider = _provider(credentials) if credentials is not None else None
     if endpoint:
+        _check_endpoint(endpoint, "AWS_ENDPOINT_URL")
         config["endpoint"] = endpoint
         if endpoint.startswith("http://"):
             options["allow_http"] = True
@@ -71,6 +76,20 @@ def _s3(bucket: str, environment: Mapping[str, str], options: ClientConfig) -> S
         retry_config=_NO_RETRIES,
         credential_provider=provider,
     )
+
+
+def _check_endpoint(endpoint: str, origin: str) -> None:
+    """Obstore panics, in the first request, over an endpoint that is no url."""
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        port = parts.port
+    except ValueError:
+        parts, port = urllib.parse.urlsplit(""), None
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or port == 0:
+        raise ConfigError(
+            f"{origin} is {endpoint!r}, which is no endpoint: write http://host:port or https://host"
+        )
 
 
 def _needs_profile(environment: Mapping[str, str]) -> bool:

@@ -112,7 +112,7 @@ def _unreachable(url: str, base: str, text: str) -> StoreUnavailable:
         what = "has no address: check the host name (AWS_ENDPOINT_URL, AWS_REGION) and DNS"
     elif "ConnectionRefused" in text:
         what = "refused the connection: check that it runs, and the port of AWS_ENDPOINT_URL"
-    elif "kind: Connect" in text:
+    elif "kind: Connect," in text:
         what = "cannot be connected to: check the endpoint, the network, the proxy and TLS"
     else:
         what = "broke off the connection"

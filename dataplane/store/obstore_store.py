@@ -15,7 +15,13 @@ import obstore
 import obstore.exceptions
 from typing_extensions import Buffer
 
-from dataplane.errors import ConfigError, DatasetChangedError, StoreError, TruncatedRead
+from dataplane.errors import (
+    ConfigError,
+    DatasetChangedError,
+    ShardNotFound,
+    StoreError,
+    TruncatedRead,
+)
 from dataplane.model import ObjectInfo
 from dataplane.store.clients import client
 from dataplane.store.obstore_faults import mapped
@@ -53,11 +59,10 @@ class ObstoreStore:
                 for meta in page
             ],
         )
-        infos = sorted(
-            (self._info(f"{self._base}/{meta['path']}", meta) for meta in pages),
-            key=lambda info: info.url,
-        )
-        return (info for info in _without_markers(infos) if info.url.startswith(prefix))
+        found = {f"{self._base}/{meta['path']}": meta for meta in pages}
+        infos = [self._info(url, meta) for url, meta in found.items() if url.startswith(prefix)]
+        shown = [info for info in infos if info.size_bytes or self._is_there(info.url)]
+        return iter(sorted(shown, key=lambda info: info.url))
 
     def head(self, url: str) -> ObjectInfo:
         key = self._key(url)
@@ -111,6 +116,11 @@ class ObstoreStore:
             if isinstance(fault, DatasetChangedError):
                 raise self._changed(url, etag, fault) from cause
             raise fault from cause
+        except BaseException as cause:
+            # A panic of Rust is no Exception, and would pass every handler of a node.
+            if type(cause).__module__ != "pyo3_runtime":
+                raise
+            raise StoreError(f"{url}: the client failed inside: {cause}", shard=url) from cause
 
     def _changed(self, url: str, etag: str, fault: DatasetChangedError) -> Exception:
         """The refusal of a conditional read, with the etag that is there now, if it can be had."""
@@ -119,6 +129,16 @@ class ObstoreStore:
         except (StoreError, DatasetChangedError) as better:
             return better
         return fault
+
+    def _is_there(self, url: str) -> bool:
+        """Whether an empty object is one: obstore lists the empty "folder/" objects that consoles
+        make as "folder", which nothing can read.
+        """
+        try:
+            self.head(url)
+        except ShardNotFound:
+            return False
+        return True
 
     def _key(self, url: str) -> str:
         key = key_of(url)
@@ -135,12 +155,6 @@ class ObstoreStore:
     def _info(self, url: str, meta: obstore.ObjectMeta) -> ObjectInfo:
         etag = meta["e_tag"] or f"{_NO_ETAG}{meta['last_modified'].timestamp():.0f}-{meta['size']}"
         return ObjectInfo(url, meta["size"], etag)
-
-
-def _without_markers(infos: list[ObjectInfo]) -> Iterator[ObjectInfo]:
-    """All but the empty objects called "folder/" that consoles make, listed as "folder"."""
-    folders = {info.url.rpartition("/")[0] for info in infos}
-    return (info for info in infos if info.size_bytes or info.url not in folders)
 
 
 def _first_line(cause: BaseException) -> str:

@@ -1,0 +1,192 @@
+"""From names to objects, over real files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from servers import S3Server
+
+from dataplane.errors import ConfigError, ShardNotFound, StoreError
+from dataplane.store.connect import Stores, connect, forget
+from dataplane.store.expand import expand
+
+STORES = Stores()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    names = [
+        *(f"train-{i:03d}.parquet" for i in range(4)),
+        "valid.parquet",
+        "notes.txt",
+        "empty.bin",
+        "_SUCCESS",
+        ".train-000.parquet.crc",
+        "date=1/part.parquet",
+        "date=1/_temporary/part.parquet",
+        "date=2/part.parquet",
+        "odd {0} [x]*.bin",
+    ]
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"" if name.startswith("empty") else name.encode())
+    return tmp_path
+
+
+def names(root: Path, *urls: str) -> list[str]:
+    return [
+        info.url.removeprefix(f"file://{root}/")
+        for info in expand([f"{root}/{url}" for url in urls], STORES.connect)
+    ]
+
+
+def test_a_glob_is_sorted(root: Path) -> None:
+    assert names(root, "*.parquet") == [
+        *(f"train-{i:03d}.parquet" for i in range(4)),
+        "valid.parquet",
+    ]
+    assert names(root, "**/part.parquet") == ["date=1/part.parquet", "date=2/part.parquet"]
+    assert names(root, "train-00[12]*") == ["train-001.parquet", "train-002.parquet"]
+
+
+def test_names_keep_the_order_in_which_they_are_given(root: Path) -> None:
+    assert names(root, "valid.parquet", "train-{002..001}.parquet", "date=*/*") == [
+        "valid.parquet",
+        "train-001.parquet",
+        "train-002.parquet",
+        "date=1/part.parquet",
+        "date=2/part.parquet",
+    ]
+
+
+def test_a_folder_is_all_below_it_but_what_is_hidden(root: Path) -> None:
+    shown = names(root, "")
+
+    assert shown == sorted(shown)
+    assert set(shown) == {
+        *(f"train-{i:03d}.parquet" for i in range(4)),
+        *("valid.parquet", "notes.txt", "empty.bin", "odd {0} [x]*.bin"),
+        *("date=1/part.parquet", "date=2/part.parquet"),
+    }
+    assert names(root, "date=1") == names(root, "date=1/") == ["date=1/part.parquet"]
+    assert [info.url for info in expand(root, STORES.connect)] == [
+        f"file://{root}/{n}" for n in shown
+    ]
+
+
+def test_a_name_that_is_there_is_itself_whatever_it_is_made_of(root: Path) -> None:
+    assert names(root, "odd {0} [x]*.bin") == ["odd {0} [x]*.bin"]
+    assert names(root, "_SUCCESS", ".train-000.parquet.crc") == [
+        "_SUCCESS",
+        ".train-000.parquet.crc",
+    ]
+
+
+def test_an_empty_object_counts(root: Path) -> None:
+    (info,) = expand(root / "empty.bin", STORES.connect)
+    assert info.size_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [("train-000.parquet", "train-*.parquet"), ("valid.parquet",) * 2, ("{valid,valid}.parquet",)],
+)
+def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="named twice") as raised:
+        names(root, *urls)
+    assert str(raised.value.shard) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("*.parq", r"but none matches .*/\*\.parq; did you mean .*/\*\.parquet\?"),
+        ("*.arrow", "but none matches .*there is file://"),
+        ("train-{000..004}.parquet", r"no file file://.*train-004\.parquet.*train-00"),
+        ("trian-000.parquet", r"did you mean .*train-000\.parquet"),
+        ("nothing/here/*.x", "no url starts with .*nothing/here/"),
+        ("nothing/here/x", "nothing is not a folder"),
+        ("valid.parquet/", "nothing below"),
+        ("date=1/_temporary/../_x*", "none matches|no url starts"),
+    ],
+)
+def test_what_is_not_there_says_what_is(root: Path, url: str, says: str) -> None:
+    with pytest.raises(ShardNotFound, match=says):
+        names(root, url)
+
+
+def test_a_folder_of_hidden_files_says_so(root: Path) -> None:
+    hidden = root / "only"
+    hidden.mkdir()
+    (hidden / "_SUCCESS").touch()
+
+    with pytest.raises(ShardNotFound, match=r"all 1 objects below .* are hidden"):
+        names(root, "only")
+
+
+def test_no_urls_are_refused() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        expand([], STORES.connect)
+
+
+def test_a_broken_link_is_said_so_and_a_loop_ends(root: Path) -> None:
+    (root / "loop").symlink_to(root)
+    (root / "again.parquet").symlink_to(root / "valid.parquet")
+    assert "again.parquet" in names(root, "*.parquet")
+    assert not [name for name in names(root, "") if name.startswith("loop/loop")]
+
+    (root / "gone.parquet").symlink_to(root / "nowhere")
+    with pytest.raises(ShardNotFound, match=r"gone\.parquet is a symbolic link to .*nowhere"):
+        names(root, "*.parquet")
+
+
+@given(st.sets(st.integers(0, 20), min_size=1), st.integers(0, 20), st.integers(0, 20))
+def test_a_range_of_names_is_all_of_them_or_an_error(
+    present: set[int], first: int, last: int
+) -> None:
+    stores = Stores()
+    stores.connect("memory://")._inner._files.pipe(  # type: ignore[attr-defined]
+        {f"/range/{n:02d}": b"x" for n in present}
+    )
+    wanted = set(range(min(first, last), max(first, last) + 1))
+    try:
+        found = expand(f"memory://range/{{{first:02d}..{last:02d}}}", stores.connect)
+        assert [info.url for info in found] == [f"memory://range/{n:02d}" for n in sorted(wanted)]
+        assert wanted <= present
+    except ShardNotFound:
+        assert not wanted <= present
+    finally:
+        stores.connect("memory://")._inner._files.rm("/range", recursive=True)  # type: ignore[attr-defined]
+
+
+def test_names_in_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = s3_server.bucket()
+    keys = [f"data/train-{i:02d}.tar" for i in range(12)]
+    s3_server.put(bucket, {**dict.fromkeys(keys, b"x"), "data/_SUCCESS": b"", "data/sub/": b""})
+    base = f"s3://{bucket}"
+    try:
+        whole = [f"{base}/{key}" for key in keys]
+        for written in (base, f"{base}/", f"{base}/data", f"{base}/data/train-{{00..11}}.tar"):
+            assert [info.url for info in expand(written, connect)] == whole
+        assert [info.url for info in expand(f"{base}/data/*-0?.tar", connect)] == whole[:10]
+        with pytest.raises(ShardNotFound, match=r"12 objects .* none matches"):
+            expand(f"{base}/data/train-*.parquet", connect)
+        with pytest.raises(ShardNotFound, match="train-12"):
+            expand(f"{base}/data/train-{{00..12}}.tar", connect)
+        with pytest.raises(StoreError, match="no bucket s3://no-such-bucket"):
+            expand("s3://no-such-bucket/x", connect)
+    finally:
+        forget()
+
+
+def test_the_real_folders_expand(data_dir: Path) -> None:
+    infos = expand(data_dir / "**" / "*.parquet", STORES.connect)
+
+    assert len(infos) == len({info.url for info in infos}) > 0
+    assert all(info.etag for info in infos)
