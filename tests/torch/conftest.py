@@ -13,17 +13,19 @@ from fake_node import FakeNode, Script, serving
 
 from dataplane.rpc import names
 
+LAUNCHED = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeNode]]:
     """Start a fake node; loaders find it as the service that DATAPLANE_SERVICE names."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
     with contextlib.ExitStack() as stack:
 
         def start(**script: Any) -> FakeNode:
             address = f"fake-{uuid.uuid4().hex[:8]}:1"
             monkeypatch.setenv("DATAPLANE_SERVICE", address)
-            for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-                monkeypatch.delenv(name, raising=False)
             return stack.enter_context(
                 serving(Script(**script), names.served_name(os.getuid(), address))
             )

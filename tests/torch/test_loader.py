@@ -1,0 +1,354 @@
+"""DataLoader: batches, epochs, state, arguments."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from dataplane_torch import DataLoader, Ragged
+from fake_node import sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.client.state import State, consumed, step_count
+from dataplane.errors import ClosedError, ConfigError, SpecMismatch, VersionMismatch
+from dataplane.model import End
+from dataplane.rpc.messages import OpenJob
+
+URL = "s3://bucket/shards/*.parquet"
+
+
+def rows_of(batch) -> list[dict]:
+    """A batch as the samples that it was made from."""
+    rows = []
+    for i in range(len(batch["t"])):
+        length = int(batch["tokens.length"][i])
+        assert not batch["tokens"].numpy()[i, length:].any()
+        start, end = batch["steps"].offsets[i : i + 2].tolist()
+        rows.append(
+            {
+                "x": batch["x"][i].tolist(),
+                "t": int(batch["t"][i]),
+                "flag": bool(batch["flag"][i]),
+                "tokens": batch["tokens"].numpy()[i, :length].tolist(),
+                "steps": batch["steps"].values[start:end].tolist(),
+                "text": batch["text"][i],
+                "raw": batch["raw"][i],
+            }
+        )
+    return rows
+
+
+def positions(batches) -> list[list[int]]:
+    return [batch["t"].tolist() for batch in batches]
+
+
+def in_order(count: int, size: int, start: int = 0) -> list[list[int]]:
+    return [list(range(i, min(i + size, count))) for i in range(start, count, size)]
+
+
+def test_every_value_of_every_batch_is_right_while_all_are_held(fake) -> None:
+    fake(sample_count=300, arena_bytes=6 * 4096)
+    with DataLoader(URL, batch_size=7) as loader:
+        batches = list(loader)
+        assert len(batches) == len(loader) == 43
+        assert [row for batch in batches for row in rows_of(batch)] == list(map(sample, range(300)))
+        again = list(loader)
+        assert rows_of(again[1]) == [sample(t, epoch=1) for t in range(7, 14)]
+        assert rows_of(batches[1]) == [sample(t) for t in range(7, 14)]
+
+
+def test_dtypes_shapes_and_writing_in_place(fake) -> None:
+    fake()
+    with DataLoader(URL, batch_size=7) as loader:
+        batch = next(iter(loader))
+    assert (batch["x"].dtype, batch["x"].shape) == (torch.int32, (7, 4))
+    assert batch["flag"].dtype == torch.bool
+    assert batch["tokens"].dtype == torch.uint16
+    assert batch["tokens.length"].dtype == torch.int64
+    assert isinstance(batch["steps"], Ragged)
+    assert batch["steps"].offsets.shape == (8,)
+    batch["x"].mul_(2)
+    assert batch["x"][1].tolist() == [2, 4, 6, 0]
+    assert batch["x"].untyped_storage().nbytes() == 7 * 4 * 4
+    assert not any(value.is_pinned() for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+def test_an_empty_batch_has_the_right_types_and_shapes(fake) -> None:
+    fake(sample_count=5)
+    with DataLoader(URL, global_batch_size=4, dp_rank=3, dp_size=4) as loader:
+        first, last = list(loader)
+    assert rows_of(first) == [sample(3)]
+    assert rows_of(last) == []
+    assert {name: one.dtype for name, one in last.items() if isinstance(one, torch.Tensor)} == {
+        name: one.dtype for name, one in first.items() if isinstance(one, torch.Tensor)
+    }
+    assert last["x"].shape == (0, 4)
+    assert last["steps"].offsets.tolist() == [0]
+    assert (last["text"], last["raw"]) == ([], [])
+
+
+def test_padding_is_counted(fake) -> None:
+    fake(sample_count=10)
+    with DataLoader(URL, batch_size=4, end="pad") as loader:
+        assert loader.valid_count is None
+        counts = [(batch["t"].tolist(), loader.valid_count) for batch in loader]
+    assert counts[-1] == ([8, 9, 0, 1], 2)
+    assert [count for _, count in counts] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(("end", "steps"), [("ragged", 3), ("pad", 3), ("drop", 2)])
+def test_ranks_divide_every_global_batch(fake, end, steps) -> None:
+    fake(sample_count=28)
+    seen = []
+    for rank in range(3):
+        with DataLoader(URL, global_batch_size=12, dp_rank=rank, dp_size=3, end=end) as loader:
+            seen.append(positions(loader))
+            assert len(seen[-1]) == len(loader) == steps
+    for step in range(2):
+        both = sorted(t for rank in seen for t in rank[step])
+        assert both == list(range(12 * step, 12 * step + 12))
+
+
+def test_a_pass_is_an_epoch_and_one_left_early_begins_again(fake) -> None:
+    fake(sample_count=20)
+    with DataLoader(URL, batch_size=4) as loader:
+        assert {int(batch["x"][0, 3]) for batch in loader} == {0}
+        assert loader.epoch == 1
+        batch = next(iter(loader))
+        assert (int(batch["x"][0, 3]), loader.epoch, loader.state_dict()["cursor"]) == (1, 1, 4)
+        assert positions(loader) == in_order(20, 4)
+        assert loader.epoch == 2
+        loader.set_epoch(9)
+        assert {int(batch["x"][0, 3]) for batch in loader} == {9}
+        assert loader.state_dict()["epoch"] == 10
+
+
+def test_two_iterators_at_once_walk_by_themselves(fake) -> None:
+    fake(sample_count=40)
+    with DataLoader(URL, batch_size=4) as loader:
+        for one, two in zip(loader, loader, strict=True):
+            assert rows_of(one) == rows_of(two)
+            one["x"].zero_()
+            assert two["x"].any()
+        iterator = iter(loader)
+        next(iterator)
+        assert positions(loader) == in_order(40, 4)
+        assert next(iterator)["t"].tolist() == [4, 5, 6, 7]
+
+
+def test_an_iterator_that_ended_stays_ended(fake) -> None:
+    fake(sample_count=4)
+    with DataLoader(URL, batch_size=4) as loader:
+        iterator = iter(loader)
+        assert len(list(iterator)) == 1
+        assert list(iterator) == []
+
+
+@given(
+    count=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    end=st.sampled_from(list(End)),
+    steps=st.integers(0, 50),
+)
+def test_the_cursor_counts_what_the_steps_cover(count, batch, end, steps) -> None:
+    total = step_count(count, batch, end)
+    assert total == (count // batch if end is End.DROP else math.ceil(count / batch))
+    assert consumed(count, 0, batch, steps) == min(count, steps * batch)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_resuming_from_any_step_gives_the_same_suffix(fake, dp_size) -> None:
+    fake(sample_count=30)
+    place = {"global_batch_size": 4, "dp_rank": dp_size - 1, "dp_size": dp_size, "name": "resume"}
+    with DataLoader(URL, **place) as loader, DataLoader(URL, **place) as other:
+        states = [loader.state_dict()]
+        whole = []
+        for batch in loader:
+            whole.append(rows_of(batch))
+            states.append(loader.state_dict())
+        states.append(loader.state_dict())
+        for k, state in enumerate(states[:-1]):
+            assert len(json.dumps(state)) < 1024
+            assert (state["epoch"], state["cursor"]) == (0, min(30, 4 * k))
+            other.load_state_dict(json.loads(json.dumps(state)))
+            assert other.state_dict() == state
+            other.set_epoch(0)
+            assert [rows_of(batch) for batch in other] == whole[k:]
+            assert other.state_dict() == states[-1]
+        assert states[-1] == {**states[0], "epoch": 1}
+        other.load_state_dict(states[3])
+        other.set_epoch(5)
+        assert next(iter(other))["t"].tolist() == whole_positions(whole[0])
+
+
+def whole_positions(rows) -> list[int]:
+    return [row["t"] for row in rows]
+
+
+def test_a_run_may_go_on_with_another_batch_size_and_rank_count(fake) -> None:
+    fake(sample_count=30)
+    with DataLoader(URL, batch_size=6) as loader:
+        iterator = iter(loader)
+        seen = [t for _ in range(2) for t in next(iterator)["t"].tolist()]
+        state = loader.state_dict()
+    ranks = []
+    for rank in range(3):
+        with DataLoader(URL, global_batch_size=9, dp_rank=rank, dp_size=3) as loader:
+            loader.load_state_dict(state)
+            ranks.append(positions(loader))
+    steps = [sorted(t for rank in ranks for t in rank[step]) for step in range(2)]
+    assert [*seen, *steps[0], *steps[1]] == list(range(30))
+
+
+def test_a_state_of_another_job_is_refused_with_what_differs(fake) -> None:
+    fake()
+    with DataLoader(URL, seed=1) as loader:
+        state = loader.state_dict()
+    with DataLoader(URL, seed=2) as loader, pytest.raises(SpecMismatch, match="another seed"):
+        loader.load_state_dict(state)
+    with (
+        DataLoader(URL, seed=1) as loader,
+        pytest.raises(SpecMismatch, match="dataset of 99 samples"),
+    ):
+        loader.load_state_dict({**state, "sample_count": 99})
+
+
+@pytest.mark.parametrize(
+    ("garbage", "error"),
+    [
+        (None, ConfigError),
+        ({}, ConfigError),
+        ([1], ConfigError),
+        ({"version": "1"}, ConfigError),
+        (
+            {"version": 1, "spec_digest": "d", "epoch": -1, "cursor": 0, "sample_count": 1},
+            ConfigError,
+        ),
+        (
+            {"version": 1, "spec_digest": "d", "epoch": 0, "cursor": 2, "sample_count": 1},
+            ConfigError,
+        ),
+        ({"version": 1, "epoch": 0, "cursor": 2, "sample_count": 1}, ConfigError),
+        (
+            {"version": 1, "spec_digest": "d", "epoch": 0.5, "cursor": 0, "sample_count": 1},
+            ConfigError,
+        ),
+        ({"version": 2}, VersionMismatch),
+    ],
+)
+def test_garbled_states_are_refused(garbage, error) -> None:
+    with pytest.raises(error):
+        State.from_dict(garbage)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["version", "spec_digest", "epoch", "cursor"]),
+        st.none() | st.integers() | st.text(),
+    )
+)
+@settings(max_examples=50)
+def test_any_state_is_read_or_refused(garbage) -> None:
+    with pytest.raises(ConfigError):
+        State.from_dict(garbage)
+
+
+def test_the_job_carries_what_was_asked_for(fake, monkeypatch) -> None:
+    node = fake()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "carried")
+    with DataLoader(
+        ["a.parquet", "s3://b/*"], 8, shuffle=True, seed=3, drop_last=True, columns=["x"],
+        lists="ragged", fill_null={"x": 1}, format="parquet", lanes=4, window=64, timeout=9,
+    ) as loader:  # fmt: skip
+        len(loader)
+    (job,) = (one for one in node.seen if isinstance(one, OpenJob))
+    assert job.source.urls[0].startswith("/")
+    assert job.source.urls[0].endswith("a.parquet")
+    assert (job.source.urls[1], job.source.format) == ("s3://b/*", "parquet")
+    assert (job.topology.dp_rank, job.topology.dp_size, job.global_batch) == (1, 2, 16)
+    assert (job.seed, job.shuffle, job.lanes, job.window, job.end) == (3, True, 4, 64, End.DROP)
+    assert (job.columns, job.lists.value, job.fill_null) == (("x",), "ragged", (("x", 1.0),))
+    assert job.job_id.startswith("elastic-carried/")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": None}, "batch_size=None"),
+        ({"batch_size": 2, "global_batch_size": 4}, "two things"),
+        ({"drop_last": True, "end": "pad"}, "two things"),
+        ({"end": "wrap"}, "ragged, drop, pad"),
+        ({"lists": "nested"}, "padded, ragged"),
+        ({"columns": "x"}, "a list of names"),
+        ({"columns": []}, "leaves nothing"),
+        ({"seed": -1}, "seed=-1"),
+        ({"lanes": 0}, "lanes=0"),
+        ({"timeout": -1}, "timeout"),
+        ({"dp_rank": 1}, "belong together"),
+        ({"service": "nowhere"}, "no address"),
+        ({"num_workers": 4}, "ShardedIterableDataset"),
+        ({"sampler": [1]}, "order comes from"),
+        ({"collate_fn": print}, "dicts of tensors"),
+    ],
+)
+def test_impossible_arguments_are_refused_before_any_work(arguments, match) -> None:
+    with pytest.raises(ConfigError, match=match):
+        DataLoader(URL, **arguments)
+
+
+def test_torchs_own_defaults_are_accepted_and_nonsense_is_not() -> None:
+    DataLoader(URL, num_workers=0, sampler=None, persistent_workers=False, in_order=True)
+    with pytest.raises(TypeError, match="btach_size"):
+        DataLoader(URL, btach_size=3)
+
+
+@pytest.mark.parametrize(
+    "urls", [[], None, 3, [""], torch.utils.data.TensorDataset(torch.zeros(3))]
+)
+def test_what_is_no_url_is_refused(urls) -> None:
+    with pytest.raises(ConfigError):
+        DataLoader(urls)
+
+
+def test_closing_and_collecting_leave_nothing_and_say_nothing(fake) -> None:
+    node = fake()
+    loader = DataLoader(URL, batch_size=4)
+    batch = next(iter(loader))
+    del loader
+    gc.collect()
+    assert rows_of(batch) == [sample(t) for t in range(4)]
+    assert "gone" not in node.seen
+    del batch
+    loader = DataLoader(URL, batch_size=4)
+    iterator = iter(loader)
+    batch = next(iterator)
+    loader.close()
+    loader.close()
+    assert rows_of(batch) == [sample(t) for t in range(4)]
+    with pytest.raises(ClosedError):
+        next(iterator)
+    with pytest.raises(ClosedError):
+        len(loader)
+
+
+def test_a_process_that_ends_while_it_holds_batches_says_nothing(fake) -> None:
+    fake()
+    code = (
+        "import dataplane_torch\n"
+        f"loader = dataplane_torch.DataLoader({URL!r}, 4)\n"
+        "iterator = iter(loader)\n"
+        "held = [next(iterator) for _ in range(5)]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
