@@ -45,5 +45,5 @@ def progress(member="m0-i1", generation=1, epoch=0, cursor=0, *, job="j", speed=
     return MemberProgress(job, member, generation, epoch, cursor, speed, stall)
 
 
-def leave(member="m0-i1", *, job="j"):
-    return LeaveRequest(job, member, "done")
+def leave(member="m0-i1", *, job="j", lost=False):
+    return LeaveRequest(job, member, lost)

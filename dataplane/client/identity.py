@@ -66,10 +66,11 @@ _counters: dict[tuple[str, str], Iterator[int]] = {}
 
 def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
     """The job of one more loader over these urls: equal on all ranks, which make their loaders in
-    the same order, and different from the one before. A `name` needs no such order.
+    the same order, and different from the one before. A `name` is the job's own: it needs no such
+    order, and a later launch under the same name goes on with the same job.
     """
     if name is not None:
-        return f"{launch.run_id}/{name}"
+        return name
     content = short_hash(*urls)
     counter = _counters.setdefault((launch.run_id, content), itertools.count())
     return f"{launch.run_id}/{content}-{next(counter)}"

@@ -247,8 +247,9 @@ class State:
         roster = self._jobs.get(request.job_id)
         if roster is not None:
             known = roster.members.get(request.member_id)
+            phase = Phase.EXPIRED if request.lost else Phase.LEFT
             if known is not None and known.phase in (Phase.JOINED, Phase.EXPIRED):
-                self._writes += roster.move(known, Phase.LEFT, self._now)
+                self._writes += roster.move(known, phase, self._now)
         return LeaveResponse()
 
     def _expire(self, roster: Roster) -> None:

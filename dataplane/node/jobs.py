@@ -139,7 +139,7 @@ class Jobs:
             ),
             member.sizes.batches_max,
         )
-        stream = self._engine.open_stream(member.delivery, walk, send)
+        stream = self._engine.open_stream(member.delivery, walk, send, member)
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
         return stream, messages.StreamOpened(stream.stream_id, walk.step_count)
@@ -152,6 +152,7 @@ class Jobs:
             self._engine.close_stream(stream)
         member.streams.clear()
         delivery = member.delivery
+        self._engine.release_all(delivery, member)
         delivery.users -= 1
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
@@ -162,11 +163,11 @@ class Jobs:
                     k: d for k, d in self._datasets.items() if d is not delivery.dataset
                 }
 
-    async def leave(self, member: Member, reason: str) -> None:
+    async def leave(self, member: Member, *, lost: bool) -> None:
         """Tell the coordinator; it learns by itself if it does not answer now."""
         try:
             await self._coordination.leave(
-                messages.LeaveRequest(member.job_id, member.member_id, reason)
+                messages.LeaveRequest(member.job_id, member.member_id, lost)
             )
         except PeerLost:
             return

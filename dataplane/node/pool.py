@@ -132,7 +132,14 @@ class WorkerPool:
     def _spawn(self) -> None:
         ours, theirs = local.pair()
         ours.setblocking(False)
-        command = [sys.executable, "-m", "dataplane.node", "--worker-fd", str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "dataplane.node",
+            "--worker-fd",
+            str(theirs.fileno()),
+        ]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

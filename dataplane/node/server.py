@@ -58,7 +58,7 @@ class Session:
         self._outbox.append((messages.FromNode(request_id, body), descriptors))
         self._flush()
 
-    def close(self, reason: str) -> None:
+    def close(self) -> None:
         """Free whatever this trainer had. May be called twice."""
         if self.closed:
             return
@@ -70,7 +70,9 @@ class Session:
             task.cancel()
         for member in self._members.values():
             self._server.jobs.close(member)
-            self._server.spawn(self._server.jobs.leave(member, reason))
+            # A node that stops leaves its members their places: they come back through another.
+            if not self._server.stopping:
+                self._server.spawn(self._server.jobs.leave(member, lost=True))
         self._members.clear()
         self._server.forget(self)
 
@@ -81,12 +83,12 @@ class Session:
                 local.send(self._sock, message, descriptors)
             except BlockingIOError:
                 if len(self._outbox) > _OUTBOX_MAX:
-                    self.close("does not read its answers")
+                    self.close()
                     return
                 self._loop.add_writer(self._sock.fileno(), self._flush)
                 return
             except PeerLost:
-                self.close("connection lost")
+                self.close()
                 return
             except ConfigError as error:
                 self._outbox[0] = (messages.FromNode(message.request_id, error), ())
@@ -101,11 +103,11 @@ class Session:
             except BlockingIOError:
                 return
             except PeerLost:
-                self.close("connection lost")
+                self.close()
                 return
             except DataplaneError as error:
                 self._server.trace.failed("session", error=error)
-                self.close("protocol error")
+                self.close()
                 return
             for fd in descriptors:
                 os.close(fd)
@@ -214,7 +216,7 @@ class Session:
         member = self._members.pop(body.job_id, None)
         if member is not None:
             self._server.jobs.close(member)
-            self._server.spawn(self._server.jobs.leave(member, "closed"))
+            self._server.spawn(self._server.jobs.leave(member, lost=False))
 
 
 class NodeServer:
@@ -231,6 +233,7 @@ class NodeServer:
         self.trace = Trace("node")
         self.node_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.draining = False
+        self.stopping = False
         self._listener = listener
         self._coordination = coordination
         self._sessions: set[Session] = set()
@@ -259,11 +262,12 @@ class NodeServer:
                 if stop.is_set() and not self.draining:
                     self._drain()
         finally:
+            self.stopping = True
             beating.cancel()
             loop.remove_reader(self._listener.fileno())
             self._listener.close()
             for session in list(self._sessions):
-                session.close("node stopped")
+                session.close()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._pool.close()
             self._fetcher.close()

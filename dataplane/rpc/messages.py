@@ -98,11 +98,11 @@ class HeartbeatResponse:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """A rank left on purpose."""
+    """A rank left: on purpose, or `lost`, because its process ended."""
 
     job_id: str
     member_id: str
-    reason: str = ""
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

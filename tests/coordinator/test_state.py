@@ -208,6 +208,16 @@ def test_3_a_rank_that_dies_is_missing_from_then_on_and_one_that_leaves_is_not(m
     assert machine.verdict("m0-i1").missing_dp_ranks == ()
 
 
+def test_3_a_rank_whose_process_ended_is_missing_at_once_and_its_place_is_free(machine):
+    machine.ask(join(0))
+    machine.ask(join(1))
+    machine.ask(leave("m1-i1", lost=True))
+    assert machine.verdict("m0-i1").missing_dp_ranks == (1,)
+    assert machine.phases()["m1-i1"] == "expired"
+    machine.ask(leave("m0-i1", lost=True))
+    assert machine.job().state == "idle"
+
+
 def test_3_a_tensor_parallel_peer_keeps_a_dp_rank_present(machine):
     machine.ask(join(0, 1, rank=0))
     machine.ask(join(0, 1, rank=1))

@@ -102,14 +102,14 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[MemberVerdict, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "reason")
+    __slots__ = ("job_id", "member_id", "lost")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
-    reason: str
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    lost: bool
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., lost: _Optional[bool] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()

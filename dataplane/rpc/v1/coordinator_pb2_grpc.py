@@ -88,7 +88,7 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """A rank left on purpose.
+        """A rank left: on purpose, or because its process ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
