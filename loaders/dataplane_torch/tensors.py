@@ -48,6 +48,7 @@ class Decoder:
     """
 
     def __init__(self, specs: Sequence[ColumnSpec], *, shared: bool = False) -> None:
+        _refuse_twins(specs)
         make = _shared_tensor if shared else _tensor
         self._puts = [_put(spec, at, make) for at, spec in enumerate(specs)]
 
@@ -57,6 +58,17 @@ class Decoder:
         for put in self._puts:
             put(batches, i, out)
         return out
+
+
+def _refuse_twins(specs: Sequence[ColumnSpec]) -> None:
+    names = {spec.name for spec in specs}
+    for spec in specs:
+        if spec.kind is Kind.PADDED and f"{spec.name}.length" in names:
+            raise ConfigError(
+                f"the lengths of the lists of {spec.name!r} would take the place of column "
+                f'"{spec.name}.length": pass lists="ragged", or leave one out with columns=[…]',
+                field=spec.name,
+            )
 
 
 def _put(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:

@@ -1,0 +1,193 @@
+"""Loaders over real nodes: embedded ones, shared by the ranks of a host."""
+
+from __future__ import annotations
+
+import decimal
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset
+
+from dataplane.errors import ConfigError, ShardNotFound
+
+from .conftest import LAUNCHED
+
+COUNT = 700
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("DATAPLANE_SERVICE", *LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
+    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
+    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
+    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """Three Parquet shards of every kind of column."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    table = table_of(range(COUNT))
+    for i, start in enumerate(range(0, COUNT, 250)):
+        pq.write_table(table.slice(start, 250), folder / f"{i}.parquet", row_group_size=60)
+    return str(folder)
+
+
+def table_of(numbers: range) -> pa.Table:
+    rows = list(numbers)
+    return pa.table(
+        {
+            "i": pa.array(rows, pa.int64()),
+            "tokens": pa.array([[k] * 32 for k in rows], pa.list_(pa.int32(), 32)),
+            "maybe": pa.array([None if k % 5 == 0 else k / 2 for k in rows], pa.float32()),
+            "odd": pa.array([k % 2 == 1 for k in rows]),
+            "text": pa.array([None if k % 9 == 0 else f"row {k}" for k in rows]),
+            "some": pa.array([list(range(k % 4)) for k in rows], pa.list_(pa.int16())),
+            "price": pa.array([decimal.Decimal(k) / 4 for k in rows]),
+            "meta": pa.array([{"a": k, "b": {"c": b"x" * (k % 3)}} for k in rows]),
+        }
+    )
+
+
+@pytest.mark.parametrize("lists", ["padded", "ragged"])
+def test_every_kind_of_column_arrives_as_it_was_written(shards, lists) -> None:
+    want = table_of(range(COUNT)).to_pydict()
+    with DataLoader(shards, batch_size=48, lists=lists) as loader:
+        batches = list(loader)
+    assert [len(batch["i"]) for batch in batches] == [48] * 14 + [28]
+    assert torch.cat([batch["i"] for batch in batches]).tolist() == want["i"]
+    assert torch.cat([batch["tokens"] for batch in batches]).tolist() == want["tokens"]
+    maybe = torch.cat([batch["maybe"] for batch in batches])
+    assert [None if v != v else v for v in maybe.tolist()] == want["maybe"]
+    assert torch.cat([batch["odd"] for batch in batches]).tolist() == want["odd"]
+    assert [v for batch in batches for v in batch["text"]] == want["text"]
+    assert [v for batch in batches for v in batch["price"]] == want["price"]
+    assert torch.cat([batch["meta.a"] for batch in batches]).tolist() == list(range(COUNT))
+    assert [v for batch in batches for v in batch["meta.b.c"]] == [
+        b"x" * (k % 3) for k in range(COUNT)
+    ]
+    assert [v for batch in batches for v in lists_of(batch["some"], batch)] == want["some"]
+
+
+def lists_of(found, batch) -> list[list[int]]:
+    if isinstance(found, Ragged):
+        ends = found.offsets.tolist()
+        return [found.values[a:b].tolist() for a, b in itertools.pairwise(ends)]
+    lengths = batch["some.length"].tolist()
+    return [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
+
+
+def test_shuffled_batches_are_the_same_for_torchs_workers_and_after_a_resume(shards) -> None:
+    order = {"shuffle": True, "seed": 5, "columns": ["i", "text"]}
+    with DataLoader(shards, 16, **order) as loader:
+        iterator, whole, states = iter(loader), [], []
+        for batch in iterator:
+            whole.append((batch["i"].tolist(), batch["text"]))
+            states.append(loader.state_dict())
+        loader.load_state_dict(states[20])
+        assert [(b["i"].tolist(), b["text"]) for b in loader] == whole[21:]
+    assert sorted(k for batch, _ in whole for k in batch) == list(range(COUNT))
+    dataset = ShardedIterableDataset(shards, 16, **order)
+    torchs = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    assert [(b["i"].tolist(), b["text"]) for b in torchs] == whole
+    dataset.close()
+
+
+def test_a_killed_node_costs_no_batch(shards) -> None:
+    with DataLoader(shards, 16, shuffle=True, columns=["i"]) as loader:
+        want = [batch["i"].tolist() for batch in loader]
+        loader.set_epoch(0)
+        held, seen = [], []
+        for step, batch in enumerate(loader):
+            held.append(batch)
+            seen.append(batch["i"].tolist())
+            if step in (3, 20):
+                (node,) = nodes()
+                os.kill(node.pid, signal.SIGKILL)
+        assert seen == want
+        assert [batch["i"].tolist() for batch in held] == want
+
+
+def nodes() -> list[psutil.Process]:
+    """The nodes that this process started and that live."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "--listener-fd" in child.cmdline()
+    ]
+
+
+RANK = """
+import json, os, sys
+import dataplane_torch
+loader = dataplane_torch.DataLoader(
+    sys.argv[1], global_batch_size=12, shuffle=True, seed=3, columns=["i"], end="drop"
+)
+state = json.loads(sys.argv[2])
+if state:
+    loader.load_state_dict(state)
+steps = []
+for batch in loader:
+    steps.append(batch["i"].tolist())
+node = loader._session.mount().node_id
+print(json.dumps({"steps": steps, "state": loader.state_dict(), "node": node}))
+"""
+
+
+def launch(shards: str, size: int, state: dict) -> list[dict]:
+    """One launch of a run: `size` ranks as processes, as torchrun would start them."""
+    launched = {"WORLD_SIZE": str(size), "MASTER_ADDR": "h", "MASTER_PORT": str(size)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, shards, json.dumps(state)],
+            env={**os.environ, **launched, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    found = [json.loads(rank.communicate()[0]) for rank in ranks]
+    assert len({one["node"] for one in found}) == 1
+    assert all(one["state"] == found[0]["state"] for one in found)
+    return found
+
+
+def test_two_ranks_share_a_node_and_go_on_where_one_stopped(shards) -> None:
+    order = {"shuffle": True, "seed": 3, "columns": ["i"], "drop_last": True}
+    with DataLoader(shards, 12, **order) as loader:
+        steps, states = [], []
+        for batch in loader:
+            steps.append(sorted(batch["i"].tolist()))
+            states.append(loader.state_dict())
+    found = launch(shards, 2, states[19])
+    parts = zip(*(one["steps"] for one in found), strict=True)
+    assert [sorted(k for part in step for k in part) for step in parts] == steps[20:]
+    assert found[0]["state"] == {**states[0], "epoch": 1, "cursor": 0}
+
+
+def test_what_is_not_there_is_reported_by_name(shards) -> None:
+    with (
+        DataLoader(f"{shards}/none-*.parquet") as loader,
+        pytest.raises(ShardNotFound, match="none"),
+    ):
+        len(loader)
+    with (
+        DataLoader(shards, columns=["nothing"]) as loader,
+        pytest.raises(ConfigError, match="tokens"),
+    ):
+        iter(loader)
