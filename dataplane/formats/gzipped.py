@@ -40,17 +40,17 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
     engine = None
     fed = made = members = 0
     for feed in _slices(pieces):
-        data: bytes | memoryview = feed
-        while data or engine is not None:
+        rest: bytes | memoryview = feed
+        while rest or engine is not None:
             if engine is None:
                 # Members may be padded with zeros to a device's block size; nothing else follows.
-                data = bytes(data).lstrip(b"\0") if members else data
-                if not data:
+                rest = bytes(rest).lstrip(b"\0") if members else rest
+                if not rest:
                     break
                 engine = zlib.decompressobj(wbits=47)
                 members += 1
             try:
-                out = engine.decompress(data, PIECE_BYTES)
+                out = engine.decompress(rest, PIECE_BYTES)
             except zlib.error as fault:
                 raise corrupt(url, fed, f"damaged compressed data ({fault})") from fault
             made += len(out)
@@ -59,11 +59,11 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
             if out:
                 yield out
             if engine.eof:
-                data, engine = engine.unused_data, None
+                rest, engine = engine.unused_data, None
             elif not engine.unconsumed_tail and len(out) < PIECE_BYTES:
                 break
             else:
-                data = engine.unconsumed_tail
+                rest = engine.unconsumed_tail
         fed += len(feed)
     if engine is not None or fed == 0:
         raise corrupt(

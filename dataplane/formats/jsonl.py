@@ -136,24 +136,24 @@ def _block(rows: int, start: int, end: int) -> Block:
 
 def _sampled_schema(source: Source) -> pa.Schema:
     piece = source.view(0, BLOCK_BYTES)
-    data = bytes(piece)
-    while b"\n" not in data and len(data) <= LINE_BYTES_MAX:
-        longer = bytes(source.view(0, 2 * len(data)))
-        if len(longer) == len(data):
+    lines = bytes(piece)
+    while b"\n" not in lines and len(lines) <= LINE_BYTES_MAX:
+        longer = bytes(source.view(0, 2 * len(lines)))
+        if len(longer) == len(lines):
             break
-        data = longer
-    cut = data.rfind(b"\n") + 1
-    data = data[: cut or len(data)]
-    if not data.strip(_WHITESPACE):
+        lines = longer
+    cut = lines.rfind(b"\n") + 1
+    lines = lines[: cut or len(lines)]
+    if not lines.strip(_WHITESPACE):
         return inferred_schema({}, closed=True)
-    first = data.removeprefix(_BOM).lstrip(_WHITESPACE)
+    first = lines.removeprefix(_BOM).lstrip(_WHITESPACE)
     if not first.startswith(b"{"):
-        raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(data))
-    _check_shape(source.url, memoryview(data), 0)
+        raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(lines))
+    _check_shape(source.url, memoryview(lines), 0)
     try:
-        found = {f.name: _as_text(f.type) for f in _read(memoryview(data), None).schema}
+        found = {f.name: _as_text(f.type) for f in _read(memoryview(lines), None).schema}
     except FOREIGN as fault:
-        _explain(source.url, memoryview(data), 0, None, fault)
+        _explain(source.url, memoryview(lines), 0, None, fault)
     return inferred_schema(found, closed=True)
 
 

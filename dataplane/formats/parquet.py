@@ -133,26 +133,26 @@ def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
     leaves = [element for element in facts[2] if not element.get(5)]
     widths = [_WIDTHS.get(leaf.get(1, -1), leaf.get(2, 0)) for leaf in leaves]
     for group, row_group in enumerate(facts[4]):
-        rows, chunks = row_group[3], row_group[1]
-        if rows < 0 or len(chunks) != len(widths):
-            raise ValueError(f"row group {group} has {rows} rows, {len(chunks)} columns")
+        rows, columns = row_group[3], row_group[1]
+        if rows < 0 or len(columns) != len(widths):
+            raise ValueError(f"row group {group} has {rows} rows, {len(columns)} columns")
         if rows == 0:
             continue
         start, end, decoded = footer.offset, 4, 0
-        for column, chunk in enumerate(chunks):
-            first, last = _pages(chunk, url, footer)
+        for at, column in enumerate(columns):
+            first, last = _pages(column, url, footer)
             if not 4 <= first <= last <= footer.offset:
                 raise corrupt(
                     url,
                     footer.offset,
-                    f"row group {group}, column {column} lies outside of the file",
+                    f"row group {group}, column {at} lies outside of the file",
                     expected=f"bytes 4 to {footer.offset}",
                     found=f"{first} to {last}",
                 )
             start, end = min(start, first), max(end, last)
             # Each column has its validity, and each list its offsets.
-            decoded += 9 * rows + _decoded_bytes(chunk[3], widths[column])
-        if not chunks:
+            decoded += 9 * rows + _decoded_bytes(column[3], widths[at])
+        if not columns:
             raise ValueError(f"row group {group} has no columns")
         yield Block(rows, Region(start, end - start), decoded)
 
@@ -170,13 +170,13 @@ def _check_depth(elements: list[dict[int, Any]]) -> None:
             raise ValueError(f"columns are nested deeper than {_DEPTH_MAX} levels")
 
 
-def _pages(chunk: dict[int, Any], url: str, footer: Region) -> tuple[int, int]:
+def _pages(column: dict[int, Any], url: str, footer: Region) -> tuple[int, int]:
     """Where a column's pages lie; the dictionary, where there is one, comes first."""
-    if chunk.get(1):
+    if column.get(1):
         raise corrupt(url, footer.offset, "columns in other files are not supported")
-    if 8 in chunk or 3 not in chunk:
+    if 8 in column or 3 not in column:
         raise corrupt(url, footer.offset, "encrypted Parquet columns are not supported; decrypt it")
-    facts = chunk[3]
+    facts = column[3]
     first: int = facts[9]
     if 0 < facts.get(11, 0) < first:
         first = facts[11]

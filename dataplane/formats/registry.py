@@ -1,7 +1,8 @@
 """Which formats there are, and which one a shard has.
 
 Formats of other packages arrive as entry points of the group `dataplane.formats`: an object, or a
-class without arguments, that satisfies `Format`.
+class without arguments, that satisfies `Format`. Its attribute `index_version`, if it has one,
+grows when what its `index` returns changes.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def test_every_sample_comes_back(case: Case, format_: registry.Format) -> None:
     assert read_rows(format_, case.write(rows)) == rows
 
 
-@hypothesis_settings(max_examples=15)
+@hypothesis_settings(max_examples=10)
 @given(count=st.integers(1, 120), seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_independent_and_columns_are_chosen(name: str, count: int, seed: int) -> None:
