@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import click
 
@@ -26,6 +27,13 @@ from dataplane.config import VERSION
 from dataplane.errors import DataplaneError
 
 
+@dataclass(slots=True)
+class Manner:
+    """How errors are told; known as soon as the general options are read."""
+
+    debug: bool = False
+
+
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="\b\n" + output.EXIT_CODES,
@@ -38,7 +46,8 @@ from dataplane.errors import DataplaneError
     help="Log everything, and show tracebacks.  [env: DATAPLANE_DEBUG]",
 )
 @config_option
-def cli(*, debug: bool, config_file: str | None) -> None:
+@click.pass_obj
+def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
     """Feed training loops from object storage: one order on any number of GPUs, exact resume.
 
     \b
@@ -48,6 +57,7 @@ def cli(*, debug: bool, config_file: str | None) -> None:
       dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
       dataplane serve
     """
+    manner.debug = debug
     del config_file  # the commands that read settings ask for it
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO,
@@ -62,9 +72,9 @@ for command in (index, inspect, verify, plan, serve, status, config):
 
 def run(arguments: Sequence[str]) -> int:
     """Carry out one command line; the result is the exit status."""
-    debug = "--debug" in arguments or bool(os.environ.get("DATAPLANE_DEBUG"))
+    manner = Manner()
     try:
-        status = cli.main(list(arguments), prog_name="dataplane", standalone_mode=False)
+        status = cli.main(list(arguments), prog_name="dataplane", standalone_mode=False, obj=manner)
     except (click.Abort, KeyboardInterrupt):
         output.stderr().print("interrupted")
         return output.EXIT_INTERRUPTED
@@ -77,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return output.EXIT_PIPE_CLOSED
     except DataplaneError as error:
-        if debug:
+        if manner.debug:
             output.stderr().print_exception()
         output.write_error(error)
         return output.exit_code(error)

@@ -72,6 +72,14 @@ def test_debug_shows_the_traceback_too(capsys, tmp_path):
     assert "what to do:" in told
 
 
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False)])
+def test_debug_may_be_a_variable(value, shown, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DATAPLANE_DEBUG", value)
+    (tmp_path / "dataplane.toml").write_text("slab_byte = 1\n")
+    assert run(["config", "show"]) == 2
+    assert ("Traceback" in capsys.readouterr().err) is shown
+
+
 @pytest.mark.parametrize("arguments", [["nonsense"], ["config", "show", "--nonsense"]])
 def test_what_is_no_command_is_a_usage_error(arguments, capsys):
     assert run(arguments) == 2
