@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +29,10 @@ from dataplane_bench import demo_proof
 from dataplane_bench.demo_launch import Watch, rates
 from dataplane_bench.demo_proof import Check
 from dataplane_bench.demo_report import Report
-from dataplane_bench.demo_stages import EPOCH, SEED, Length, Stages
+from dataplane_bench.demo_stages import EPOCH, SEED, Length, Stages, saved_in
 from dataplane_bench.processes import ProcessEnded
 
-STEPS, QUICK_STEPS, STEPS_MIN = 160, 24, 16
+STEPS, QUICK_STEPS, STEPS_MIN = 200, 16, 16
 EXIT_FAILED = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -56,12 +57,9 @@ def demonstrate(stages: Stages, stack: contextlib.ExitStack) -> dict[str, Any]:
     watch = Watch(ports)
     first = stages.train_and_kill(run, service, watch)
     second = stages.resume(run, watch)
-
-    import torch
-
     passed = stages.uninterrupted(run)
     drained = stages.drain(service)
-    saved = torch.load(run.checkpoint, weights_only=True)
+    saved = saved_in(run)
     kept = saved["kept"].numpy()
     before, after = (demo_proof.steps_of(launch.steps) for launch in (first, second))
     resumed_from = min(after) - 1
@@ -78,6 +76,7 @@ def demonstrate(stages: Stages, stack: contextlib.ExitStack) -> dict[str, Any]:
     losses = {
         "first": before[min(before)][1],
         "at_checkpoint": before[resumed_from][1],
+        "before_kill": before[resumed_from + 1][1],
         "at_kill": before[max(before)][1],
         "after_resume": after[min(after)][1],
         "last": after[max(after)][1],
@@ -109,15 +108,16 @@ def _show(
     report.section("Proof")
     report.note("What the last checkpoint covers, over both launches, against three witnesses.\n")
     report.proof(checks)
-    report.figures(
-        {
-            f"loss at step {began}": f"{losses['first']:.3f}",
-            f"at the checkpoint, step {resumed_from}": f"{losses['at_checkpoint']:.3f}",
-            f"when killed, step {killed}": f"{losses['at_kill']:.3f}",
-            f"resumed, step {resumed_from + 1}": f"{losses['after_resume']:.3f}",
-            f"at the end, step {ended}": f"{losses['last']:.3f}",
-        }
+    again = resumed_from + 1
+    rows = (
+        (f"step {began}, the first", "first"),
+        (f"step {resumed_from}, the checkpoint that counts", "at_checkpoint"),
+        (f"step {again}, before the kill", "before_kill"),
+        (f"step {killed}, the kill", "at_kill"),
+        (f"step {again}, after the resume", "after_resume"),
+        (f"step {ended}, the last", "last"),
     )
+    report.figures({f"loss at {name}": f"{losses[key]:.3f}" for name, key in rows})
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -216,7 +216,7 @@ def main(given: Sequence[str]) -> int:
     except Interrupted as stopped:
         report.note("\nstopped; nothing remains")
         return 128 + stopped.number
-    except (ProcessEnded, DataplaneError, OSError, ValueError) as error:
+    except (ProcessEnded, DataplaneError, OSError, ValueError, subprocess.SubprocessError) as error:
         report.error(str(error))
         return EXIT_FAILED
     total_s = round(time.monotonic() - began, 1)

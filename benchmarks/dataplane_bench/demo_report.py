@@ -79,14 +79,15 @@ class Report:
             yield on_step
 
     def proof(self, checks: Sequence[Check]) -> None:
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for check in checks:
             mark = "[bold green]✓[/]" if check.holds else "[bold red]✗[/]"
             table.add_row(mark, f"{escape(check.claim)}\n[dim]{escape(check.found)}[/]")
         self._console.print(table)
 
     def figures(self, rows: Mapping[str, str]) -> None:
-        table = Table(box=None, show_header=False, pad_edge=False)
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        self._console.print()
         for name, value in rows.items():
             table.add_row(escape(name), escape(value))
         self._console.print(table)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +55,7 @@ class Length:
 
     @property
     def checkpoint_every(self) -> int:
-        return max(2, self.steps // 8)
+        return max(4, self.steps // 8)
 
     @property
     def kill_after(self) -> int:
@@ -168,6 +170,10 @@ class Stages:
         """Train until the middle of the epoch, then SIGKILL."""
         with self.stage("train", "Train, until the trainers are killed"):
             ranks = self.length.ranks
+            self.report.note(
+                "A byte-level transformer, DDP over gloo, a core a rank. Waiting is the share of "
+                "the time that rank 0\nspends waiting for its next batch; the rest is the model's."
+            )
             with self._launched(run, ranks) as launch:
                 with self.report.training(run, ranks, self.length.steps) as on_step:
                     launch.follow(watch, on_step, until=self.length.kill_after)
@@ -181,7 +187,11 @@ class Stages:
                 raise ProcessEnded(
                     f"the service died:\n{processes.tail(self.folder / 'serve.log')}"
                 )
-            self.report.note("The service goes on. What the ranks held is free again.")
+            self.report.note(
+                "The service goes on; what the ranks held of it is free again. The checkpoint has "
+                "the model, the\noptimiser, and all that the loader needs:"
+            )
+            self.report.output(json.dumps(saved_in(run)["loader"]))
         return launch
 
     def resume(self, run: Run, watch: Watch) -> Launch:
@@ -241,6 +251,14 @@ class Stages:
         self.report.command(demo_launch.command(ranks, f"{run.launch}.json"))
         with launched(run, ranks, self.environment) as launch:
             yield launch
+
+
+def saved_in(run: Run) -> dict[str, Any]:
+    """The checkpoint as it stands."""
+    import torch
+
+    saved: dict[str, Any] = torch.load(run.checkpoint, weights_only=True)
+    return saved
 
 
 def _ready_lines(log: Path) -> list[str]:

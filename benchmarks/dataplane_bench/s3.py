@@ -14,6 +14,10 @@ from typing import Any
 
 import boto3  # type: ignore[import-untyped]
 import botocore.config  # type: ignore[import-untyped]
+from botocore.exceptions import (  # type: ignore[import-untyped]
+    BotoCoreError,
+    ClientError,
+)
 
 from dataplane_bench.processes import ProcessEnded, free_ports, running, tool, wait_until
 
@@ -54,11 +58,17 @@ class S3Server:
         }
 
     def upload(self, bucket: str, objects: Mapping[str, bytes]) -> None:
-        """Create a bucket with these objects."""
-        with contextlib.closing(self._client()) as client:
-            client.create_bucket(Bucket=bucket)
-            for key, body in objects.items():
-                client.put_object(Bucket=bucket, Key=key, Body=body)
+        """Create a bucket with these objects.
+
+        Raises:  ConnectionError: the server refuses, or does not answer.
+        """
+        try:
+            with contextlib.closing(self._client()) as client:
+                client.create_bucket(Bucket=bucket)
+                for key, body in objects.items():
+                    client.put_object(Bucket=bucket, Key=key, Body=body)
+        except (BotoCoreError, ClientError) as error:
+            raise ConnectionError(f"{self.endpoint}: {error}") from error
 
     def _client(self) -> Any:
         return boto3.client(
