@@ -152,17 +152,14 @@ def _manifests(
 
 def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     """The format's name, and the shards that `urls` stand for."""
-    from dataplane.formats import registry
+    from dataplane.node.index import choose_shards
     from dataplane.store.connect import connect
     from dataplane.store.expand import expand
     from dataplane.store.urls import normalise
 
-    literal = {normalise(url) for url in urls}
-    listed = [one.url for one in expand(urls, connect)]
-    if format_name:
-        return registry.by_name(format_name).name, listed
-    known = [url for url in listed if url in literal or registry.format_of_url(url) is not None]
-    return registry.dataset_format(known or listed).name, known
+    names = [normalise(url) for url in urls]
+    chosen, listed = choose_shards(expand(names, connect), names, format_name)
+    return chosen.name, [one.url for one in listed]
 
 
 def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:

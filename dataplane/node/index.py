@@ -137,7 +137,7 @@ def index_dataset(
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
     """
     names = _names(urls)
-    chosen, listed = _chosen(expand(names, connect), names, format_name)
+    chosen, listed = choose_shards(expand(names, connect), names, format_name)
     version = (chosen.name, registry.INDEX_VERSION, int(getattr(chosen, "index_version", 0)))
     keys = [shard_key(version, shard) for shard in listed]
     run = _Run(chosen, listed, progress, connect)
@@ -162,7 +162,7 @@ def _names(urls: Url | Iterable[Url]) -> list[str]:
     return [normalise(url) for url in given]
 
 
-def _chosen(
+def choose_shards(
     listed: Sequence[ObjectInfo], names: Sequence[str], format_name: str
 ) -> tuple[Format, list[ObjectInfo]]:
     """The dataset's format, and the listed objects that are its shards.

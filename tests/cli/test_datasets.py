@@ -141,6 +141,13 @@ def test_a_shard_without_samples_is_no_fault(shards, capsys):
     assert asked(capsys, "verify", str(shards))["samples"] == 300
 
 
+@pytest.mark.parametrize("chosen", [[], ["--format", "parquet"]])
+def test_other_files_of_a_folder_are_no_shards(chosen, shards, capsys):
+    (shards / "README.md").write_text("about the shards")
+    assert asked(capsys, "verify", str(shards), *chosen)["samples"] == 300
+    assert asked(capsys, "inspect", str(shards), *chosen)["shards"] == SHARDS
+
+
 def test_plan_says_what_an_epoch_costs(shards, capsys):
     found = asked(
         capsys,
