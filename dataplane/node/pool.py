@@ -207,15 +207,17 @@ class WorkerPool:
             return
         worker.waiting = False
         done, _ = worker.packets.popleft()
-        failed = isinstance(result.body, DataplaneError)
-        if failed and worker.job is not None and done is not worker.job.body:
+        job, failed = worker.job, isinstance(result.body, DataplaneError)
+        is_verdict = job is not None and (failed or done is job.body)
+        if is_verdict and job is not None and done is not job.body:
             self._undo(worker)
-        if worker.packets and not (failed and worker.job is not None):
-            self._send_next(worker)
-            return
-        self._finish(worker, result.body)
+        # An arena that was detached meanwhile may be queued behind the job: its answer is not ours.
+        if is_verdict:
+            self._finish(worker, result.body)
         if worker.packets:
             self._send_next(worker)
+        elif worker.job is None:
+            self._dispatch()
 
     def _undo(self, worker: _Worker) -> None:
         """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
