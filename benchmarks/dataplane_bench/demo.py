@@ -106,7 +106,10 @@ def _show(
 ) -> None:
     began, resumed_from, killed, ended = at
     report.section("Proof")
-    report.note("What the last checkpoint covers, over both launches, against three witnesses.\n")
+    report.note(
+        "What the last checkpoint covers, over both launches, against the text, the plan and the "
+        "undisturbed pass.\n"
+    )
     report.proof(checks)
     again = resumed_from + 1
     rows = (

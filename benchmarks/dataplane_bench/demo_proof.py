@@ -71,7 +71,7 @@ def as_uninterrupted(kept: Int64, passed: Int64) -> Check:
     """What a pass without any interruption gives.   Shapes:  kept, passed: int64[n, 2]."""
     return Check(
         "uninterrupted_order",
-        "the same as a pass that nothing interrupts, of one rank instead of two",
+        "the same as a pass of a single rank that nothing interrupts",
         np.array_equal(kept, passed),
         _compared(kept, passed),
     )
