@@ -1,0 +1,250 @@
+"""Runs of several trainer processes over a real node or service, moved step by step.
+
+Nothing here waits for a time to pass: trainers take the steps that they are told to take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+TRAINER = Path(__file__).parent / "chaos" / "trainer.py"
+DATAPLANE = (sys.executable, "-m", "dataplane")
+ANSWER_S = 60
+
+Rows = list[list[Any]]
+
+
+@dataclass(slots=True)
+class Trainer:
+    """One rank."""
+
+    process: subprocess.Popen[str]
+    out: Path
+    told: dict[str, Any] = field(default_factory=dict)
+
+    def order(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the trainer died with status {self.process.wait(10)}"
+        self.told = json.loads(line)
+        return self.told
+
+    def batches(self) -> list[Rows]:
+        return [json.loads(line) for line in self.out.read_text(encoding="utf-8").splitlines()]
+
+
+class Run:
+    """All ranks of one launch. Use as a context: whoever is left is killed at the end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        size: int,
+        options: Mapping[str, Any],
+        state: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.size = size
+        self.launch = f"{folder.name}-{os.getpid()}"
+        self.trainers = [
+            self._trainer(folder, rank, url, options, state, environ) for rank in range(size)
+        ]
+
+    def _trainer(
+        self,
+        folder: Path,
+        rank: int,
+        url: str,
+        options: Mapping[str, Any],
+        state: Mapping[str, Any] | None,
+        environ: Mapping[str, str] | None,
+    ) -> Trainer:
+        out = folder / f"rank-{rank}.jsonl"
+        told = {
+            "url": url, "rank": rank, "size": self.size, "options": dict(options),
+            "state": state, "out": str(out),
+        }  # fmt: skip
+        launched = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "TORCHELASTIC_RUN_ID": self.launch,
+            "OMP_NUM_THREADS": "1",
+        }
+        process = subprocess.Popen(
+            [sys.executable, str(TRAINER), json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **launched, **(environ or {})},
+        )
+        return Trainer(process, out)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def go(self, steps: int) -> list[dict[str, Any]]:
+        """Every rank takes so many steps."""
+        return self._all(f"go {steps}")
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Every rank goes on to the end of the epoch."""
+        return self._all("end")
+
+    def order(self, line: str) -> None:
+        """Tell every rank; do not wait."""
+        for trainer in self.trainers:
+            trainer.order(line)
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [trainer.answer() for trainer in self.trainers]
+
+    def _all(self, line: str) -> list[dict[str, Any]]:
+        self.order(line)
+        return self.answers()
+
+    def kill(self) -> None:
+        """SIGKILL to every rank that is left."""
+        for trainer in self.trainers:
+            trainer.process.kill()
+        for trainer in self.trainers:
+            trainer.process.wait()
+            assert trainer.process.stdin is not None
+            assert trainer.process.stdout is not None
+            trainer.process.stdin.close()
+            trainer.process.stdout.close()
+
+    def stream(self, first_position: int = 0) -> Rows:
+        """The rows of all ranks in the order of the plan: rank r owns positions t % size == r."""
+        return interleaved(
+            [[row for batch in t.batches() for row in batch] for t in self.trainers],
+            first_position,
+        )
+
+    def stream_until(self, first_position: int, count: int) -> Rows:
+        """The first `count` rows of the stream: what a checkpoint covers."""
+        shares: list[Rows] = [[] for _ in self.trainers]
+        batches = [[row for batch in t.batches() for row in batch] for t in self.trainers]
+        for position in range(first_position, first_position + count):
+            rank = position % self.size
+            shares[rank].append(batches[rank][len(shares[rank])])
+        return interleaved(shares, first_position)
+
+
+def interleaved(ranks: Sequence[Rows], first_position: int) -> Rows:
+    """One stream from what each rank has, from `first_position` on."""
+    size, rows = len(ranks), []
+    taken = [0] * size
+    position = first_position
+    while True:
+        rank = position % size
+        if taken[rank] == len(ranks[rank]):
+            break
+        rows.append(ranks[rank][taken[rank]])
+        taken[rank] += 1
+        position += 1
+    assert taken == [len(rank) for rank in ranks], "ranks have uneven shares"
+    return rows
+
+
+def node_processes(launch: str) -> list[psutil.Process]:
+    """The embedded nodes of one launch."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get("TORCHELASTIC_RUN_ID") == launch
+            if ours and "--listener-fd" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def worker_processes(node: psutil.Process) -> list[psutil.Process]:
+    """The workers of a node."""
+    found = []
+    for child in node.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "--worker-fd" in child.cmdline():
+                found.append(child)
+    return found
+
+
+class Service:
+    """`dataplane serve` as a process, or a part of it. Use as a context."""
+
+    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+        self.arguments = arguments
+        self.environ = {**os.environ, **(environ or {})}
+        self.ready: list[str] = []
+        self.start()
+
+    def start(self) -> None:
+        """Run it, until it says that it is ready."""
+        self.process = process = subprocess.Popen(
+            [*DATAPLANE, "serve", *self.arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environ,
+        )
+        assert process.stdout is not None
+        expected = 1 if {"--coordinator", "--node"} & set(self.arguments) else 2
+        self.ready = []
+        while len(self.ready) < expected:
+            line = process.stdout.readline()
+            assert line, f"`dataplane serve` ended with status {process.wait(10)}"
+            self.ready.append(line.strip())
+
+    @property
+    def address(self) -> str:
+        """Where the coordinator listens."""
+        return self.ready[0].split()[-1]
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._signal(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """SIGKILL, then the same command again."""
+        self.kill()
+        self.start()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        return self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> int:
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
