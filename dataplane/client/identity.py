@@ -32,7 +32,20 @@ def launch_identity(environ: Mapping[str, str], world_size: int = 1) -> Launch:
         return Launch(alone, alone, shared=False)
     signs = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     told = [f"{name}={environ[name]}" for name in signs if environ.get(name)]
+    told += _torchrun_folder(environ)
     return Launch(run_id, short_hash(run_id, *told), shared=True)
+
+
+def _torchrun_folder(environ: Mapping[str, str]) -> list[str]:
+    """The temporary folder of this launch, known to all ranks where all are on one host: it tells
+    two launches apart that were given the same port.
+
+    Source:  TORCHELASTIC_ERROR_FILE: FOLDER/RUN_RANDOM/attempt_N/LOCAL_RANK/error.json.
+    """
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
+        return [str(folder) for folder in Path(error_file).parents[2:3]]
+    return []
 
 
 def _run_id(environ: Mapping[str, str], world_size: int) -> str | None:

@@ -116,6 +116,18 @@ def test_ranks_of_one_launch_agree_and_a_restart_is_another() -> None:
     assert again.incarnation != zero.incarnation
 
 
+def test_two_launches_on_one_host_and_port_are_told_apart() -> None:
+    static = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": "0"}
+
+    def launched(folder: str, rank: int):
+        error_file = f"/tmp/{folder}/none_{folder}/attempt_0/{rank}/error.json"
+        return launch_identity(static | {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file})
+
+    assert launched("a", 0) == launched("a", 1)
+    assert launched("a", 0).run_id == launched("b", 0).run_id
+    assert launched("a", 0).incarnation != launched("b", 0).incarnation
+
+
 @pytest.mark.parametrize(
     ("environ", "run_id"),
     [

@@ -65,7 +65,7 @@ def test_every_value_of_every_batch_is_right_while_all_are_held(fake) -> None:
 
 def test_dtypes_shapes_and_writing_in_place(fake) -> None:
     fake()
-    with DataLoader(URL, batch_size=7) as loader:
+    with DataLoader(URL, batch_size=7, pin_memory=not torch.cuda.is_available()) as loader:
         batch = next(iter(loader))
     assert (batch["x"].dtype, batch["x"].shape) == (torch.int32, (7, 4))
     assert batch["flag"].dtype == torch.bool
