@@ -1,0 +1,181 @@
+"""Everything a user can get wrong gets an error of its own within seconds: invariant 9.
+
+The suite's fixture proves after each of these that nothing is left running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import DataLoader
+from fleet import DATAPLANE, Service
+
+from dataplane.errors import (
+    BudgetTooSmall,
+    ConfigError,
+    CorruptShard,
+    DataplaneError,
+    SchemaMismatch,
+    ShardNotFound,
+    SpecMismatch,
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    found = tmp_path / "shards"
+    found.mkdir()
+    write(found / "0.parquet", range(50))
+    return found
+
+
+def write(path: Path, ids: range, kind: pa.DataType | None = None) -> None:
+    column = pa.array(list(ids), kind or pa.int64())
+    pq.write_table(pa.table({"id": column, "x": column}), path, row_group_size=10)
+
+
+def wrong(url: str, **options: object) -> DataplaneError:
+    """The error of the first thing that is asked of a loader."""
+    with (
+        pytest.raises(DataplaneError) as caught,
+        DataLoader(url, **{"batch_size": 4, **options}) as loader,
+    ):
+        len(loader)
+    return caught.value
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    error = wrong(str(tmp_path / "nowhere"))
+    assert type(error) is ShardNotFound
+    assert "nowhere" in str(error)
+
+
+def test_a_pattern_that_matches_nothing_names_what_is_near(folder):
+    error = wrong(f"{folder}/*.parqet")
+    assert type(error) is ShardNotFound
+    assert ".parquet" in str(error)
+
+
+def test_an_empty_shard(folder):
+    (folder / "1.parquet").touch()
+    error = wrong(str(folder))
+    assert type(error) is CorruptShard
+    assert "1.parquet" in str(error)
+
+
+def test_shards_of_two_schemas(folder):
+    write(folder / "1.parquet", range(5), pa.float32())
+    error = wrong(str(folder))
+    assert type(error) is SchemaMismatch
+    assert "1.parquet" in str(error)
+    assert error.expected
+    assert error.found
+
+
+def test_a_column_that_is_not_there(folder):
+    error = wrong(str(folder), columns=["id", "y"])
+    assert type(error) is ConfigError
+    assert "'y'" in str(error)
+    assert "id, x" in str(error)
+
+
+def test_a_batch_larger_than_the_dataset_of_which_nothing_would_be_left(folder):
+    error = wrong(str(folder), batch_size=51, drop_last=True)
+    assert type(error) is ConfigError
+    assert "51" in str(error)
+    assert "50" in str(error)
+    with DataLoader(str(folder), batch_size=51) as loader:
+        assert [len(batch["id"]) for batch in loader] == [50]
+
+
+def test_a_budget_that_is_too_small_for_one_block(tmp_path, monkeypatch):
+    rows = np.zeros((1000, 2048), np.int32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), 2048)
+    pq.write_table(pa.table({"x": column}), tmp_path / "big.parquet")
+    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "4MiB")
+    error = wrong(str(tmp_path / "big.parquet"))
+    assert type(error) is BudgetTooSmall
+    assert "block_arena_bytes" in str(error)
+    assert "big.parquet" in str(error)
+
+
+def test_a_setting_that_means_nothing(folder, monkeypatch):
+    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "lots")
+    error = wrong(str(folder))
+    assert isinstance(error, ConfigError)
+    assert "DATAPLANE_BLOCK_ARENA_BYTES" in str(error)
+
+
+def test_a_service_that_is_not_there(folder):
+    error = wrong(str(folder), service="127.0.0.1:9", timeout=5)
+    assert "dataplane serve" in str(error)
+
+
+def test_two_ranks_with_different_seeds(tmp_path, folder):
+    script = """
+import json, sys
+from dataplane.errors import DataplaneError
+from dataplane.model import Topology
+from dataplane_torch import DataLoader
+rank = int(sys.argv[1])
+with DataLoader(sys.argv[2], batch_size=4, shuffle=True, seed=rank,
+                topology=Topology(rank, 2, rank, 2, rank, 2), name="seeds") as loader:
+    try:
+        len(loader)
+        print("joined", flush=True)
+    except DataplaneError as error:
+        print(json.dumps([type(error).__name__, error.field, str(error)]), flush=True)
+    sys.stdin.read()
+"""
+    environ = {**os.environ, "TORCHELASTIC_RUN_ID": f"seeds-{os.getpid()}", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+        )
+        for rank in range(2)
+    ]
+    told = []
+    for rank in ranks:
+        assert rank.stdout is not None
+        told.append(rank.stdout.readline().strip())
+    for rank in ranks:
+        rank.communicate(timeout=30)
+    (refused,) = [json.loads(line) for line in told if line != "joined"]
+    assert refused[:2] == [SpecMismatch.__name__, "seed"]
+    assert "0" in refused[2]
+    assert "1" in refused[2]
+
+
+def test_a_port_that_is_taken():
+    with Service("--coordinator", "--listen", "127.0.0.1:0") as first:
+        port = first.address.rpartition(":")[2]
+        second = subprocess.run(
+            [*DATAPLANE, "serve", "--coordinator", "--listen", f"127.0.0.1:{port}"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            env={**os.environ, "DATAPLANE_STATE_DIR": os.environ["DATAPLANE_STATE_DIR"] + "-2"},
+        )
+        assert second.returncode == 2
+        assert port in second.stderr
