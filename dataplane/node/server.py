@@ -26,12 +26,13 @@ from dataplane.node.pool import WorkerPool
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
-from dataplane.store.connect import connect
+from dataplane.store.connect import Stores
 from dataplane.trace import Trace
 
 _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
+_STORE_SHARE = 0.75
 
 
 class Session:
@@ -241,7 +242,11 @@ class NodeServer:
         self._idle_since = time.monotonic()
         self._had_session = False
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
-        self._fetcher = Fetcher(config.fetch_count, connect)
+        # The store's own error, which knows the cause, comes before the stall that it leads to.
+        self._stores = Stores(
+            budget_s=config.stall_timeout_s * _STORE_SHARE, request_timeout_s=config.fetch_timeout_s
+        )
+        self._fetcher = Fetcher(config.fetch_count, self._stores.connect)
         self._pool = pool or WorkerPool(config.worker_count, self.trace)
         self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
@@ -271,6 +276,7 @@ class NodeServer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._pool.close()
             self._fetcher.close()
+            self._stores.close()
             self.engine.close()
             self._arena.close()
 
