@@ -7,6 +7,7 @@ that, for many slabs at once, so that no finalizer ever waits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -50,12 +51,19 @@ class Cuda:
     def register(self, address: int, size_bytes: int) -> None:
         """As in Device."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
+        status = int(cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
+        if status:
+            # CUDA keeps the error for whoever launches the next kernel: that had better be us.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+            raise RuntimeError(f"cudaHostRegister: error {status}")
 
     def unregister(self, address: int) -> None:
         """As in Device."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(cudart.cudaHostUnregister(address))
+        status = int(cudart.cudaHostUnregister(address))
+        if status:
+            raise RuntimeError(f"cudaHostUnregister: error {status}")
 
     def is_used(self) -> bool:
         """As in Device."""
@@ -89,7 +97,8 @@ class DevicePinning:
                 return
             self._dead.put(None)  # one thread ends
             if registered:
-                self._device.unregister(address)
+                with contextlib.suppress(RuntimeError):  # at the end of the process CUDA ends first
+                    self._device.unregister(address)
 
         return unpin
 
