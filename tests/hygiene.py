@@ -253,9 +253,9 @@ def _is_ours(name: str) -> bool:
         with contextlib.suppress(OSError):
             if path in Path(f"/proc/{pid}/maps").read_text():
                 return False
-            links = os.scandir(f"/proc/{pid}/fd")
-            if any(str(Path(link).readlink()) == path for link in links):
-                return False
+            with os.scandir(f"/proc/{pid}/fd") as links:
+                if any(str(Path(link).readlink()) == path for link in links):
+                    return False
     return (_SHM / name).exists()
 
 
