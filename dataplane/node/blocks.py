@@ -122,6 +122,7 @@ class BlockTable:
         self._listener = listener
         self._blocks: dict[tuple[int, int], Block] = {}
         self._decoded_bytes: dict[tuple[int, int], int] = {}
+        self._forgotten: set[int] = set()
         self._keys = itertools.count(1)
         self._clock = itertools.count(1)
         self._fetching = 0
@@ -168,6 +169,8 @@ class BlockTable:
     def unpin(self, block: Block) -> None:
         """One holder fewer."""
         block.pins -= 1
+        if block.dataset.dataset_id in self._forgotten and not block.pins:
+            self._remove(block)
 
     def memory_of(self, dataset: Dataset, index: int) -> tuple[int, int]:
         """(raw bytes, decoded bytes) that the block takes on its way, as far as is known."""
@@ -198,10 +201,21 @@ class BlockTable:
                 self._evict(block)
 
     def forget_dataset(self, dataset: Dataset) -> None:
-        """Nobody reads this dataset any more."""
+        """Nobody reads this dataset any more: what is in use still goes when it no longer is."""
+        self._forgotten.add(dataset.dataset_id)
         for block in list(self._blocks.values()):
             if block.dataset is dataset and _evictable(block):
                 self._evict(block)
+        mine = [key for key in self._decoded_bytes if key[0] == dataset.dataset_id]
+        for key in mine:
+            del self._decoded_bytes[key]
+
+    def _is_forgotten(self, block: Block) -> bool:
+        """Whether a block that was on its way is wanted no more; then it is gone."""
+        if block.dataset.dataset_id in self._forgotten:
+            self._remove(block)
+            return True
+        return False
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -228,6 +242,8 @@ class BlockTable:
 
     def _on_fetched(self, block: Block, error: DataplaneError | None) -> None:
         self._fetching -= 1
+        if self._is_forgotten(block):
+            return
         if error is not None:
             self._fail(block, error)
             return
@@ -264,6 +280,8 @@ class BlockTable:
 
     def _on_decoded(self, block: Block, result: messages.ResultBody) -> None:
         self._decoding -= 1
+        if self._is_forgotten(block):
+            return
         assert block.decoded is not None
         if isinstance(result, DataplaneError):
             self._fail(block, result)
@@ -294,7 +312,7 @@ class BlockTable:
         block.phase = Phase.READY
         self._counts["loaded"] += 1
         if block.raw is None and block.decoded is None:
-            self._trim()
+            self._trim(block)
         self._listener.block_ready(block.dataset, block.index)
 
     def _fail(self, block: Block, error: DataplaneError) -> None:
@@ -356,9 +374,13 @@ class BlockTable:
             use[mine] = next_use(indices[mine], self._listener.walks(dataset))
         return use
 
-    def _trim(self) -> None:
+    def _trim(self, newest: Block) -> None:
         """Blocks that lie in local files take no memory, but a worker remembers each of them."""
-        direct = [b for b in self._blocks.values() if _evictable(b) and not (b.raw or b.decoded)]
+        direct = [
+            block
+            for block in self._blocks.values()
+            if block is not newest and _evictable(block) and not (block.raw or block.decoded)
+        ]
         if len(direct) <= _DIRECT_BLOCKS_MAX:
             return
         touched = np.array([block.touched for block in direct], np.int64)

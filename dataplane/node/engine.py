@@ -5,11 +5,14 @@ decoding or an assembly leads to one `pump`.
 
 Invariants:
 1. A stream's slabs are handed over in the order of its walk, one a request.
-2. Only the first work that lacks blocks (the head) keeps blocks pinned while it waits for others;
-   every other work pins all of its blocks at once, and then ends without needing memory. So no two
-   works can wait for each other's memory.
+2. Only the first work that lacks blocks and could have a slot (the head) keeps blocks pinned while
+   it waits for others, and takes memory from whatever is not pinned; every other work pins all of
+   its blocks at once, and then ends without needing memory. So no two works can wait for each
+   other's memory, and no work that waits for its trainer takes memory from one that does not.
 3. A stream that waits gets a slot: slabs that nobody asked for yet are made again later.
 4. A slab is one walk's answer whoever asks: two streams that walk alike share it.
+5. Consumers may hold slabs for ever: where they hold too many together, the next are theirs only to
+   copy (`copy_out`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
 from dataplane.node.walk import Plan, Walk
-from dataplane.node.work import Delivery, Phase, Send, StreamState, Work
+from dataplane.node.work import Delivery, Loan, Phase, Send, StreamState, Work
 from dataplane.node.works import Works
 from dataplane.plan.order import Order
 from dataplane.rpc import messages
@@ -59,7 +62,7 @@ class Engine:
         self._streams: dict[int, StreamState] = {}
         self._numbers = itertools.count(1)
         self._head: Work | None = None
-        self._last_resort = False
+        self._emptied_for: Work | None = None
         self._pump_is_due = False
 
     def close(self) -> None:
@@ -68,9 +71,11 @@ class Engine:
 
     # -- streams ---------------------------------------------------------------------------------
 
-    def open_stream(self, delivery: Delivery, walk: Walk, send: Send) -> StreamState:
-        """A consumer starts to walk."""
-        stream = StreamState(next(self._numbers), delivery, walk, send)
+    def open_stream(
+        self, delivery: Delivery, walk: Walk, send: Send, holder: object
+    ) -> StreamState:
+        """A consumer starts to walk; `holder` will have its slabs."""
+        stream = StreamState(next(self._numbers), delivery, walk, send, holder)
         self._streams[stream.stream_id] = stream
         delivery.streams.append(stream)
         self._plan_more(stream)
@@ -85,11 +90,15 @@ class Engine:
     def release(self, delivery: Delivery, slab_ids: Sequence[int]) -> None:
         """Nobody at that trainer holds these slabs any more; unknown ones were released before."""
         for slab_id in slab_ids:
-            work = delivery.lent.pop(slab_id, None)
-            if work is not None:
-                work.lent -= 1
-                self._works.retire(work)
+            loan = delivery.lent.pop(slab_id, None)
+            if loan is not None:
+                loan.work.lent -= 1
+                self._works.retire(loan.work)
         self._soon()
+
+    def release_all(self, delivery: Delivery, holder: object) -> None:
+        """A holder is gone: whatever it had is free."""
+        self.release(delivery, [i for i, loan in delivery.lent.items() if loan.holder is holder])
 
     def close_stream(self, stream: StreamState) -> None:
         """The consumer is gone, or has enough. May be called twice."""
@@ -123,6 +132,8 @@ class Engine:
             stage = work.phase.value
             if work.missing:
                 shard = work.dataset.url(min(work.missing))
+            elif work.phase is Phase.WAITING:
+                stage = "waiting for room in the delivery arena"
         return DataStallError(
             f"no batch for {waited_s:.0f} s: the slab is {stage}"
             + (f", first of {shard}" if shard else "")
@@ -187,7 +198,6 @@ class Engine:
     def block_ready(self, dataset: Dataset, index: int) -> None:
         """As blocks.Listener."""
         self._works.block_ready(dataset, index)
-        self._last_resort = False
         self._soon()
 
     def block_gone(self, dataset: Dataset, index: int) -> None:
@@ -208,19 +218,21 @@ class Engine:
 
     def _pump(self) -> None:
         self._pump_is_due = False
-        head: Work | None = None
-        loading = True
+        lacking = []
         for work in self._in_order():
-            if not work.missing:
+            if work.missing:
+                lacking.append(work)
+            else:
                 self._works.assemble(work)
-            elif loading:
-                if head is None:
-                    head = work
-                    self._become_head(work)
-                loading = self._load(work, greedy=work is head)
-        if head is None:
-            self._become_head(None)
-        elif not self.blocks.in_flight_count and not self._works.assembling_count and head.missing:
+        head = next((work for work in lacking if self._works.may_have_slot(work)), None)
+        self._become_head(head)
+        loading = head is None or self._load(head, greedy=True)
+        for work in lacking:
+            # A head for which the arena was emptied must find it empty.
+            loading = loading and self._emptied_for is None
+            loading = loading and (work is head or self._load(work, greedy=False))
+        idle = not self.blocks.in_flight_count and not self._works.assembling_count
+        if head is not None and head.missing and idle:
             self._unstick(head)
         for stream in list(self._streams.values()):
             self._deliver(stream)
@@ -237,6 +249,8 @@ class Engine:
         return sorted(found, key=found.__getitem__)
 
     def _become_head(self, work: Work | None) -> None:
+        if work is not self._emptied_for:
+            self._emptied_for = None
         if self._head is not None and self._head is not work:
             if self._head.phase is Phase.WAITING:
                 self._works.unpin(self._head)
@@ -258,13 +272,15 @@ class Engine:
 
     def _unstick(self, head: Work) -> None:
         """Nothing is on its way and the head still lacks blocks: gaps, or too small a budget."""
-        if self._last_resort:
-            self._works.fail_for_memory(head)
-        else:
-            self._last_resort = True
+        if self._emptied_for is not head:
+            self._emptied_for = head
             self._works.unpin(head)
             self._head = None
             self.blocks.drop_unpinned()
+        elif self._works.halve(head):
+            self._emptied_for = None
+        else:
+            self._works.fail_for_memory(head)
         self._soon()
 
     # -- slabs -----------------------------------------------------------------------------------
@@ -293,7 +309,7 @@ class Engine:
         stream.works.popleft()
         work.streams.remove(stream)
         work.lent += 1
-        work.delivery.lent[slab_id] = work
+        work.delivery.lent[slab_id] = Loan(work, stream.holder)
         stream.send(
             stream.requests.popleft()[0],
             messages.Slab(
@@ -302,6 +318,6 @@ class Engine:
                 work.slot,
                 work.plan.batches,
                 work.assembled.columns,
-                copy_out=work.oversize,
+                copy_out=work.oversize or work.delivery.is_held_up,
             ),
         )

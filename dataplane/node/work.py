@@ -18,6 +18,8 @@ from dataplane.rpc.messages import Assembled, FromNodeBody
 
 Send = Callable[[int, FromNodeBody], None]
 WorkKey = tuple[int, ...]
+# (epoch, cursor, step stride, first step, batches); one number more where a plan was cut.
+PLAN_KEY_LENGTH = 5
 
 
 class Phase(enum.Enum):
@@ -65,11 +67,26 @@ class Delivery:
     slots: Slots
     dataset: Dataset
     works: dict[WorkKey, Work] = field(default_factory=dict)
-    lent: dict[int, Work] = field(default_factory=dict)
+    lent: dict[int, Loan] = field(default_factory=dict)
     streams: list[StreamState] = field(default_factory=list)
     users: int = 0
     assembling_count: int = 0
     closing: bool = False
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether consumers hold more slots than are theirs to hold, all of them together."""
+        held = {loan.work.number for loan in self.lent.values() if not loan.work.oversize}
+        layout = self.slots.layout
+        return len(held) > layout.slot_count - layout.ahead_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A slab that a trainer has. `holder` is whose end gives it back."""
+
+    work: Work
+    holder: object
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +97,7 @@ class StreamState:
     delivery: Delivery
     walk: Walk
     send: Send
+    holder: object
     works: deque[Work] = field(default_factory=deque)
     requests: deque[tuple[int, float]] = field(default_factory=deque)
     planning: bool = False

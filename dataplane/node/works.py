@@ -9,6 +9,8 @@ Invariants:
 2. A slot is free again when no stream waits for its slab and no trainer holds it.
 3. A work that is cut is followed at once, in every stream, by the work with its other batches.
 4. `missing` is exactly the blocks of a waiting work that are not ready.
+5. The first work of a stream that asks gets a slot as soon as one is free, or holds a slab that
+   nobody has asked for: what was made too early never stands in the way of what is needed now.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
 from dataplane.node.dataset import Dataset
 from dataplane.node.pool import Job, WorkerPool
 from dataplane.node.walk import Plan, row_index_bytes
-from dataplane.node.work import Delivery, Phase, StreamState, Work, WorkKey
+from dataplane.node.work import PLAN_KEY_LENGTH, Delivery, Phase, StreamState, Work, WorkKey
 from dataplane.rpc import messages
 
 ASSEMBLE_URGENCY = 0
@@ -112,7 +114,7 @@ class Works:
         done = len(work.plan.batches)
         if done < len(plan.batches):
             rest = plan.split(done)[1]
-            self.add(stream, rest, (*key, rest.batches[0].step))
+            self.add(stream, rest, _rest_key(key, rest))
 
     def fail(self, work: Work, error: DataplaneError) -> None:
         """Whoever asks for this slab gets the error."""
@@ -136,9 +138,9 @@ class Works:
 
     def close_delivery(self, delivery: Delivery) -> None:
         """Nobody here uses this arena any more; it goes when no worker writes into it."""
-        for work in list(delivery.lent.values()):
-            work.lent = 0
-            self.retire(work)
+        for loan in list(delivery.lent.values()):
+            loan.work.lent = 0
+            self.retire(loan.work)
         delivery.lent.clear()
         delivery.closing = True
         self._close_if_idle(delivery)
@@ -170,6 +172,13 @@ class Works:
         kept = sum(decoded or raw for raw, decoded in costs)
         return kept + max((raw for raw, decoded in costs if decoded), default=0)
 
+    def halve(self, work: Work) -> bool:
+        """Make the second half of a waiting work another work; False if it is one batch."""
+        count = len(work.plan.batches)
+        if count > 1:
+            self._cut(work, count // 2)
+        return count > 1
+
     def _fit(self, work: Work) -> None:
         """Split a work whose blocks the arena could not hold together."""
         if work.phase is not Phase.WAITING:
@@ -194,7 +203,7 @@ class Works:
             self._watch(work)
         else:
             work.plan = first
-        after = self._new(work.delivery, rest, (*work.key, rest.batches[0].step))
+        after = self._new(work.delivery, rest, _rest_key(work.key, rest))
         for stream in work.streams:
             after.streams.append(stream)
             stream.works.insert(stream.works.index(work) + 1, after)
@@ -267,30 +276,45 @@ class Works:
         )
         self._pool.submit(job, ASSEMBLE_URGENCY)
 
-    def _slot_for(self, work: Work) -> Region | None:
+    def may_have_slot(self, work: Work) -> bool:
+        """Whether the work could be assembled now, if it had its blocks."""
         slots = work.delivery.slots
-        if work.oversize:
-            return slots.take_zone()
         share = max(1, slots.layout.ahead_slots // max(len(work.delivery.streams), 1))
-        if all(stream.made_count >= share for stream in work.streams):
+        is_first = any(stream.works[0] is work for stream in work.streams)
+        if not is_first and all(stream.made_count >= share for stream in work.streams):
+            return False
+        is_free = slots.zone_is_free if work.oversize else slots.free_count > 0
+        return is_free or (_is_awaited(work) and self._spare(work) is not None)
+
+    def _slot_for(self, work: Work) -> Region | None:
+        if not self.may_have_slot(work):
             return None
-        slot = slots.take()
-        wanted = any(stream.requests and stream.works[0] is work for stream in work.streams)
-        if slot is None and wanted and self._steal(work.delivery):
-            slot = slots.take()
+        slots = work.delivery.slots
+        take = slots.take_zone if work.oversize else slots.take
+        slot = take()
+        if slot is None:
+            self._make_again_later(self._spare(work))
+            slot = take()
         return slot
 
-    def _steal(self, delivery: Delivery) -> bool:
-        """Take the slot of a slab that nobody asked for yet; it is made again later."""
-        for stream in delivery.streams:
-            for work in reversed(stream.works):
-                asked = any(other.requests for other in work.streams)
-                if work.phase is Phase.READY and not work.lent and not asked and not work.oversize:
-                    self._free_slot(work)
-                    work.assembled, work.phase = None, Phase.WAITING
-                    self._watch(work)
-                    return True
-        return False
+    def _spare(self, work: Work) -> Work | None:
+        """A finished slab that nobody holds or waits for, in a slot that this work could use."""
+        for stream in work.delivery.streams:
+            for other in reversed(stream.works):
+                if (
+                    other.phase is Phase.READY
+                    and other.oversize == work.oversize
+                    and not other.lent
+                    and not _is_awaited(other)
+                ):
+                    return other
+        return None
+
+    def _make_again_later(self, work: Work | None) -> None:
+        if work is not None:
+            self._free_slot(work)
+            work.assembled, work.phase = None, Phase.WAITING
+            self._watch(work)
 
     def _on_assembled(self, work: Work, result: messages.ResultBody) -> None:
         self.assembling_count -= 1
@@ -327,3 +351,13 @@ class Works:
             self._cut(work, 1)
         work.oversize, work.phase = True, Phase.WAITING
         self._watch(work)
+
+
+def _rest_key(key: WorkKey, rest: Plan) -> WorkKey:
+    """The key of what is left of a plan, however often it was cut before."""
+    return (*key[:PLAN_KEY_LENGTH], rest.batches[0].step)
+
+
+def _is_awaited(work: Work) -> bool:
+    """Whether it is the very next slab of a consumer that has asked."""
+    return any(stream.requests and stream.works[0] is work for stream in work.streams)
