@@ -6,13 +6,21 @@ import hashlib
 
 from dataplane.rpc import address
 
+_LOOPBACK = "127.0.0.1"
+
 
 def served_name(uid: int, service: str) -> str:
-    """The node of this host and user that serves for the coordinator at `service`.
+    """The node of this host and user that serves for the coordinator at `service`. Letters' case
+    and the several names of loopback make no difference.
 
     Raises:  ConfigError: `service` is no address.
     """
-    return _name(uid, "served", address.parse(service.strip().lower()).target)
+    parsed = address.parse(service.strip())
+    if isinstance(parsed, address.TcpAddress):
+        host = parsed.host.lower()
+        host = _LOOPBACK if host in {"localhost", "::1"} else host
+        return _name(uid, "served", address.TcpAddress(host, parsed.port).target)
+    return _name(uid, "served", parsed.target)
 
 
 def embedded_name(uid: int, version: str, run: str) -> str:

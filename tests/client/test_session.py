@@ -103,6 +103,8 @@ def test_a_node_that_opens_no_job_in_time_is_reported(fake, session, monkeypatch
 
 def test_service_names_are_normal_and_one_per_user() -> None:
     assert names.served_name(1, "Host:7077") == names.served_name(1, " host:7077 ")
+    assert names.served_name(1, "localhost:7077") == names.served_name(1, "127.0.0.1:7077")
+    assert names.served_name(1, "unix:/a/B") != names.served_name(1, "unix:/a/b")
     assert names.served_name(1, "host:7077") != names.served_name(2, "host:7077")
     assert isinstance(find_endpoint(None, "run"), Embedded)
     with pytest.raises(ConfigError, match="no address"):
