@@ -6,6 +6,7 @@ A trainer is one connection. Whatever it had is free as soon as the connection i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -256,11 +257,12 @@ class NodeServer:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
         loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
-        await self._heartbeat.register()
-        self._pool.start()
-        loop.add_reader(self._listener.fileno(), self._on_connection)
-        beating = loop.create_task(self._heartbeat.run())
+        beating: asyncio.Task[None] | None = None
         try:
+            await self._heartbeat.register()
+            self._pool.start()
+            loop.add_reader(self._listener.fileno(), self._on_connection)
+            beating = loop.create_task(self._heartbeat.run())
             while not self._is_done(stop):
                 self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
                 await _wait(stop, _TICK_S, self.draining)
@@ -268,7 +270,8 @@ class NodeServer:
                     self._drain()
         finally:
             self.stopping = True
-            beating.cancel()
+            if beating is not None:
+                beating.cancel()
             loop.remove_reader(self._listener.fileno())
             self._listener.close()
             for session in list(self._sessions):
@@ -327,10 +330,10 @@ async def _wait(stop: asyncio.Event, seconds: float, draining: bool) -> None:
     if draining:
         await asyncio.sleep(seconds)
         return
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return
+    with contextlib.suppress(TimeoutError):
+        # Not wait_for: in Python 3.11 it may swallow a cancellation.
+        async with asyncio.timeout(seconds):
+            await stop.wait()
 
 
 async def run_node(
