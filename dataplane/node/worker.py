@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -36,6 +37,7 @@ from dataplane.store.local import local_etag
 from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
 
 _OPEN_SHARDS_MAX = 256
+_MADV_POPULATE_READ = 22
 
 
 @dataclass(slots=True)
@@ -164,8 +166,17 @@ def _raw_views(state: _State, raw: messages.RawBlock) -> tuple[memoryview, memor
         whole = state.arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()
         cut = raw.preamble_place.length
         return whole[:cut], whole[cut : cut + raw.place.length]
-    shard = memoryview(_mapped_shard(state, raw))
+    mapping = _mapped_shard(state, raw)
+    _populate(mapping, raw.place)
+    shard = memoryview(mapping)
     return _cut(shard, raw.preamble_place), _cut(shard, raw.place)
+
+
+def _populate(mapping: mmap.mmap, place: Region) -> None:
+    """Read a block of a mapped file as one piece, in place of a page fault for every few rows."""
+    start = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
+    with contextlib.suppress(OSError):  # Linux before 5.14 does not know how
+        mapping.madvise(_MADV_POPULATE_READ, start, place.offset + place.length - start)
 
 
 def _cut(view: memoryview, region: Region) -> memoryview:
