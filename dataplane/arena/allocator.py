@@ -48,8 +48,17 @@ class Allocator:
         self.high_water = max(self.high_water, at + need)
         return at
 
-    def free(self, offset: int) -> None:
-        """Give an extent back.
+    def copy(self) -> Allocator:
+        """Another one in the same state, to try things out."""
+        twin = Allocator(self.size_bytes)
+        twin._starts = self._starts.copy()
+        twin._lengths = self._lengths.copy()
+        twin._taken = self._taken.copy()
+        twin.free_bytes, twin.high_water = self.free_bytes, self.high_water
+        return twin
+
+    def free(self, offset: int) -> int:
+        """Give an extent back: the length of the free extent that it is part of now.
 
         Raises:  ClosedError: it was not given out, or was given back before.
         """
@@ -66,6 +75,7 @@ class Allocator:
                 length += self._remove(before)
                 offset = before
         self._insert(offset, length)
+        return length
 
     def shrink(self, offset: int, length: int) -> None:
         """Give back the tail of an extent of which only `length` bytes are needed."""

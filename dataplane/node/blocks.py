@@ -13,18 +13,17 @@ Invariants:
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from dataplane.arena.allocator import Allocator
+from dataplane.arena.allocator import Allocator, rounded
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
+from dataplane.node.block import Block, BlockStatistics, Phase
 from dataplane.node.dataset import Dataset
 from dataplane.node.eviction import NEVER, next_use, victims
 from dataplane.node.fetch import Fetcher
@@ -52,55 +51,6 @@ class Listener(Protocol):
 
     def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
         """It cannot be loaded."""
-
-
-class Phase(enum.Enum):
-    """How far a block has come."""
-
-    FETCHING = "fetching"
-    FETCHED = "fetched"
-    DECODING = "decoding"
-    READY = "ready"
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One block that is in memory, or on its way. `pins` holders need it to stay."""
-
-    dataset: Dataset
-    index: int
-    key: int
-    phase: Phase = Phase.FETCHING
-    raw: Region | None = None
-    decoded: Region | None = None
-    pins: int = 0
-    touched: int = 0
-    told: messages.BlockSource | None = None
-
-    @property
-    def source(self) -> messages.BlockSource:
-        """What a worker must know to gather from it, once it is ready."""
-        if self.told is None:
-            self.told = (
-                messages.BlockSource(self.key, decoded=self.decoded)
-                if self.decoded is not None
-                else messages.BlockSource(
-                    self.key, raw=self.dataset.raw_block(self.index, self.raw)
-                )
-            )
-        return self.told
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStatistics:
-    """Counts since the node started, and bytes now."""
-
-    ready_count: int
-    loading_count: int
-    fetched_bytes: int
-    loaded_count: int
-    evicted_count: int
-    free_bytes: int
 
 
 class BlockTable:
@@ -197,14 +147,14 @@ class BlockTable:
     def drop_unpinned(self) -> None:
         """Evict all that can be evicted: the last resort against gaps."""
         for block in list(self._blocks.values()):
-            if _evictable(block):
+            if block.is_evictable:
                 self._evict(block)
 
     def forget_dataset(self, dataset: Dataset) -> None:
         """Nobody reads this dataset any more: what is in use still goes when it no longer is."""
         self._forgotten.add(dataset.dataset_id)
         for block in list(self._blocks.values()):
-            if block.dataset is dataset and _evictable(block):
+            if block.dataset is dataset and block.is_evictable:
                 self._evict(block)
         mine = [key for key in self._decoded_bytes if key[0] == dataset.dataset_id]
         for key in mine:
@@ -348,20 +298,23 @@ class BlockTable:
         candidates = [
             other
             for other in self._blocks.values()
-            if other is not block and _evictable(other) and (other.raw or other.decoded)
+            if other is not block and other.is_evictable and other.regions
         ]
         if not candidates:
             return None
         use = self._uses([*candidates, block])
         touched = np.array([other.touched for other in candidates], np.int64)
         limit = -1 if greedy else int(use[-1])
+        # Tried out first: to evict what leaves too little room would be to load it again in vain.
+        trial, going = self._allocator.copy(), []
         for i in victims(use[:-1], touched).tolist():
             if not greedy and int(use[i]) != NEVER and int(use[i]) <= limit:
                 return None
-            self._evict(candidates[i])
-            at = self._allocator.allocate(length)
-            if at is not None:
-                return at
+            going.append(candidates[i])
+            if max(trial.free(region.offset) for region in going[-1].regions) >= rounded(length):
+                for other in going:
+                    self._evict(other)
+                return self._allocator.allocate(length)
         return None
 
     def _uses(self, blocks: Sequence[Block]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -379,7 +332,7 @@ class BlockTable:
         direct = [
             block
             for block in self._blocks.values()
-            if block is not newest and _evictable(block) and not (block.raw or block.decoded)
+            if block is not newest and block.is_evictable and not block.regions
         ]
         if len(direct) <= _DIRECT_BLOCKS_MAX:
             return
@@ -394,12 +347,7 @@ class BlockTable:
 
     def _remove(self, block: Block) -> None:
         self._pool.forget_block(block.key)
-        for region in (block.raw, block.decoded):
-            if region is not None:
-                self._allocator.free(region.offset)
+        for region in block.regions:
+            self._allocator.free(region.offset)
         block.raw = block.decoded = None
         self._blocks.pop((block.dataset.dataset_id, block.index), None)
-
-
-def _evictable(block: Block) -> bool:
-    return not block.pins and block.phase in {Phase.READY, Phase.FETCHED}

@@ -11,7 +11,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
-from dataplane.node.blocks import Block
+from dataplane.node.block import Block
 from dataplane.node.dataset import Dataset
 from dataplane.node.walk import Plan, Walk
 from dataplane.rpc.messages import Assembled, FromNodeBody

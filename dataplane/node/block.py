@@ -1,0 +1,69 @@
+"""What the block table keeps of each block that is in memory, or on its way there."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from dataplane.model import Region
+from dataplane.node.dataset import Dataset
+from dataplane.rpc import messages
+
+
+class Phase(enum.Enum):
+    """How far a block has come."""
+
+    FETCHING = "fetching"
+    FETCHED = "fetched"
+    DECODING = "decoding"
+    READY = "ready"
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block that is in memory, or on its way. `pins` holders need it to stay."""
+
+    dataset: Dataset
+    index: int
+    key: int
+    phase: Phase = Phase.FETCHING
+    raw: Region | None = None
+    decoded: Region | None = None
+    pins: int = 0
+    touched: int = 0
+    told: messages.BlockSource | None = None
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What it takes of the arena."""
+        return tuple(region for region in (self.raw, self.decoded) if region is not None)
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether nobody needs it just now, and nobody is writing it."""
+        return not self.pins and self.phase in {Phase.READY, Phase.FETCHED}
+
+    @property
+    def source(self) -> messages.BlockSource:
+        """What a worker must know to gather from it, once it is ready."""
+        if self.told is None:
+            self.told = (
+                messages.BlockSource(self.key, decoded=self.decoded)
+                if self.decoded is not None
+                else messages.BlockSource(
+                    self.key, raw=self.dataset.raw_block(self.index, self.raw)
+                )
+            )
+        return self.told
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatistics:
+    """Counts since the node started, and bytes now."""
+
+    ready_count: int
+    loading_count: int
+    fetched_bytes: int
+    loaded_count: int
+    evicted_count: int
+    free_bytes: int

@@ -1,0 +1,67 @@
+"""The engine with workers and a store that end in any order: nothing is lost, wrong or stuck."""
+
+from __future__ import annotations
+
+import random
+
+from engine_run import Run, several, simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.errors import BudgetTooSmall, StoreUnavailable
+
+SEEDS = st.integers(0, 10**9)
+
+
+@settings(max_examples=120)
+@given(SEEDS)
+def test_every_stream_gets_its_batches_in_order_and_nothing_is_left(seed: int) -> None:
+    run = simulate(lambda: Run(random.Random(seed), tight=False), several)
+    assert not [c.error for c in run.consumers if c.error is not None]
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_streams_that_keep_every_slab_still_reach_the_end(seed: int) -> None:
+    run = simulate(lambda: Run(random.Random(seed), tight=False, hoard=True), several)
+    assert not [c.error for c in run.consumers if c.error is not None]
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.integers(0, 150))
+def test_whatever_is_under_way_when_all_is_closed_nothing_is_left(seed: int, acts: int) -> None:
+    simulate(lambda: Run(random.Random(seed), tight=False), several, acts)
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_an_arena_that_is_too_small_is_an_error_and_never_a_hang(seed: int) -> None:
+    run = simulate(lambda: Run(random.Random(seed), tight=True), several)
+    for consumer in run.consumers:
+        assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_a_block_that_cannot_be_read_fails_those_who_need_it_and_no_one_else(seed: int) -> None:
+    def scene(run: Run) -> None:
+        several(run)
+        for world in run.worlds.values():
+            world.broken.add(run.chance.randrange(len(world.sizes)))
+
+    run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
+    for consumer in run.consumers:
+        assert consumer.error is None or isinstance(consumer.error, StoreUnavailable)
+        if consumer.ended:
+            steps = range(consumer.at.first_step, consumer.walk.step_count, consumer.at.step_stride)
+            needed = {
+                int(block)
+                for step in steps
+                for block in consumer.walk.order.locate(consumer.walk._slice.positions(step))[0]
+            }
+            broken = {
+                b
+                for b in consumer.world.broken
+                if consumer.world.dataset.needs_fetch(b) or consumer.world.dataset.needs_decode(b)
+            }
+            assert not needed & broken
