@@ -11,8 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import heapq
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -20,13 +22,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dataplane.errors import CorruptShard, DataplaneError, PeerLost
+from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
 from dataplane.rpc import local, messages
 from dataplane.trace import Trace
 
 _DEATHS_MAX = 2
 _SCHEMA_PART_BYTES = 128 * 1024
-_BLOCKS_A_PACKET = 200
+# A block's source has its url and its path, of a few thousand bytes each at most.
+_BLOCKS_A_PACKET = 20
+_KEYS_A_PACKET = 10_000
 _QUICK_DEATHS_MAX = 5
 
 Report = Callable[[messages.ResultBody], None]
@@ -102,6 +106,7 @@ class WorkerPool:
     def submit(self, job: Job, urgency: int) -> None:
         """Queue a job; the smallest urgency goes first, then the oldest."""
         heapq.heappush(self._queue, (urgency, next(self._numbers), job))
+        self._refill()
         self._dispatch()
 
     def forget_block(self, key: int) -> None:
@@ -128,6 +133,13 @@ class WorkerPool:
         for worker in self._workers:
             worker.process.wait()
         self._workers.clear()
+
+    def _refill(self) -> None:
+        """Try workers again, if the last ones were given up."""
+        if self._loop is None or self._closed:
+            return
+        while len(self._workers) < self._worker_count:
+            self._spawn()
 
     def _spawn(self) -> None:
         ours, theirs = local.pair()
@@ -180,8 +192,9 @@ class WorkerPool:
         new = [source for source in job.blocks if source.key not in worker.blocks]
         worker.blocks.update(source.key for source in new)
         forget, worker.forget = worker.forget, []
-        if forget:
-            worker.packets.append((messages.OpenBlocks(dataset_id, (), tuple(forget)), ()))
+        for at in range(0, len(forget), _KEYS_A_PACKET):
+            some_keys = tuple(forget[at : at + _KEYS_A_PACKET])
+            worker.packets.append((messages.OpenBlocks(dataset_id, (), some_keys), ()))
         for some in _batched(new, _BLOCKS_A_PACKET):
             worker.packets.append((messages.OpenBlocks(dataset_id, tuple(some)), ()))
         worker.packets.append((job.body, ()))
@@ -196,47 +209,60 @@ class WorkerPool:
             local.send(worker.sock, messages.Task(body), descriptors)
         except PeerLost:
             self._on_death(worker)
+        except ConfigError as error:  # the message is too large, and always will be
+            self._on_result(worker, error)
 
     def _on_readable(self, worker: _Worker) -> None:
         try:
-            result, _ = local.receive(worker.sock, messages.Result)
+            result, descriptors = local.receive(worker.sock, messages.Result)
         except BlockingIOError:
             return
-        except PeerLost:
+        except (DataplaneError, KeyError, ValueError):  # it is gone, or speaks nonsense
             self._on_death(worker)
             return
+        for fd in descriptors:
+            os.close(fd)
+        if worker.waiting:
+            self._on_result(worker, result.body)
+        else:
+            self._on_death(worker)
+
+    def _on_result(self, worker: _Worker, body: messages.ResultBody) -> None:
+        """The answer to the last packet: the job itself, or what prepares it. An arena that was
+        detached meanwhile may be queued behind the job: its answer is not the job's.
+        """
         worker.waiting = False
         done, _ = worker.packets.popleft()
-        job, failed = worker.job, isinstance(result.body, DataplaneError)
-        is_verdict = job is not None and (failed or done is job.body)
-        if is_verdict and job is not None and done is not job.body:
-            self._undo(worker)
-        # An arena that was detached meanwhile may be queued behind the job: its answer is not ours.
-        if is_verdict:
-            self._finish(worker, result.body)
+        job = worker.job
+        if job is not None and done is job.body:
+            self._finish(worker, job, body)
+        elif job is not None and isinstance(body, DataplaneError):
+            self._undo(worker, job, done)
+            self._finish(worker, job, body)
         if worker.packets:
             self._send_next(worker)
-        elif worker.job is None:
+        else:
             self._dispatch()
 
-    def _undo(self, worker: _Worker) -> None:
+    def _undo(self, worker: _Worker, job: Job, failed: messages.TaskBody) -> None:
         """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
-        job = worker.job
-        assert job is not None
-        kept = [p for p in worker.packets if isinstance(p[0], messages.DetachArena)]
-        worker.packets = deque(kept)
+        undone = [failed, *(body for body, _ in worker.packets)]
+        worker.packets = deque(p for p in worker.packets if isinstance(p[0], messages.DetachArena))
         worker.datasets.discard(job.dataset.dataset_id)
         keys = {source.key for source in job.blocks} & worker.blocks
         worker.blocks -= keys
         worker.forget.extend(keys)
+        for body in undone:
+            if isinstance(body, messages.AttachArena):
+                worker.arenas.discard(body.arena_id)
+            elif isinstance(body, messages.OpenBlocks):
+                worker.forget.extend(body.forget)
 
-    def _finish(self, worker: _Worker, body: messages.ResultBody) -> None:
-        job, worker.job = worker.job, None
-        worker.jobs_done += job is not None
+    def _finish(self, worker: _Worker, job: Job, body: messages.ResultBody) -> None:
+        worker.job = None
+        worker.jobs_done += 1
         self._quick_deaths = 0
-        if job is not None:
-            job.report(body)
-        self._dispatch()
+        job.report(body)
 
     def _forget_socket(self, worker: _Worker) -> None:
         if self._loop is not None and worker.sock.fileno() >= 0:
@@ -268,6 +294,7 @@ class WorkerPool:
         self._dispatch()
 
     def _fail_all(self, status: int) -> None:
+        self._quick_deaths = 0
         while (job := self._pop()) is not None:
             job.report(
                 DataplaneError(
@@ -286,20 +313,13 @@ def _quarantine(job: Job, status: int) -> CorruptShard:
 
 
 def _in_parts(dataset: messages.OpenDataset) -> list[messages.OpenDataset]:
+    """The schema in pieces, then the rest: neither need leave room for the other."""
     schema, step = dataset.schema, _SCHEMA_PART_BYTES
-    cuts = list(range(0, max(len(schema), 1), step))
-    return [
-        messages.OpenDataset(
-            dataset.dataset_id,
-            dataset.format,
-            schema[at : at + step],
-            more=at != cuts[-1],
-            columns=dataset.columns,
-            lists=dataset.lists,
-            fill_null=dataset.fill_null,
-        )
-        for at in cuts
+    parts = [
+        messages.OpenDataset(dataset.dataset_id, dataset.format, schema[at : at + step], more=True)
+        for at in range(0, len(schema), step)
     ]
+    return [*parts, dataclasses.replace(dataset, schema=b"", more=False)]
 
 
 def _batched(

@@ -22,6 +22,9 @@ from dataplane.plan.slices import Slice
 from dataplane.rpc.messages import Batch
 
 _BATCHES_MAX = 256
+# A slab is told in one packet: so much for all of its batches, so much for a batch of one column.
+_TOLD_BYTES_MAX = 128 << 10
+_TOLD_BYTES_A_PIECE = 16
 _ALIGN_BYTES = 64
 # A batch of rows of different lengths may well be larger than the mean says.
 _SPREAD = 1.25
@@ -41,7 +44,9 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
     padding = _ALIGN_BYTES * (len(dataset.columns.specs) + 1)
     batch_bytes = int(rows * dataset.row_bytes() * _SPREAD) + padding
     exact = rows * dataset.row_bytes() + padding
-    batches = min(max(slab_bytes // exact, 1), _BATCHES_MAX)
+    told_bytes = _TOLD_BYTES_A_PIECE * (len(dataset.columns.specs) + 1)
+    most = min(_BATCHES_MAX, slab_bytes // exact, _TOLD_BYTES_MAX // told_bytes)
+    batches = max(most, 1)
     index_bytes = row_index_bytes(batches * rows)
     return SlabSizes(batches, max(slab_bytes, batch_bytes) + index_bytes)
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import signal
 import socket
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ import pyarrow as pa
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import (
+    ConfigError,
     CorruptShard,
     DataplaneError,
     DatasetChangedError,
@@ -48,6 +51,28 @@ class _Dataset:
     fill_null: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _Shard:
+    """A mapped local file; its descriptor is closed when the last block of it is forgotten."""
+
+    url: str
+    etag: str
+    fd: int
+    mapping: mmap.mmap
+
+    def check(self) -> None:
+        """Raises:  DatasetChangedError: the file was written since it was indexed."""
+        _check_etag(self.url, self.etag, self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenBlock:
+    """A block to gather from, and the file that its rows lie in, if they do."""
+
+    columns: BlockColumns
+    shard: _Shard | None
+
+
 @dataclass(slots=True)
 class _State:
     """All that a worker remembers between two tasks."""
@@ -55,8 +80,8 @@ class _State:
     arenas: dict[int, Arena] = field(default_factory=dict)
     datasets: dict[int, _Dataset] = field(default_factory=dict)
     schema_parts: dict[int, bytes] = field(default_factory=dict)
-    blocks: dict[int, BlockColumns] = field(default_factory=dict)
-    shards: OrderedDict[tuple[str, str], tuple[int, mmap.mmap]] = field(default_factory=OrderedDict)
+    blocks: dict[int, _OpenBlock] = field(default_factory=dict)
+    shards: OrderedDict[tuple[str, str], _Shard] = field(default_factory=OrderedDict)
 
 
 def run(sock: socket.socket) -> None:
@@ -64,11 +89,18 @@ def run(sock: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
+    # Every mapped shard takes two descriptors, and blocks may lie in thousands of shards.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     state = _State()
     while True:
         try:
             task, descriptors = local.receive(sock, messages.Task)
-            local.send(sock, messages.Result(_answer(state, task.body, descriptors)))
+            result = _answer(state, task.body, descriptors)
+            try:
+                local.send(sock, messages.Result(result))
+            except ConfigError as error:
+                local.send(sock, messages.Result(error))
         except PeerLost:
             return
 
@@ -139,6 +171,8 @@ def _decode(state: _State, body: messages.Decode) -> messages.Decoded:
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         writer.write_batch(batch)
+    if body.raw.path is not None:
+        _mapped_shard(state, body.raw)  # it may have been written while it was read
     return messages.Decoded(size, stored=True)
 
 
@@ -166,7 +200,7 @@ def _raw_views(state: _State, raw: messages.RawBlock) -> tuple[memoryview, memor
         whole = state.arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()
         cut = raw.preamble_place.length
         return whole[:cut], whole[cut : cut + raw.place.length]
-    mapping = _mapped_shard(state, raw)
+    mapping = _mapped_shard(state, raw).mapping
     _populate(mapping, raw.place)
     shard = memoryview(mapping)
     return _cut(shard, raw.preamble_place), _cut(shard, raw.place)
@@ -183,38 +217,48 @@ def _cut(view: memoryview, region: Region) -> memoryview:
     return view[region.offset : region.offset + region.length]
 
 
-def _mapped_shard(state: _State, raw: messages.RawBlock) -> mmap.mmap:
+def _mapped_shard(state: _State, raw: messages.RawBlock) -> _Shard:
     """The local file of a block, mapped; checked against its etag every time.
 
     Raises:  ShardNotFound, DatasetChangedError.
     """
-    path, key = str(raw.path), (str(raw.path), raw.etag)
-    if key in state.shards:
-        state.shards.move_to_end(key)
-        fd, mapping = state.shards[key]
-    else:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ShardNotFound(f"{raw.url}: {error}", shard=raw.url) from error
-        mapping = None
+    key = (str(raw.path), raw.etag)
+    shard = state.shards.get(key)
+    if shard is None:
+        shard = state.shards[key] = _map(str(raw.path), raw)
+        if len(state.shards) > _OPEN_SHARDS_MAX:
+            state.shards.popitem(last=False)
+    state.shards.move_to_end(key)
+    shard.check()
+    return shard
+
+
+def _map(path: str, raw: messages.RawBlock) -> _Shard:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ShardNotFound(f"{raw.url}: {error}", shard=raw.url) from error
+    try:
+        _check_etag(raw.url, raw.etag, fd)  # its size, too: what is shorter cannot be mapped
+        mapping = mmap.mmap(fd, raw.shard_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    except BaseException:
+        os.close(fd)
+        raise
+    shard = _Shard(raw.url, raw.etag, fd, mapping)
+    weakref.finalize(shard, os.close, fd)
+    return shard
+
+
+def _check_etag(url: str, etag: str, fd: int) -> None:
     found = local_etag(os.fstat(fd))
-    if found != raw.etag:
-        if mapping is None:
-            os.close(fd)
+    if found != etag:
         raise DatasetChangedError(
-            f"{raw.url} changed since it was indexed (etag {raw.etag}, now {found}): "
+            f"{url} changed since it was indexed (etag {etag}, now {found}): "
             "index the dataset again",
-            shard=raw.url,
-            expected=raw.etag,
+            shard=url,
+            expected=etag,
             found=found,
         )
-    if mapping is None:
-        mapping = mmap.mmap(fd, raw.shard_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        state.shards[key] = (fd, mapping)
-        if len(state.shards) > _OPEN_SHARDS_MAX:
-            os.close(state.shards.popitem(last=False)[1][0])
-    return mapping
 
 
 def _open_blocks(state: _State, body: messages.OpenBlocks) -> messages.Done:
@@ -223,7 +267,10 @@ def _open_blocks(state: _State, body: messages.OpenBlocks) -> messages.Done:
     dataset = state.datasets[body.dataset_id] if body.blocks else None
     for source in body.blocks:
         assert dataset is not None
-        state.blocks[source.key] = open_block(_batch_of(state, dataset, source), dataset.plan.specs)
+        columns = open_block(_batch_of(state, dataset, source), dataset.plan.specs)
+        in_file = source.raw is not None and source.raw.path is not None
+        shard = _mapped_shard(state, source.raw) if in_file and source.raw is not None else None
+        state.blocks[source.key] = _OpenBlock(columns, shard)
     return messages.Done()
 
 
@@ -243,8 +290,12 @@ def _assemble(state: _State, body: messages.Assemble) -> messages.Assembled:
     arena = state.arenas[body.arena_id]
     index = arena.view(body.row_index.offset, body.row_index.length)
     rows = np.frombuffer(index, np.int32).reshape(-1, 2)
-    gather = Gather(dataset.plan.specs, blocks, rows, body.batches)
-    return gather.into(arena.view(body.slab.offset, body.slab.length))
+    gather = Gather(dataset.plan.specs, [block.columns for block in blocks], rows, body.batches)
+    result = gather.into(arena.view(body.slab.offset, body.slab.length))
+    # Afterwards: whatever was written before now may be among the rows.
+    for shard in {block.shard for block in blocks if block.shard is not None}:
+        shard.check()
+    return result
 
 
 def main(descriptor: int) -> None:

@@ -1,0 +1,291 @@
+"""Real worker processes: a job is done once, whatever dies, and nothing of a worker remains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import JobSpec
+from dataplane.errors import CorruptShard, DataplaneError, DatasetChangedError
+from dataplane.model import Region
+from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.index import open_dataset
+from dataplane.node.pool import Job, WorkerPool
+from dataplane.rpc import messages
+from dataplane.trace import Trace
+
+MIB = 1 << 20
+
+
+def _shards(folder: Path, blocks: int) -> str:
+    """So many shards of one block of four rows each; the rows are counted through."""
+    schema = pa.schema([("x", pa.int64())])
+    for i in range(blocks):
+        with pa.ipc.new_file(str(folder / f"{i:03}.arrow"), schema) as writer:
+            values = pa.array(np.arange(4) + 4 * i, pa.int64())
+            writer.write_batch(pa.record_batch([values], schema=schema))
+    return f"{folder}/*.arrow"
+
+
+class Bench:
+    """A pool, an arena and a local dataset, for jobs by hand."""
+
+    def __init__(self, pool: WorkerPool, arena: Arena, dataset: Dataset) -> None:
+        self.pool = pool
+        self.arena = arena
+        self.dataset = dataset
+        self.reports: list[messages.ResultBody] = []
+        self._keys = iter(range(1, 1 << 30))
+
+    def decode(self, block: int, into: Region, arenas: tuple[int, ...] = (0,)) -> Awaitable[object]:
+        body = messages.Decode(self.dataset.dataset_id, self.dataset.raw_block(block, None), into)
+        return self._submit(body, (), arenas)
+
+    def assemble(
+        self, sources: tuple[messages.BlockSource, ...], rows: list[tuple[int, int]], slab: Region
+    ) -> Awaitable[object]:
+        index = Region(MIB, 8 * len(rows))
+        into = np.frombuffer(self.arena.view(index.offset, index.length), np.int32)
+        into[:] = np.array(rows, np.int32).reshape(-1)
+        batch = messages.Batch(0, len(rows), len(rows))
+        keys = tuple(source.key for source in sources)
+        body = messages.Assemble(self.dataset.dataset_id, keys, index, (batch,), 0, slab)
+        return self._submit(body, sources, (0,))
+
+    def mapped(self, block: int) -> messages.BlockSource:
+        return messages.BlockSource(next(self._keys), raw=self.dataset.raw_block(block, None))
+
+    def decoded(self, region: Region) -> messages.BlockSource:
+        return messages.BlockSource(next(self._keys), decoded=region)
+
+    def values(self, slab: Region, count: int) -> list[int]:
+        return np.frombuffer(self.arena.view(slab.offset, 8 * count), np.int64).tolist()
+
+    def _submit(
+        self,
+        body: messages.Decode | messages.Assemble,
+        sources: tuple[messages.BlockSource, ...],
+        arenas: tuple[int, ...],
+    ) -> Awaitable[object]:
+        done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        def report(result: messages.ResultBody) -> None:
+            self.reports.append(result)
+            done.set_result(result)
+
+        fds = tuple((arena_id, self.arena.fd) for arena_id in arenas)
+        self.pool.submit(Job(body, self.dataset.message, fds, sources, report, "the job"), 0)
+        return asyncio.wait_for(done, 60)
+
+
+Scene = Callable[[Bench], Awaitable[None]]
+
+
+def on_bench(url: str, scene: Scene, workers: int = 1) -> None:
+    manifest = open_dataset(url)
+    dataset = dataset_of(7, manifest, JobSpec(manifest.fingerprint))
+
+    async def play() -> None:
+        arena = Arena.create("blocks", 2 * MIB)
+        arena.reserve(2 * MIB)
+        pool = WorkerPool(workers, Trace("test"))
+        pool.start()
+        try:
+            await scene(Bench(pool, arena, dataset))
+        finally:
+            pool.close()
+            pool.close()
+            arena.close()
+
+    asyncio.run(play())
+
+
+ROOM = Region(0, 64 << 10)
+SLAB = Region(256 << 10, 64 << 10)
+
+
+def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_path: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.decode(0, ROOM)
+        (pid,) = bench.pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        result = bench.decode(1, ROOM)
+        os.kill(pid, signal.SIGKILL)
+        assert isinstance(await result, messages.Decoded)
+        assert len(bench.reports) == 2
+        assert pid not in bench.pool.pids
+        # The new worker was told all that it needs.
+        found = await bench.assemble((bench.decoded(ROOM),), [(0, 3), (0, 0)], SLAB)
+        assert isinstance(found, messages.Assembled)
+        assert bench.values(SLAB, 2) == [7, 4]
+
+    on_bench(_shards(tmp_path, 2), scene)
+
+
+def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(tmp_path: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.decode(0, ROOM)
+        (first,) = bench.pool.pids
+        os.kill(first, signal.SIGSTOP)
+        result = bench.decode(1, ROOM)
+        after = bench.decode(0, ROOM)
+        os.kill(first, signal.SIGKILL)
+        while bench.pool.pids == (first,):  # noqa: ASYNC110 - the pool has no event for it
+            await asyncio.sleep(0)
+        os.kill(bench.pool.pids[0], signal.SIGKILL)
+        blamed = await result
+        assert isinstance(blamed, CorruptShard)
+        assert "the job: the worker process died 2 times" in str(blamed)
+        assert isinstance(await after, messages.Decoded)
+        assert len(bench.reports) == 3
+
+    on_bench(_shards(tmp_path, 2), scene)
+
+
+def _instead_of_workers(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, while_there: Path, code: str
+) -> None:
+    """As long as a file is there, run `code` in place of a worker; `fd` is its socket's."""
+    program = folder / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, socket, sys\n"
+        f"mark = pathlib.Path({str(while_there)!r})\n"
+        "if not mark.exists():\n"
+        f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+        f"{code}\n"
+    )
+    program.chmod(0o700)
+    while_there.touch()
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+@pytest.mark.parametrize("garbage", ["b'garbage' * 9", "b''", "b'\\x0a\\x00' * 2"])
+def test_a_worker_that_answers_nonsense_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, garbage: str
+) -> None:
+    mark = tmp_path / "mark"
+    code = (
+        "sock = socket.socket(fileno=int(sys.argv[-1]))\n"
+        "sock.recv(1 << 20)\n"
+        "mark.unlink()\n"
+        f"sock.send({garbage})\n"
+        "sock.recv(1 << 20)\n"
+    )
+    url = _shards(tmp_path, 2)
+    _instead_of_workers(monkeypatch, tmp_path, mark, code)
+
+    async def scene(bench: Bench) -> None:
+        (pid,) = bench.pool.pids
+        assert isinstance(await bench.decode(0, ROOM), (messages.Decoded, DataplaneError))
+        assert isinstance(await bench.decode(1, ROOM), messages.Decoded)
+        assert len(bench.reports) == 2
+        assert pid not in bench.pool.pids
+
+    on_bench(url, scene)
+
+
+def test_workers_that_cannot_start_are_an_error_and_are_tried_again_with_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    url = _shards(tmp_path, 2)
+    _instead_of_workers(monkeypatch, tmp_path, mark, "os._exit(3)")
+
+    async def scene(bench: Bench) -> None:
+        failed = await bench.decode(0, ROOM)
+        assert isinstance(failed, DataplaneError)
+        assert "status 3" in str(failed) or "died" in str(failed)
+        while bench.pool.pids:  # noqa: ASYNC110 - the pool has no event for it
+            await asyncio.sleep(0)
+        mark.unlink()
+        assert isinstance(await bench.decode(1, ROOM), messages.Decoded)
+
+    on_bench(url, scene)
+
+
+def test_an_arena_that_is_detached_while_a_job_runs_does_not_answer_for_the_job(
+    tmp_path: Path,
+) -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.decode(0, ROOM, (0, 5))
+        (pid,) = bench.pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        result = bench.decode(1, ROOM)
+        bench.pool.detach_arena(5)
+        os.kill(pid, signal.SIGCONT)
+        assert isinstance(await result, messages.Decoded)
+        assert isinstance(await bench.decode(0, ROOM), messages.Decoded)
+        assert len(bench.reports) == 3
+
+    on_bench(_shards(tmp_path, 2), scene)
+
+
+def test_a_job_over_many_blocks_with_long_names_is_told_in_several_packets(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["d" * 200] * 8)
+    deep.mkdir(parents=True)
+
+    async def scene(bench: Bench) -> None:
+        sources = tuple(bench.mapped(i) for i in range(300))
+        rows = [(i, i % 4) for i in range(300)]
+        assert isinstance(await bench.assemble(sources, rows, SLAB), messages.Assembled)
+        assert bench.values(SLAB, 300) == [4 * i + i % 4 for i in range(300)]
+
+    on_bench(_shards(deep, 300), scene)
+
+
+def test_a_block_that_was_forgotten_is_not_taken_for_the_one_in_its_place(tmp_path: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        for block in (0, 1, 0):
+            await bench.decode(block, ROOM)
+            source = bench.decoded(ROOM)
+            await bench.assemble((source,), [(0, 1)], SLAB)
+            assert bench.values(SLAB, 1) == [4 * block + 1]
+            bench.pool.forget_block(source.key)
+
+    on_bench(_shards(tmp_path, 2), scene)
+
+
+def test_a_block_that_cannot_be_opened_fails_its_job_and_is_opened_anew_for_the_next(
+    tmp_path: Path,
+) -> None:
+    url, path = _shards(tmp_path, 2), tmp_path / "000.arrow"
+    content = path.read_bytes()
+    times = path.stat()
+
+    async def scene(bench: Bench) -> None:
+        source = bench.mapped(0)
+        path.write_bytes(content[:100])
+        failed = await bench.assemble((source,), [(0, 0)], SLAB)
+        assert isinstance(failed, DatasetChangedError)
+        path.write_bytes(content)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert isinstance(await bench.assemble((source,), [(0, 2)], SLAB), messages.Assembled)
+        assert bench.values(SLAB, 1) == [2]
+
+    on_bench(url, scene)
+
+
+def test_rows_of_a_file_that_is_written_after_it_was_opened_are_not_served(tmp_path: Path) -> None:
+    url, path = _shards(tmp_path, 2), tmp_path / "000.arrow"
+
+    async def scene(bench: Bench) -> None:
+        source = bench.mapped(0)
+        assert isinstance(await bench.assemble((source,), [(0, 0)], SLAB), messages.Assembled)
+        with path.open("r+b") as file:
+            file.seek(200)
+            file.write(b"changed")
+        os.utime(path, ns=(1, 1))
+        failed = await bench.assemble((source,), [(0, 0)], SLAB)
+        assert isinstance(failed, DatasetChangedError)
+
+    on_bench(url, scene)
