@@ -27,14 +27,12 @@ class Phase(enum.StrEnum):
 
     JOINED   it has its place, for as long as its lease is renewed
     LEFT     it went on purpose; its rank does not count as missing
-    EXPIRED  its lease was not renewed in time; it may join again
-    FENCED   a newer process took its place; it may not come back
+    EXPIRED  its lease was not renewed in time, or its process ended; it may join again
     """
 
     JOINED = "joined"
     LEFT = "left"
     EXPIRED = "expired"
-    FENCED = "fenced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class Member:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(dp_rank, rank): what only one process of a launch can be."""
+        """(dp_rank, rank): where it stands, maybe together with others."""
         return (self.topology.dp_rank, self.topology.rank)
 
 

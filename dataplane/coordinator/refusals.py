@@ -81,18 +81,6 @@ def superseded(job: Job, member_id: str) -> LeaseFenced:
     )
 
 
-def replaced(job: Job, member: Member) -> LeaseFenced:
-    """An older process of a rank that a newer one has taken."""
-    return LeaseFenced(
-        f"job {job.job_id!r}: a newer process has taken the place of rank "
-        f"{member.topology.rank} (dp_rank {member.topology.dp_rank}): member {member.member_id} "
-        "has to stop",
-        job=job.job_id,
-        member=member.member_id,
-        generation=job.generation,
-    )
-
-
 def ambiguous(job: Job, member: Member, request: JoinRequest) -> ConfigError:
     """Two ranks under one member_id."""
     return ConfigError(

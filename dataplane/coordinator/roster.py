@@ -1,9 +1,12 @@
 """One job and the members of its present generation. Pure; the state machine is its only user.
 
 Invariants:
-1. A place (dp_rank, rank) has at most one joined member, and a joined member has its place.
-2. A dp rank is missing while none of its members is joined or has left on purpose.
-3. Members without a place are bounded: the oldest are forgotten first.
+1. A place (dp_rank, rank) has any number of members, each with a lease of its own: a rank and its
+   DataLoader workers, or a process and the one that replaces it. Nobody changes places.
+2. A dp rank is missing while none of its members is joined, unless the last that went had left on
+   purpose.
+3. Members that are gone are bounded: the oldest are forgotten first, but never the last that went
+   of a dp rank, of which 2 speaks. Who is joined is bounded by leases.
 """
 
 from __future__ import annotations
@@ -14,10 +17,8 @@ from dataclasses import replace
 
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase, Write
 
-PLACELESS_MAX = 1024
+GONE_MAX = 1024
 INCARNATIONS_MAX = 1024
-
-Place = tuple[int, int]
 
 
 class Roster:
@@ -34,8 +35,12 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.incomplete_since = now
         self._incarnations = {seen.name: seen.generation for seen in incarnations}
-        self._places: dict[Place, str] = {}
-        self._present: Counter[int] = Counter()
+        # Ids in the order of coming and going; the last that went and the joined ones by dp rank.
+        self._joined: dict[str, None] = {}
+        self._gone: dict[str, None] = {}
+        self._last_gone: dict[int, str] = {}
+        self._joined_count: Counter[int] = Counter()
+        self._present: set[int] = set()
         self._missing: tuple[int, ...] | None = None
         self._order = 0
         for member in sorted(members, key=lambda member: member.order):
@@ -43,24 +48,20 @@ class Roster:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every dp rank has come."""
+        """Whether no dp rank is missing."""
         return len(self._present) == self.job.dp_size
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has a place."""
-        return not self._places
+        """Whether nobody is joined."""
+        return not self._joined
 
     def joined(self) -> Iterator[Member]:
-        """Who has a place, in the order of coming."""
-        return (self.members[member_id] for member_id in self._places.values())
-
-    def holder(self, place: Place) -> Member | None:
-        """Who has this place."""
-        return self.members.get(self._places.get(place, ""))
+        """Who is joined, in the order of coming."""
+        return (self.members[member_id] for member_id in self._joined)
 
     def missing_dp_ranks(self) -> tuple[int, ...]:
-        """Data-parallel ranks of which no member has come."""
+        """Data-parallel ranks of which nobody came, or the last one was lost."""
         if self._missing is None:
             ranks = range(self.job.dp_size)
             complete = self.is_complete
@@ -80,7 +81,8 @@ class Roster:
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes.append(Keep(job))
         self.job = job
-        self.members, self._places, self._present = {}, {}, Counter()
+        self.members, self._joined, self._gone, self._last_gone = {}, {}, {}, {}
+        self._joined_count, self._present = Counter(), set()
         self._missing, self.incomplete_since = None, now
         if job.incarnation not in self._incarnations:
             self._incarnations[job.incarnation] = job.generation
@@ -92,18 +94,17 @@ class Roster:
         return writes
 
     def move(self, member: Member, phase: Phase, now: float) -> list[Write]:
-        """A member comes, or loses its place."""
+        """A member comes or goes."""
         self._order += 1
         moved = replace(member, phase=phase, order=self._order)
         self._put(moved, now)
         self.job = replace(self.job, active_at=now)
         writes: list[Write] = [Keep(moved), Keep(self.job)]
-        limit = max(PLACELESS_MAX, 2 * self.job.dp_size)
-        if len(self.members) - len(self._places) > limit:
-            dead = (one for one in self.members.values() if one.phase is not Phase.JOINED)
-            oldest = min(dead, key=lambda one: one.order)
-            self._drop(oldest)
-            writes.append(Forget(Member, oldest.job_id, oldest.member_id))
+        # Twice dp_size, so that there is one to forget beside the last of every dp rank.
+        if len(self._gone) > max(GONE_MAX, 2 * self.job.dp_size):
+            oldest = next(name for name in self._gone if not self._is_last_gone(name))
+            del self.members[oldest], self._gone[oldest]
+            writes.append(Forget(Member, self.job.job_id, oldest))
         return writes
 
     def refresh(self, member: Member) -> None:
@@ -119,26 +120,27 @@ class Roster:
             Forget(Job, job_id),
         ]
 
+    def _is_last_gone(self, member_id: str) -> bool:
+        return self._last_gone[self.members[member_id].topology.dp_rank] == member_id
+
     def _put(self, member: Member, now: float) -> None:
-        was_complete = self.is_complete
-        old = self.members.get(member.member_id)
-        if old is not None:
-            self._drop(old)
-        self.members[member.member_id] = member
+        name, dp_rank = member.member_id, member.topology.dp_rank
+        was_complete, was_joined = self.is_complete, name in self._joined
+        for one in (self.members, self._joined, self._gone):
+            one.pop(name, None)
+        self.members[name] = member
         self._order = max(self._order, member.order)
         if member.phase is Phase.JOINED:
-            self._places[member.place] = member.member_id
-        if member.phase in (Phase.JOINED, Phase.LEFT):
-            self._present[member.topology.dp_rank] += 1
+            self._joined[name] = None
+            self._joined_count[dp_rank] += not was_joined
+        else:
+            self._gone[name] = None
+            self._last_gone[dp_rank] = name
+            self._joined_count[dp_rank] -= was_joined
+        if self._joined_count[dp_rank] or member.phase is Phase.LEFT:
+            self._present.add(dp_rank)
+        else:
+            self._present.discard(dp_rank)
         if was_complete and not self.is_complete:
             self.incomplete_since = now
-        self._missing = None
-
-    def _drop(self, member: Member) -> None:
-        del self.members[member.member_id]
-        if member.phase is Phase.JOINED:
-            del self._places[member.place]
-        if member.phase in (Phase.JOINED, Phase.LEFT):
-            self._present[member.topology.dp_rank] -= 1
-            self._present += Counter()
         self._missing = None

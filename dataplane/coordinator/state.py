@@ -10,16 +10,17 @@ Invariants:
    spec begins a generation and replaces the old spec, and progress starts anew.
 3. A good verdict is given only to a joined member of the present generation. LeaseFenced is the
    last word to a member; LeaseExpired asks it to join again.
-4. A place (dp_rank, rank) has at most one joined member. A new process of a rank fences the old
-   one, which cannot come back.
+4. A place (dp_rank, rank) may have any number of members of the present launch: a rank and its
+   DataLoader workers, or a process and the one that replaces it. Data requests are idempotent and
+   progress is a maximum, so they harm nobody, and a dead one expires. Only a newer launch fences.
 5. The answer to a join or a leave is durable. A restart gives every joined member a whole lease,
    so it stops nobody.
-6. A lease ends only after `lease_s` in which the coordinator was awake: a jump of the clock, a
-   suspended machine or a blocked disk costs nobody a lease.
+6. A lease ends when its member's node says so, or after `lease_s` in which the coordinator was
+   awake: a jump of the clock, a suspended machine or a blocked disk costs nobody a lease.
 7. Within a generation, the progress of a job and of a member does not go back. (A crash may forget
    the last seconds of it; the next heartbeat brings them back.)
 8. A repeated event changes nothing but the lease.
-9. Everything is bounded: members without a place, launches, nodes not heard of, idle jobs.
+9. Everything is bounded: members that are gone, launches, nodes not heard of, idle jobs.
 
 Lease time runs with the clock but takes no step longer than `lease_s / 3`; ticks make it run.
 """
@@ -156,26 +157,16 @@ class State:
             self._writes += roster.begin(following, self._now)
 
     def _seat(self, roster: Roster, request: JoinRequest) -> None:
-        place = (request.topology.dp_rank, request.topology.rank)
-        rival = roster.holder(place)
         known = roster.members.get(request.member_id)
-        if known is not None:
-            if known.phase is Phase.JOINED and known.place != place:
-                raise refusals.ambiguous(roster.job, known, request)
-            taken = rival is not None and rival.member_id != known.member_id
-            if known.phase is Phase.FENCED or taken:
-                raise refusals.replaced(roster.job, known)
         deadline = self._clock + self._lease_s
-        if known is not None and known.phase is Phase.JOINED:
-            self._refresh(
-                roster,
-                replace(
-                    known, topology=request.topology, node_id=request.node_id, deadline=deadline
-                ),
-            )
-            return
-        if rival is not None:
-            self._writes += roster.move(rival, Phase.FENCED, self._now)
+        if known is not None:
+            if known.place != (request.topology.dp_rank, request.topology.rank):
+                raise refusals.ambiguous(roster.job, known, request)
+            if known.phase is Phase.JOINED:
+                topology, node_id = request.topology, request.node_id
+                renewed = replace(known, topology=topology, node_id=node_id, deadline=deadline)
+                self._refresh(roster, renewed)
+                return
         newcomer = Member(
             job_id=request.job_id,
             member_id=request.member_id,
@@ -232,8 +223,6 @@ class State:
         if roster is not None:
             if roster.is_of_older_launch(progress.generation):
                 return refusals.superseded(roster.job, progress.member_id)
-            if known is not None and known.phase is Phase.FENCED:
-                return refusals.replaced(roster.job, known)
             if known is not None and known.phase is Phase.JOINED:
                 if known.deadline <= self._clock:
                     self._writes += roster.move(known, Phase.EXPIRED, self._now)

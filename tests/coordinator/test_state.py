@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from membership import SPEC, VERSION, beat, join, leave, node, progress
 
 from dataplane.config import PROTOCOL_VERSION
@@ -218,6 +220,19 @@ def test_3_a_rank_whose_process_ended_is_missing_at_once_and_its_place_is_free(m
     assert machine.job().state == "idle"
 
 
+def test_3_of_a_rank_without_members_the_last_that_went_decides(machine):
+    machine.ask(join(0))
+    for worker, lost, missing in (("w0", False, ()), ("w1", True, (1,)), ("w2", False, ())):
+        machine.ask(join(1, member=worker))
+        machine.ask(join(1, member="peer"))
+        machine.ask(leave("peer", lost=True))
+        assert machine.verdict("m0-i1").missing_dp_ranks == ()
+        machine.ask(leave(worker, lost=lost))
+        assert machine.verdict("m0-i1").missing_dp_ranks == missing
+        machine.restart()
+        assert machine.job().missing_dp_ranks == missing
+
+
 def test_3_a_tensor_parallel_peer_keeps_a_dp_rank_present(machine):
     machine.ask(join(0, 1, rank=0))
     machine.ask(join(0, 1, rank=1))
@@ -231,35 +246,37 @@ def test_3_a_tensor_parallel_peer_keeps_a_dp_rank_present(machine):
 # -- places: 4 -----------------------------------------------------------------------------------
 
 
-def test_4_a_new_process_of_a_rank_takes_its_place_for_good(machine):
-    machine.ask(join(0, member="old"))
-    assert machine.ask(join(0, member="new")).generation == 1
-    assert machine.phases() == {"old": "fenced", "new": "joined"}
-    error = machine.verdict("old").error
-    assert isinstance(error, LeaseFenced)
-    assert "a newer process has taken the place of rank 0" in str(error)
-    assert isinstance(machine.ask(join(0, member="old")), LeaseFenced)
-    machine.ask(leave("old"))
-    assert machine.phases()["old"] == "fenced"
-    assert machine.verdict("new").error is None
-
-
-def test_4_who_expired_or_left_finds_its_place_free_or_taken(machine):
-    machine.ask(join(0, member="old"))
-    machine.ask(leave("old"))
-    assert machine.ask(join(0, member="old")).generation == 1
-    machine.ask(leave("old"))
-    machine.ask(join(0, member="new"))
-    assert isinstance(machine.ask(join(0, member="old")), LeaseFenced)
-
-
-def test_4_who_was_fenced_does_not_come_back_to_a_free_place_either(machine):
-    machine.ask(join(0, member="old"))
-    machine.ask(join(0, member="new"))
-    machine.ask(leave("new"))
-    assert isinstance(machine.ask(join(0, member="old")), LeaseFenced)
+def test_4_a_place_has_as_many_members_as_come_and_nobody_is_fenced(machine):
+    workers = [f"w{number}" for number in range(4)]
+    for worker in workers:
+        assert machine.ask(join(0, 1, member=worker)).generation == 1
+    assert machine.phases() == dict.fromkeys(workers, "joined")
+    for beats in range(3):
+        machine.wait(LEASE_S / 2)
+        reports = [progress(worker, cursor=beats) for worker in workers]
+        assert [one.error for one in machine.ask(beat(*reports)).verdicts] == [None] * 4
     machine.restart()
-    assert isinstance(machine.ask(join(0, member="old")), LeaseFenced)
+    assert machine.ask(join(0, 1, member="w0")).generation == 1
+    assert machine.phases() == dict.fromkeys(workers, "joined")
+
+
+def test_4_a_dead_process_beside_the_one_that_replaces_it_simply_expires(machine):
+    machine.ask(join(0, 1, member="old"))
+    machine.wait(20)
+    machine.ask(join(0, 1, member="new"))
+    machine.wait(20)
+    assert machine.phases() == {"old": "expired", "new": "joined"}
+    assert machine.verdict("new").missing_dp_ranks == ()
+    assert machine.ask(join(0, 1, member="old")).generation == 1
+    assert machine.phases() == {"old": "joined", "new": "joined"}
+
+
+def test_4_nobody_changes_places(machine):
+    machine.ask(join(0, member="same"))
+    machine.ask(leave("same"))
+    refusal = machine.ask(join(1, member="same"))
+    assert isinstance(refusal, ConfigError)
+    assert machine.ask(join(0, member="same")).generation == 1
 
 
 def test_4_a_member_goes_on_through_another_node(machine):
@@ -380,13 +397,53 @@ def test_8_repeated_events_write_nothing_new(machine):
 # -- bounds: 9; refusals -------------------------------------------------------------------------
 
 
-def test_9_members_without_a_place_are_bounded(machine, monkeypatch):
-    monkeypatch.setattr(rosters, "PLACELESS_MAX", 3)
+def test_9_members_that_are_gone_are_bounded(machine, monkeypatch):
+    monkeypatch.setattr(rosters, "GONE_MAX", 3)
     for number in range(20):
         machine.ask(join(0, 1, member=f"p{number}"))
-    assert sorted(machine.phases()) == ["p16", "p17", "p18", "p19"]
+        machine.ask(leave(f"p{number}", lost=number % 2 == 0))
+    assert sorted(machine.phases()) == ["p17", "p18", "p19"]
     stored = sorted(name for cls, _, name in machine.disk if cls is Member)
-    assert stored == ["p16", "p17", "p18", "p19"]
+    assert stored == ["p17", "p18", "p19"]
+
+
+def test_9_a_rank_that_left_is_not_missed_however_many_go_after_it(machine, monkeypatch):
+    monkeypatch.setattr(rosters, "GONE_MAX", 3)
+    machine.ask(join(0, 2))
+    machine.ask(leave())
+    for number in range(20):
+        machine.ask(join(1, 2, member=f"p{number}"))
+        machine.ask(leave(f"p{number}"))
+        assert machine.job().missing_dp_ranks == ()
+    assert len(machine.phases()) == 4
+    assert machine.phases()["m0-i1"] == "left"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.sampled_from(["", "l", "x"]))))
+def test_9_what_was_forgotten_is_never_missed(steps):
+    """Every step: a member of one of three dp ranks joins, leaves or is lost."""
+    machine, joined, last = Machine(), set(), {}
+    machine.ask(join(0, 3, member="first"))
+    machine.ask(leave("first"))
+    last[0] = "l"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rosters, "GONE_MAX", 1)
+        for rank, number, how in steps:
+            member = (rank, f"{rank}-{number}")
+            if not how:
+                machine.ask(join(rank, 3, member=member[1]))
+                joined.add(member)
+            elif member in joined:
+                machine.ask(leave(member[1], lost=how == "x"))
+                joined.remove(member)
+                last[rank] = how
+            present = {rank for rank, _ in joined} | {r for r in last if last[r] != "x"}
+            assert machine.job().missing_dp_ranks == tuple({0, 1, 2} - present)
+            phases = machine.phases()
+            assert {name for name, phase in phases.items() if phase == "joined"} == {
+                name for _, name in joined
+            }
+            assert len(phases) - len(joined) <= 6
 
 
 def test_9_launches_are_bounded_and_the_oldest_are_forgotten(machine, monkeypatch):

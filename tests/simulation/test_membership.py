@@ -97,7 +97,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(which=pick, rank=pick, differs=st.sampled_from([False, False, True]))
     def open_session(self, which, rank, spec=None, differs=False):
-        """A process of a launch starts, or starts again; now and then with another seed."""
+        """A process of a launch starts, beside others or again; now and then with another seed."""
         incarnation, own, dp_size = self.launches[which % len(self.launches)]
         spec = dataclasses.replace(own, seed=9) if differs else own
         rank %= dp_size
@@ -161,7 +161,7 @@ class Membership(RuleBasedStateMachine):
             self.decide(Tick())
             self.check_expired()
 
-    @rule(seconds=st.sampled_from([-100.0, 60.0, 1e6]))
+    @rule(seconds=st.sampled_from([-100.0, 60.0, 5e4]))
     def clock_jumps(self, seconds):
         self.now += seconds
         self.awake += LEASE_S / 3 if seconds > 0 else 0.0
@@ -264,14 +264,15 @@ class Membership(RuleBasedStateMachine):
             assert request.spec == job.spec, "2: a member with another spec was admitted"
             assert request.topology.dp_size == job.dp_size, "2"
         assert len({requests[one.member_id].incarnation for one in joined}) <= 1, "2"
-        places = [(one.topology.dp_rank, one.topology.rank) for one in joined]
-        assert len(places) == len(set(places)), "4"
 
     @invariant()
-    def missing_ranks_are_those_without_a_member(self):
+    def missing_ranks_are_those_that_never_came_or_were_lost(self):
         job = self.job()
         if job is not None:
-            alive = {one.topology.dp_rank for one in job.members if one.state in ("joined", "left")}
+            # Of one rank the members come in the order of their last change.
+            last = {one.topology.dp_rank: one.state for one in job.members}
+            alive = {rank for rank, state in last.items() if state == "left"}
+            alive |= {one.topology.dp_rank for one in job.members if one.state == "joined"}
             assert job.missing_dp_ranks == tuple(sorted(set(range(job.dp_size)) - alive))
             joined = any(one.state == "joined" for one in job.members)
             state = "forming" if job.missing_dp_ranks else "running"
