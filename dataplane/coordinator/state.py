@@ -64,6 +64,9 @@ from dataplane.rpc.messages import (
 NODE_KEPT_S = 24 * 3600.0
 JOB_KEPT_S = 30 * 24 * 3600.0
 _DATASET_LENGTH_MAX = 1024
+# What a member becomes that was lost, or left on purpose, and from what.
+_LOST = (Phase.EXPIRED, (Phase.JOINED,))
+_LEFT = (Phase.LEFT, (Phase.JOINED, Phase.EXPIRED))
 
 
 class State:
@@ -236,8 +239,8 @@ class State:
         roster = self._jobs.get(request.job_id)
         if roster is not None:
             known = roster.members.get(request.member_id)
-            phase = Phase.EXPIRED if request.lost else Phase.LEFT
-            if known is not None and known.phase in (Phase.JOINED, Phase.EXPIRED):
+            phase, before = _LOST if request.lost else _LEFT
+            if known is not None and known.phase in before:
                 self._writes += roster.move(known, phase, self._now)
         return LeaveResponse()
 

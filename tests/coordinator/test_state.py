@@ -386,9 +386,15 @@ def test_8_repeated_events_write_nothing_new(machine):
     machine.verdict(cursor=9)
     machine.verdict(cursor=9)
     assert machine.writes == ()
-    machine.ask(leave())
-    machine.ask(leave())
-    assert machine.writes == ()
+    for lost in (True, False):
+        machine.ask(leave(lost=lost))
+        assert machine.writes != ()
+        machine.wait(2)
+        active_at = machine.disk[Job, "j", ""].record.active_at
+        for again in (lost, True):
+            machine.ask(leave(lost=again))
+            assert machine.writes == ()
+        assert machine.disk[Job, "j", ""].record.active_at == active_at
     machine.ask(leave("nobody"))
     machine.ask(leave(job="nojob"))
     assert machine.writes == ()

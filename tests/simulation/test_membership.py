@@ -127,9 +127,9 @@ class Membership(RuleBasedStateMachine):
         reports = [progress(one, self.generation_of[one], epoch % 3, cursor) for one in known]
         self.wire.append(beat(*reports, node_id=node))
 
-    @rule(which=pick)
-    def send_leave(self, which):
-        self.wire.append(leave(self.session(which).member_id))
+    @rule(which=pick, lost=st.booleans())
+    def send_leave(self, which, lost):
+        self.wire.append(leave(self.session(which).member_id, lost=lost))
 
     # -- the network and the clock ---------------------------------------------------------------
 
