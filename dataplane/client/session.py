@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
+import multiprocessing.util
 import os
 import threading
 import time
@@ -83,6 +85,7 @@ class Session:
                 mount = None
             if mount is None:
                 mount = self._open(deadline)
+                _leave_at_the_end_of(os.getpid())
             self._mount = mount
         return mount
 
@@ -145,6 +148,16 @@ class Session:
 
 def _member_id(request: OpenJob) -> str:
     return f"{request.topology.rank}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+@functools.cache
+def _leave_at_the_end_of(_pid: int) -> None:
+    """Have this process leave its jobs on purpose. A child that multiprocessing forked, such as a
+    DataLoader worker, ends without atexit; without a word it would count as lost.
+    """
+    if multiprocessing.parent_process() is not None:
+        # The lowest priority runs last: queues have sent what they held by then.
+        multiprocessing.util.Finalize(None, close_all, exitpriority=-100)
 
 
 atexit.register(close_all)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import threading
+import time
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from fake_node import sample
 from torch.utils.data import DataLoader as TorchLoader
 
 from dataplane.errors import ConfigError
-from dataplane.rpc.messages import OpenJob
+from dataplane.rpc.messages import CloseJob, OpenJob
 
 URL = "s3://bucket/shards"
 # On a machine with fewer processors than workers.
@@ -61,6 +64,19 @@ def test_every_pass_is_the_next_epoch_and_set_epoch_reaches_the_workers(fake, pe
     batches = list(loader)
     assert {int(batch["x"][0, 3]) for batch in batches} == {7}
     assert positions(batches) == in_order(40, 4)
+
+
+@pytest.mark.parametrize(("method", "taken"), [("fork", 10), ("fork", 3), ("spawn", 10)])
+def test_workers_leave_the_job_when_they_end(fake, method, taken) -> None:
+    node = fake(sample_count=40)
+    dataset = ShardedIterableDataset(URL, batch_size=4)
+    assert len(list(itertools.islice(loader_of(dataset, 2, method), taken))) == taken
+    deadline = time.monotonic() + 20
+    while node.seen.count("gone") < 2:
+        assert time.monotonic() < deadline, list(node.seen)
+        threading.Event().wait(0.01)
+    assert [type(one) for one in node.seen].count(CloseJob) == 2
+    dataset.close()
 
 
 def test_more_workers_than_steps_are_no_trouble(fake) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,8 @@ from dataplane.errors import ConfigError, ShardNotFound
 from .conftest import LAUNCHED
 
 COUNT = 700
+# On a machine with fewer processors than workers.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +108,22 @@ def test_shuffled_batches_are_the_same_for_torchs_workers_and_after_a_resume(sha
     dataset = ShardedIterableDataset(shards, 16, **order)
     torchs = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
     assert [(b["i"].tolist(), b["text"]) for b in torchs] == whole
+    dataset.close()
+
+
+def test_the_workers_of_a_rank_live_beside_each_other_for_many_heartbeats(
+    shards, monkeypatch
+) -> None:
+    lease_s, beats_a_lease = 0.9, 3
+    monkeypatch.setenv("DATAPLANE_LEASE_S", str(lease_s))
+    dataset = ShardedIterableDataset(shards, 16, shuffle=True, columns=["i"])
+    torchs = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=3, persistent_workers=True
+    )
+    passes, until = 0, time.monotonic() + 6 * lease_s / beats_a_lease
+    while passes < 2 or time.monotonic() < until:
+        assert sorted(k for b in torchs for k in b["i"].tolist()) == list(range(COUNT))
+        passes += 1
     dataset.close()
 
 
