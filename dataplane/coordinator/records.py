@@ -79,7 +79,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One launch of a job, and the first generation that it had."""
+    """One launch of a job, and the generation with which it last took over from another."""
 
     job_id: str
     name: str

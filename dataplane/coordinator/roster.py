@@ -69,24 +69,21 @@ class Roster:
         return self._missing
 
     def is_superseded(self, incarnation: str) -> bool:
-        """Whether a newer launch than this one has been seen."""
-        return incarnation != self.job.incarnation and incarnation in self._incarnations
-
-    def is_of_older_launch(self, generation: int) -> bool:
-        """Whether a generation was given to a launch that is now superseded."""
-        return generation < self._incarnations.get(self.job.incarnation, self.job.generation)
+        """Whether a newer launch than this one has taken over, and somebody of it is joined."""
+        older = incarnation != self.job.incarnation and incarnation in self._incarnations
+        return older and not self.is_idle
 
     def begin(self, job: Job, now: float) -> list[Write]:
         """A new generation: nobody of the old one remains."""
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes.append(Keep(job))
+        if job.incarnation not in self._incarnations or job.incarnation != self.job.incarnation:
+            self._incarnations[job.incarnation] = job.generation
+            writes.append(Keep(Incarnation(job.job_id, job.incarnation, job.generation)))
         self.job = job
         self.members, self._joined, self._gone, self._last_gone = {}, {}, {}, {}
         self._joined_count, self._present = Counter(), set()
         self._missing, self.incomplete_since = None, now
-        if job.incarnation not in self._incarnations:
-            self._incarnations[job.incarnation] = job.generation
-            writes.append(Keep(Incarnation(job.job_id, job.incarnation, job.generation)))
         if len(self._incarnations) > INCARNATIONS_MAX:
             oldest = min(self._incarnations, key=self._incarnations.__getitem__)
             del self._incarnations[oldest]

@@ -2,14 +2,15 @@
 
 Invariants:
 1. A job has one present generation, which never goes back, not even over a restart (only a job
-   that was idle for 30 days is forgotten with its number). A launch
-   (incarnation) that was not seen before begins the next one; a launch that was superseded never
-   gets a place again.
+   that was idle for 30 days is forgotten with its number). A launch (incarnation) that was not seen
+   before begins the next one. A launch that was superseded gets no place while anyone of the newer
+   one is joined; when nobody is, it may begin the next one again, since names of launches recur.
 2. All joined members of a job are of its present generation and agree on the spec and on dp_size.
    A newcomer that differs is refused while anyone has a place. Nobody having one, a differing
    spec begins a generation and replaces the old spec, and progress starts anew.
-3. A good verdict is given only to a joined member of the present generation. LeaseFenced is the
-   last word to a member; LeaseExpired asks it to join again.
+3. A good verdict is given only to a joined member of the present generation; LeaseExpired asks
+   everyone else to join again, and the join, which names the launch, decides. LeaseFenced is given
+   only while somebody of a newer launch is joined: whoever gets it stops.
 4. A place (dp_rank, rank) may have any number of members of the present launch: a rank and its
    DataLoader workers, or a process and the one that replaces it. Data requests are idempotent and
    progress is a maximum, so they harm nobody, and a dead one expires. Only a newer launch fences.
@@ -223,14 +224,11 @@ class State:
     def _refusal(self, roster: Roster | None, progress: MemberProgress) -> DataplaneError | None:
         """Why this member is not renewed, or None."""
         known = roster.members.get(progress.member_id) if roster is not None else None
-        if roster is not None:
-            if roster.is_of_older_launch(progress.generation):
-                return refusals.superseded(roster.job, progress.member_id)
-            if known is not None and known.phase is Phase.JOINED:
-                if known.deadline <= self._clock:
-                    self._writes += roster.move(known, Phase.EXPIRED, self._now)
-                elif progress.generation == roster.job.generation:
-                    return None
+        if roster is not None and known is not None and known.phase is Phase.JOINED:
+            if known.deadline <= self._clock:
+                self._writes += roster.move(known, Phase.EXPIRED, self._now)
+            elif progress.generation == roster.job.generation:
+                return None
         return refusals.expired(progress.job_id, progress.member_id, self._lease_s)
 
     # -- leaving ---------------------------------------------------------------------------------

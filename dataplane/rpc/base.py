@@ -33,8 +33,8 @@ class Coordination(Protocol):
     async def join(self, request: JoinRequest) -> JoinResponse:
         """A rank takes its place in a job. An answer means that it survives a restart.
 
-        Raises:  SpecMismatch: field, expected, found.  LeaseFenced: a newer launch of the job was
-        seen.  ConfigError: an impossible place.
+        Raises:  SpecMismatch: field, expected, found.  LeaseFenced: a newer launch of the job
+        runs.  ConfigError: an impossible place.
         """
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:

@@ -139,7 +139,7 @@ def test_errors_arrive_by_class_with_sentence_and_nouns(converse):
         verdicts = (await coordination.heartbeat(asked)).verdicts
         assert [one.member_id for one in verdicts] == ["m0-i1", "who", "m0-i2", "m0-i1"]
         kinds = [type(one.error) for one in verdicts]
-        assert kinds == [LeaseFenced, LeaseExpired, type(None), LeaseExpired]
+        assert kinds == [LeaseExpired, LeaseExpired, type(None), LeaseExpired]
 
         with pytest.raises(VersionMismatch, match="install the same version on both"):
             await coordination.register_node(node(version="9"))

@@ -81,21 +81,41 @@ def other(**changes):
 def test_1_a_new_launch_begins_a_generation_and_fences_the_old_one(machine):
     machine.ask(join(0))
     assert machine.ask(join(0, incarnation="i2")).generation == 2
-    assert isinstance(machine.verdict("m0-i1", 1).error, LeaseFenced)
+    assert isinstance(machine.verdict("m0-i1", 1).error, LeaseExpired)
     assert isinstance(machine.ask(join(0, incarnation="i1")), LeaseFenced)
     assert machine.ask(join(1, incarnation="i2")).generation == 2
     assert machine.phases() == {"m0-i2": "joined", "m1-i2": "joined"}
 
 
-def test_1_a_superseded_launch_is_refused_also_when_the_job_is_idle_and_after_a_restart(machine):
+def test_1_a_superseded_launch_is_refused_while_the_newer_one_lives_also_after_a_restart(machine):
     machine.ask(join(0))
     machine.ask(join(0, incarnation="i2"))
+    machine.ask(join(1, incarnation="i2"))
     machine.ask(leave("m0-i2"))
     for _ in range(2):
         refusal = machine.ask(join(0))
         assert isinstance(refusal, LeaseFenced)
         assert "newer launch has taken over (generation 2)" in str(refusal)
         machine.restart()
+
+
+@pytest.mark.parametrize("how", ["left", "lost", "silent"])
+def test_1_a_launch_may_come_back_when_nobody_of_the_newer_one_is_there(machine, how):
+    machine.ask(join(0, member="a"))
+    machine.ask(join(0, incarnation="i2", member="b"))
+    if how == "silent":
+        machine.wait(LEASE_S - 0.5)
+        machine.now += 0.5
+    else:
+        machine.ask(leave("b", lost=how == "lost"))
+    assert machine.ask(join(0, member="c")).generation == 3
+    machine.restart()
+    for member, generation in (("a", 1), ("b", 2)):
+        assert isinstance(machine.verdict(member, generation).error, LeaseExpired)
+    assert isinstance(machine.ask(join(0, incarnation="i2", member="b")), LeaseFenced)
+    assert machine.ask(join(0, member="a")).generation == 3
+    assert machine.ask(join(0, incarnation="i3")).generation == 4
+    assert isinstance(machine.ask(join(0, member="c")), LeaseFenced)
 
 
 def test_1_a_new_launch_may_have_another_world_and_another_global_batch(machine):

@@ -43,6 +43,7 @@ class Membership(RuleBasedStateMachine):
         self.wire = []
         self.generation_of = {}
         self.renewed_at = {}
+        self.launch_of = {}
         self.fenced = set()
         self.acknowledged = {}
         self.progress_seen = {}
@@ -195,6 +196,8 @@ class Membership(RuleBasedStateMachine):
         self.decide(Tick())
         self.check_expired()
         before = {name for name, phase in self.phases().items() if phase == "joined"}
+        if not before:
+            self.fenced.clear()
         decision = self.decide(event)
         again = self.state.decide(event, self.now)
         assert again.writes == (), "8: a repeated event writes nothing"
@@ -217,6 +220,8 @@ class Membership(RuleBasedStateMachine):
                 assert other.spec.digest() == request.spec.digest(), "2: admitted beside another"
             assert member not in self.fenced, "3: a fenced member came back"
             self.generation_of[member] = answer.generation
+            launch = self.launch_of.setdefault(answer.generation, request.incarnation)
+            assert launch == request.incarnation, "1: two launches in one generation"
             self.acknowledged[member] = answer.generation
             self.renewed_at[member] = self.awake
             assert answer.generation == self.job().generation
@@ -224,6 +229,9 @@ class Membership(RuleBasedStateMachine):
         else:
             assert isinstance(answer, LeaseFenced | SpecMismatch)
             if isinstance(answer, LeaseFenced):
+                assert "joined" in self.phases().values(), "3: fenced by nobody"
+                launch = self.launch_of.get(self.job().generation)
+                assert launch != request.incarnation, "4: fenced by its own launch"
                 self.fenced.add(member)
             else:
                 assert "joined" in self.phases().values(), "2: nobody was there to differ from"
@@ -236,8 +244,6 @@ class Membership(RuleBasedStateMachine):
             assert report.generation == job.generation
             assert verdict.missing_dp_ranks == job.missing_dp_ranks
             self.renewed_at[member] = self.awake
-        elif isinstance(verdict.error, LeaseFenced):
-            self.fenced.add(member)
         else:
             assert isinstance(verdict.error, LeaseExpired)
             self.check_expired()

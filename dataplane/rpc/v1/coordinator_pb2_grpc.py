@@ -74,7 +74,7 @@ class CoordinatorServicer:
     def Join(self, request, context):
         """A rank takes its place in a job, which is created by the first that asks. Refused with
         FAILED_PRECONDITION and SpecMismatch (the field, both values) if its spec differs from the
-        job's, and with ABORTED and LeaseFenced if a newer incarnation of the job has been seen.
+        job's, and with ABORTED and LeaseFenced while a member of a newer incarnation is joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
