@@ -36,7 +36,15 @@ def main() -> int:
         worker.main(given.worker_fd)
         return 0
     logging.basicConfig(level=logging.WARNING, format="dataplane node: %(message)s")
-    return asyncio.run(_embedded(given.listener_fd, given.stderr_fd))
+    asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd))
+    return 0
+
+
+async def _to_the_end(descriptor: int, stderr_fd: int | None) -> None:
+    """Be a node, then end at once: a thread may be stuck in a read from a store that hangs."""
+    status = await _embedded(descriptor, stderr_fd)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _started(stderr_fd: int | None) -> None:

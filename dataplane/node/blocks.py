@@ -119,8 +119,8 @@ class BlockTable:
     def unpin(self, block: Block) -> None:
         """One holder fewer."""
         block.pins -= 1
-        if block.dataset.dataset_id in self._forgotten and not block.pins:
-            self._remove(block)
+        if not block.pins:
+            self._is_forgotten(block)
 
     def memory_of(self, dataset: Dataset, index: int) -> tuple[int, int]:
         """(raw bytes, decoded bytes) that the block takes on its way, as far as is known."""
@@ -132,6 +132,7 @@ class BlockTable:
 
         `greedy`: somebody waits for it, so whatever is not pinned may be evicted.
         """
+        self._forgotten.discard(dataset.dataset_id)
         block = self._blocks.get((dataset.dataset_id, index))
         if block is not None:
             return block.phase is not Phase.FETCHED or self._decode(block, greedy=greedy)
@@ -163,7 +164,7 @@ class BlockTable:
     def _is_forgotten(self, block: Block) -> bool:
         """Whether a block that was on its way is wanted no more; then it is gone."""
         if block.dataset.dataset_id in self._forgotten:
-            self._remove(block)
+            self._evict(block)
             return True
         return False
 

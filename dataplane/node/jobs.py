@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
@@ -98,6 +100,8 @@ class Jobs:
         Slice(manifest.sample_count, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
         self._check_budget(dataset)
         joined = await self._coordination.join(self._join_request(request, spec, manifest))
+        # Its last reader may have left meanwhile.
+        dataset = self._datasets.setdefault(_dataset_key(spec), dataset)
         sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
         delivery = self._delivery(request, dataset, spec, sizes)
         delivery.users += 1
@@ -193,7 +197,7 @@ class Jobs:
                 self._manifests.popitem(last=False)
         try:
             return await asyncio.shield(future)
-        except DataplaneError:
+        except Exception:
             self._manifests.pop(key, None)
             raise
 
@@ -211,7 +215,7 @@ class Jobs:
             lists=request.lists,
             fill_null=tuple(sorted(request.fill_null)),
         )
-        key = (spec.fingerprint, spec.columns, spec.lists, spec.fill_null)
+        key = _dataset_key(spec)
         dataset = self._datasets.get(key)
         if dataset is None:
             dataset = dataset_of(next(self._numbers), manifest, spec)
@@ -220,12 +224,20 @@ class Jobs:
         return dataset, spec
 
     def _check_fill_null(self, dataset: Dataset, spec: JobSpec) -> None:
-        names = {column.name for column in dataset.columns.specs}
-        for name, _ in spec.fill_null:
-            if name not in names:
+        by_name = {column.name: column for column in dataset.columns.specs}
+        for name, value in spec.fill_null:
+            if name not in by_name:
                 raise ConfigError(
                     f"fill_null names {name!r}, which is no column of the batches; "
-                    f"they have: {', '.join(sorted(names))}",
+                    f"they have: {', '.join(sorted(by_name))}",
+                    field="fill_null",
+                )
+            dtype = by_name[name].dtype
+            if not dtype or not _is_value_of(dtype, value):
+                raise ConfigError(
+                    f"fill_null: {value} is no value of column {name!r}, which holds "
+                    f"{dtype or 'no numbers'}: "
+                    + ("choose another" if dtype else "its nulls arrive as None"),
                     field="fill_null",
                 )
 
@@ -297,3 +309,18 @@ class Jobs:
         except DataplaneError:
             self._orders.pop(key, None)
             raise
+
+
+def _dataset_key(spec: JobSpec) -> object:
+    """Jobs that are equal in this share a dataset, and so its blocks."""
+    return (spec.fingerprint, spec.columns, spec.lists, spec.fill_null)
+
+
+def _is_value_of(dtype: str, value: float) -> bool:
+    """Whether a number is exactly one of a numpy type; any number will do for floats."""
+    if dtype.startswith("float"):
+        return True
+    if dtype == "bool":
+        return value in {0, 1}
+    limits = np.iinfo(dtype)
+    return value == value // 1 and limits.min <= value <= limits.max

@@ -217,7 +217,7 @@ class WorkerPool:
             result, descriptors = local.receive(worker.sock, messages.Result)
         except BlockingIOError:
             return
-        except (DataplaneError, KeyError, ValueError):  # it is gone, or speaks nonsense
+        except DataplaneError:  # it is gone, or speaks nonsense
             self._on_death(worker)
             return
         for fd in descriptors:

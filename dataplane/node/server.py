@@ -171,9 +171,9 @@ class Session:
         if old is not None:
             self._server.jobs.close(old)
         member, opened = await self._server.jobs.open(body)
-        if self.closed:
+        if self.closed or body.job_id in self._members:
             self._server.jobs.close(member)
-            return
+            raise ConfigError(f"job {body.job_id!r} was opened twice at once", field="job_id")
         self._members[body.job_id] = member
         self.send(request_id, opened, (member.delivery.arena.fd,))
 

@@ -53,7 +53,10 @@ def decode(cls: type[T], wire: bytes) -> T:
         message.ParseFromString(wire)
     except _DecodeError as error:
         raise errors.ConfigError(f"not a {cls.__name__} message: {error}") from error
-    return from_proto(cls, message)
+    try:
+        return from_proto(cls, message)
+    except (KeyError, TypeError, ValueError) as error:  # an enum or a noun that is none
+        raise errors.ConfigError(f"not a {cls.__name__} message: {error!r}") from error
 
 
 def to_proto(value: object) -> Message:

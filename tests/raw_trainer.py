@@ -1,0 +1,171 @@
+"""A node process and trainers that speak its protocol by hand, packet by packet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+from slabs import batch_values
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import PROTOCOL_VERSION, VERSION
+from dataplane.errors import DataplaneError
+from dataplane.model import Topology
+from dataplane.rpc import local, messages
+
+Batches = list[list[list[Any]]]
+ANSWER_S = 60.0
+
+
+class Node:
+    """An embedded node process of our own. Ends by itself when its last trainer has."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.name = f"dp-test-{os.getpid()}-{time.monotonic_ns()}"
+        own = {"cache_dir": folder / "cache", "linger_s": 0.2, "worker_count": 2} | settings
+        told = {
+            name if name.isupper() else f"DATAPLANE_{name.upper()}": str(value)
+            for name, value in own.items()
+        }
+        listener = local.listen(self.name)
+        self.errors = folder / "node.log"
+        with self.errors.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "dataplane.node", "--embedded"),
+                    *("--listener-fd", str(listener.fileno())),
+                ],
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, **told},
+            )
+        listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.process.kill()
+        status = self.process.wait(30)
+        if kind is None:
+            assert status in {0, -signal.SIGKILL}, self.errors.read_text()
+            assert "Traceback" not in self.errors.read_text(), self.errors.read_text()
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+class Trainer:
+    """One connection to a node."""
+
+    def __init__(self, node: Node, *, greet: bool = True) -> None:
+        self.sock = local.connect(node.name, ANSWER_S)
+        self.arenas: dict[str, Arena] = {}
+        self.columns: dict[str, tuple[Any, ...]] = {}
+        self._asked = 0
+        if greet:
+            self.call(messages.Hello(VERSION, PROTOCOL_VERSION, os.getpid()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.sock.close()
+        for arena in self.arenas.values():
+            arena.close()
+        self.arenas.clear()
+
+    def ask(self, body: messages.ToNodeBody) -> int:
+        self._asked += 1
+        local.send(self.sock, messages.ToNode(self._asked, body))
+        return self._asked
+
+    def tell(self, body: messages.ToNodeBody) -> None:
+        local.send(self.sock, messages.ToNode(0, body))
+
+    def answer(self) -> tuple[messages.FromNode, tuple[int, ...]]:
+        found, descriptors = local.receive(self.sock, messages.FromNode)
+        if isinstance(found.body, DataplaneError):
+            raise found.body
+        return found, descriptors
+
+    def call(self, body: messages.ToNodeBody) -> Any:
+        request_id = self.ask(body)
+        found, descriptors = self.answer()
+        assert found.request_id == request_id
+        assert not descriptors
+        return found.body
+
+    def is_hung_up(self) -> bool:
+        self.sock.settimeout(ANSWER_S)
+        try:
+            return not self.sock.recv(1 << 18)
+        except ConnectionError:
+            return True
+
+    def open(
+        self, url: str, *, job: str = "j", dp_rank: int = 0, dp_size: int = 1, **request: Any
+    ) -> messages.JobOpened:
+        place = Topology(dp_rank=dp_rank, dp_size=dp_size, rank=dp_rank, world_size=dp_size)
+        member = request.pop("member", f"{job}-{dp_rank}")
+        source = messages.DatasetSource((url,))
+        request = {"global_batch": 4} | request
+        self.ask(messages.OpenJob(job, "first", member, source, place, **request))
+        found, descriptors = self.answer()
+        assert isinstance(found.body, messages.JobOpened)
+        if job in self.arenas:
+            self.arenas[job].close()
+        self.arenas[job] = Arena.attach(descriptors[0], found.body.arena_bytes, populate=False)
+        self.columns[job] = found.body.columns
+        return found.body
+
+    def slabs(
+        self, job: str = "j", *, epoch: int = 0, cursor: int = 0, first: int = 0, stride: int = 1
+    ) -> Iterator[messages.Slab]:
+        """Slab after slab, each released when the next is asked for."""
+        request = messages.OpenStream(job, epoch, cursor, first, stride)
+        stream = self.call(request).stream_id
+        while True:
+            slab = self.call(messages.NextSlab(stream, cursor, 0.0))
+            if isinstance(slab, messages.EndOfStream):
+                break
+            yield slab
+            self.tell(messages.Release(job, (slab.slab_id,)))
+        self.tell(messages.CloseStream(stream))
+
+    def batches(self, job: str = "j", **stream: int) -> Batches:
+        """Every batch of a stream: values[batch][column][row]."""
+        return [b for slab in self.slabs(job, **stream) for b in self.values(slab, job)]
+
+    def values(self, slab: messages.Slab, job: str = "j") -> Batches:
+        view = self.arenas[job].view(slab.region.offset, slab.region.length)
+        return [
+            [
+                batch_values(view, spec, column, slab.batches, i)
+                for spec, column in zip(self.columns[job], slab.columns, strict=True)
+            ]
+            for i in range(len(slab.batches))
+        ]
+
+
+def raw_socket(node: Node) -> socket.socket:
+    return local.connect(node.name, ANSWER_S)
