@@ -13,7 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import psutil
+import pyarrow as pa
 from slabs import batch_values
 
 from dataplane.arena.memfd import Arena
@@ -169,3 +171,28 @@ class Trainer:
 
 def raw_socket(node: Node) -> socket.socket:
     return local.connect(node.name, ANSWER_S)
+
+
+ROWS = 90
+
+
+def table(first: int, rows: int) -> pa.Table:
+    """Rows `first` and on, as `expected` describes them."""
+    x = np.arange(first, first + rows)
+    return pa.table(
+        {
+            "x": pa.array(x, pa.int32()),
+            "v": pa.array([np.arange(i % 5) for i in x], pa.list_(pa.int16())),
+            "s": pa.array([f"row {i}" if i % 7 else None for i in x]),
+        }
+    )
+
+
+def expected(i: int) -> list[object]:
+    """The values of one row."""
+    return [i, list(range(i % 5)), f"row {i}".encode() if i % 7 else None]
+
+
+def rows_of(batches: Batches) -> list[list[object]]:
+    """Batch after batch, row after row: the values of each column."""
+    return [[column[i] for column in batch] for batch in batches for i in range(len(batch[0]))]

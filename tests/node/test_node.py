@@ -3,79 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import http.server
-import os
-import re
-import signal
 import socket
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_trainer import Batches, Node, Trainer, raw_socket
+from raw_trainer import ROWS, Node, Trainer, expected, raw_socket, rows_of, table
 from servers import S3Server
 
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import (
     BudgetTooSmall,
     ConfigError,
-    CorruptShard,
-    DatasetChangedError,
-    DataStallError,
-    PeerLost,
     ShardNotFound,
     SpecMismatch,
-    StoreError,
     VersionMismatch,
 )
 from dataplane.model import End
 from dataplane.rpc import messages
-
-ROWS = 90
-
-
-def _table(first: int, rows: int) -> pa.Table:
-    x = np.arange(first, first + rows)
-    return pa.table(
-        {
-            "x": pa.array(x, pa.int32()),
-            "v": pa.array([np.arange(i % 5) for i in x], pa.list_(pa.int16())),
-            "s": pa.array([f"row {i}" if i % 7 else None for i in x]),
-        }
-    )
-
-
-@pytest.fixture
-def parquet(tmp_path: Path) -> str:
-    """Three shards of six row groups: 90 rows."""
-    for i in range(3):
-        pq.write_table(_table(30 * i, 30), tmp_path / f"{i}.parquet", row_group_size=5)
-    return f"{tmp_path}/*.parquet"
-
-
-@pytest.fixture
-def arrow(tmp_path: Path) -> str:
-    """Three mapped shards, each of one block: nothing of them is decoded."""
-    for i in range(3):
-        table = _table(30 * i, 30).select(["x"])
-        with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), table.schema) as writer:
-            writer.write_table(table)
-    return f"{tmp_path}/*.arrow"
-
-
-def _expected(i: int) -> list[object]:
-    return [i, list(range(i % 5)), f"row {i}".encode() if i % 7 else None]
-
-
-def _rows(batches: Batches) -> list[list[object]]:
-    return [[column[i] for column in batch] for batch in batches for i in range(len(batch[0]))]
-
 
 # -- the protocol ----------------------------------------------------------------------------
 
@@ -196,15 +143,15 @@ def test_global_batches_are_the_same_for_every_world_and_number_of_workers(
                 trainer.open(parquet, job=job, dp_rank=rank, dp_size=dp_size, seed=5, shuffle=True, global_batch=7)  # fmt: skip
             found.append([t.batches(job, epoch=3) for t in trainers])
     assert order.sample_count == ROWS
-    rows = _rows(alone)
-    assert sorted(rows, key=str) == sorted((_expected(i) for i in range(ROWS)), key=str)
+    rows = rows_of(alone)
+    assert sorted(rows, key=str) == sorted((expected(i) for i in range(ROWS)), key=str)
     for dp_size, ranks in zip(sizes, found, strict=True):
         position = 0
         for step, whole in enumerate(alone):
             count = len(whole[0])
-            parts = [iter(_rows([rank[step]])) for rank in ranks]
+            parts = [iter(rows_of([rank[step]])) for rank in ranks]
             joined = [next(parts[t % dp_size]) for t in range(position, position + count)]
-            assert joined == _rows([whole])
+            assert joined == rows_of([whole])
             position += count
 
 
@@ -238,7 +185,7 @@ def test_two_jobs_and_peers_of_one_rank_each_get_all_and_a_dead_one_frees_what_i
         first = one.batches()
         dead.close()
         assert peer.batches() == first
-        assert sorted(_rows(one.batches("k")), key=str) == sorted(_rows(first), key=str)
+        assert sorted(rows_of(one.batches("k")), key=str) == sorted(rows_of(first), key=str)
         assert one.batches() == first
 
 
@@ -251,12 +198,12 @@ def test_a_job_that_is_opened_again_starts_anew(tmp_path: Path, parquet: str) ->
             trainer.open(parquet)
             with pytest.raises(ConfigError, match="is not open"):
                 trainer.call(messages.NextSlab(stream, 0, 0.0))
-            assert _rows(trainer.batches()) == [_expected(i) for i in range(ROWS)]
+            assert rows_of(trainer.batches()) == [expected(i) for i in range(ROWS)]
 
 
 def test_tables_of_many_columns_in_tiny_batches_fit_their_packets(tmp_path: Path) -> None:
-    table = pa.table({f"c{i}": pa.array([[i, j] for j in range(300)]) for i in range(120)})
-    pq.write_table(table, tmp_path / "wide.parquet")
+    wide = pa.table({f"c{i}": pa.array([[i, j] for j in range(300)]) for i in range(120)})
+    pq.write_table(wide, tmp_path / "wide.parquet")
     with Node(tmp_path) as node, Trainer(node) as trainer:
         trainer.open(f"{tmp_path}/wide.parquet", global_batch=1)
         batches = trainer.batches()
@@ -272,10 +219,10 @@ def test_a_small_arena_over_s3_evicts_and_loads_again_and_all_is_there(
     for i in range(6):
         sink = pa.BufferOutputStream()
         blob = np.random.default_rng(i).bytes(30 * 1000)
-        table = _table(30 * i, 30).append_column(
+        whole = table(30 * i, 30).append_column(
             "b", pa.array([blob[1000 * j : 1000 * j + 1000] for j in range(30)])
         )
-        pq.write_table(table, sink, row_group_size=10)
+        pq.write_table(whole, sink, row_group_size=10)
         s3_server.put(bucket, {f"d/{i}.parquet": sink.getvalue().to_pybytes()})
     environment = s3_server.environment()
     with (
@@ -284,151 +231,6 @@ def test_a_small_arena_over_s3_evicts_and_loads_again_and_all_is_there(
     ):
         trainer.open(f"s3://{bucket}/d/", shuffle=True, seed=3, lanes=1, window=30, global_batch=8)
         for epoch in (0, 1):
-            rows = _rows(trainer.batches(epoch=epoch))
+            rows = rows_of(trainer.batches(epoch=epoch))
             found = sorted((row[:3] for row in rows), key=str)
-            assert found == sorted((_expected(i) for i in range(180)), key=str)
-
-
-# -- what goes wrong -------------------------------------------------------------------------
-
-
-def test_a_killed_worker_is_not_noticed_by_the_trainer(tmp_path: Path, parquet: str) -> None:
-    with Node(tmp_path, worker_count=1, slab_bytes="4KiB") as node, Trainer(node) as trainer:
-        trainer.open(parquet, global_batch=1)
-        batches: Batches = []
-        for i, slab in enumerate(trainer.slabs()):
-            batches += trainer.values(slab)
-            if i in {0, 2}:
-                for worker in node.workers():
-                    worker.kill()
-        assert _rows(batches) == [_expected(i) for i in range(ROWS)]
-
-
-def test_workers_end_with_a_node_that_is_killed(tmp_path: Path, arrow: str) -> None:
-    with Node(tmp_path) as node, Trainer(node) as trainer:
-        trainer.open(arrow)
-        trainer.batches()
-        workers = node.workers()
-        assert len(workers) == 2
-        os.kill(node.process.pid, signal.SIGKILL)
-        with pytest.raises(PeerLost):
-            trainer.call(messages.OpenStream("j", 0, 0))
-        _, alive = psutil.wait_procs(workers, timeout=10)
-        assert not alive
-
-
-def _rewrite(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
-    path.write_bytes(body)
-
-
-def _truncate(path: Path) -> None:
-    os.truncate(path, 8)
-
-
-@pytest.mark.parametrize("change", [_rewrite, _truncate])
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_shard_that_changes_during_the_run_is_an_error_and_no_sample(
-    tmp_path: Path,
-    form: str,
-    change: Callable[[Path], None],
-    request: pytest.FixtureRequest,
-) -> None:
-    url = request.getfixturevalue(form)
-    with Node(tmp_path, slab_bytes="4KiB") as node, Trainer(node) as trainer:
-        opened = trainer.open(url)
-        path = tmp_path / f"1.{form}"
-        times = path.stat()
-        change(path)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
-        found: Batches = []
-        with pytest.raises(DatasetChangedError) as caught:
-            found.extend(batch for slab in trainer.slabs() for batch in trainer.values(slab))
-        assert caught.value.shard == f"file://{path}"
-        names = len(opened.columns)
-        rows = _rows(found)
-        assert rows == [_expected(i)[:names] for i in range(len(rows))]
-        assert len(rows) <= 30
-        # The node lives, and serves what is sound.
-        trainer.open(f"{tmp_path}/0.{form}", job="k")
-        assert len(_rows(trainer.batches("k"))) == 30
-
-
-def _written(path: Path, rows: int) -> str:
-    table = pa.table({"x": pa.array(np.arange(rows), pa.int64())})
-    with pa.ipc.new_file(str(path), table.schema) as writer:
-        writer.write_table(table)
-    return str(path)
-
-
-def test_a_mapped_file_that_ends_before_its_size_kills_no_node(tmp_path: Path) -> None:
-    """A file can shrink between the look at its size and the read: the worker gets SIGBUS."""
-    path = tmp_path / "big.arrow"
-    _written(path, 20_000)
-    with Node(tmp_path, worker_count=1) as node, Trainer(node) as trainer:
-        trainer.open(str(path), global_batch=1000)
-        slabs = trainer.slabs()
-        next(slabs)
-        os.truncate(path, 4096)
-        with pytest.raises((DatasetChangedError, CorruptShard), match=r"big\.arrow"):
-            list(slabs)
-        trainer.open(_written(tmp_path / "sound.arrow", 10), job="k")
-        assert len(_rows(trainer.batches("k"))) == 10
-
-
-class _Silent(http.server.SimpleHTTPRequestHandler):
-    """A store over the files of a folder that falls silent when it is told to."""
-
-    protocol_version = "HTTP/1.1"
-    is_silent = threading.Event()
-    may_end = threading.Event()
-
-    def do_GET(self) -> None:
-        if self.is_silent.is_set():
-            self.may_end.wait(60)
-            self.close_connection = True
-            return
-        body = Path(self.translate_path(self.path)).read_bytes()
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        first, last = (int(found[1]), int(found[2])) if found else (0, len(body) - 1)
-        self.send_response(206 if found else 200)
-        if found:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(body)}")
-        self.send_header("Content-Length", str(last + 1 - first))
-        self.send_header("ETag", '"1"')
-        self.end_headers()
-        self.wfile.write(body[first : last + 1])
-
-    def do_HEAD(self) -> None:
-        body = Path(self.translate_path(self.path)).read_bytes()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", '"1"')
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-def test_a_store_that_falls_silent_is_a_stall_that_names_the_shard(
-    tmp_path: Path, parquet: str
-) -> None:
-    serve = functools.partial(_Silent, directory=str(tmp_path))
-    _Silent.is_silent.clear()
-    _Silent.may_end.clear()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with Node(tmp_path, stall_timeout_s=1) as node, Trainer(node) as trainer:
-                url = f"http://127.0.0.1:{server.server_port}/0.parquet"
-                trainer.open(url)
-                _Silent.is_silent.set()
-                with pytest.raises((DataStallError, StoreError), match=r"0\.parquet"):
-                    trainer.batches()
-        finally:
-            _Silent.may_end.set()
-            server.shutdown()
-            thread.join()
+            assert found == sorted((expected(i) for i in range(180)), key=str)

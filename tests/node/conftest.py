@@ -1,0 +1,28 @@
+"""Datasets of 90 rows whose values tell their number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raw_trainer import table
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> str:
+    """Three shards of six row groups: 90 rows."""
+    for i in range(3):
+        pq.write_table(table(30 * i, 30), tmp_path / f"{i}.parquet", row_group_size=5)
+    return f"{tmp_path}/*.parquet"
+
+
+@pytest.fixture
+def arrow(tmp_path: Path) -> str:
+    """Three mapped shards, each of one block: nothing of them is decoded."""
+    for i in range(3):
+        whole = table(30 * i, 30).select(["x"])
+        with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), whole.schema) as writer:
+            writer.write_table(whole)
+    return f"{tmp_path}/*.arrow"

@@ -1,0 +1,169 @@
+"""What goes wrong around a node is an error that says so, or is not noticed at all."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from raw_trainer import ROWS, Batches, Node, Trainer, expected, rows_of
+
+from dataplane.errors import (
+    CorruptShard,
+    DatasetChangedError,
+    DataStallError,
+    PeerLost,
+    StoreError,
+)
+from dataplane.rpc import messages
+
+
+def test_a_killed_worker_is_not_noticed_by_the_trainer(tmp_path: Path, parquet: str) -> None:
+    with Node(tmp_path, worker_count=1, slab_bytes="4KiB") as node, Trainer(node) as trainer:
+        trainer.open(parquet, global_batch=1)
+        batches: Batches = []
+        for i, slab in enumerate(trainer.slabs()):
+            batches += trainer.values(slab)
+            if i in {0, 2}:
+                for worker in node.workers():
+                    worker.kill()
+        assert rows_of(batches) == [expected(i) for i in range(ROWS)]
+
+
+def test_workers_end_with_a_node_that_is_killed(tmp_path: Path, arrow: str) -> None:
+    with Node(tmp_path) as node, Trainer(node) as trainer:
+        trainer.open(arrow)
+        trainer.batches()
+        workers = node.workers()
+        assert len(workers) == 2
+        os.kill(node.process.pid, signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            trainer.call(messages.OpenStream("j", 0, 0))
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+
+
+def _rewrite(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, 8)
+
+
+@pytest.mark.parametrize("change", [_rewrite, _truncate])
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_shard_that_changes_during_the_run_is_an_error_and_no_sample(
+    tmp_path: Path,
+    form: str,
+    change: Callable[[Path], None],
+    request: pytest.FixtureRequest,
+) -> None:
+    url = request.getfixturevalue(form)
+    with Node(tmp_path, slab_bytes="4KiB") as node, Trainer(node) as trainer:
+        opened = trainer.open(url)
+        path = tmp_path / f"1.{form}"
+        times = path.stat()
+        change(path)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
+        found: Batches = []
+        with pytest.raises(DatasetChangedError) as caught:
+            found.extend(batch for slab in trainer.slabs() for batch in trainer.values(slab))
+        assert caught.value.shard == f"file://{path}"
+        names = len(opened.columns)
+        rows = rows_of(found)
+        assert rows == [expected(i)[:names] for i in range(len(rows))]
+        assert len(rows) <= 30
+        # The node lives, and serves what is sound.
+        trainer.open(f"{tmp_path}/0.{form}", job="k")
+        assert len(rows_of(trainer.batches("k"))) == 30
+
+
+def _written(path: Path, rows: int) -> str:
+    table = pa.table({"x": pa.array(np.arange(rows), pa.int64())})
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return str(path)
+
+
+def test_a_mapped_file_that_ends_before_its_size_kills_no_node(tmp_path: Path) -> None:
+    """A file can shrink between the look at its size and the read: the worker gets SIGBUS."""
+    path = tmp_path / "big.arrow"
+    _written(path, 20_000)
+    with Node(tmp_path, worker_count=1) as node, Trainer(node) as trainer:
+        trainer.open(str(path), global_batch=1000)
+        slabs = trainer.slabs()
+        next(slabs)
+        os.truncate(path, 4096)
+        with pytest.raises((DatasetChangedError, CorruptShard), match=r"big\.arrow"):
+            list(slabs)
+        trainer.open(_written(tmp_path / "sound.arrow", 10), job="k")
+        assert len(rows_of(trainer.batches("k"))) == 10
+
+
+class _Silent(http.server.SimpleHTTPRequestHandler):
+    """A store over the files of a folder that falls silent when it is told to."""
+
+    protocol_version = "HTTP/1.1"
+    is_silent = threading.Event()
+    may_end = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.is_silent.is_set():
+            self.may_end.wait(60)
+            self.close_connection = True
+            return
+        body = Path(self.translate_path(self.path)).read_bytes()
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        first, last = (int(found[1]), int(found[2])) if found else (0, len(body) - 1)
+        self.send_response(206 if found else 200)
+        if found:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(body)}")
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        self.wfile.write(body[first : last + 1])
+
+    def do_HEAD(self) -> None:
+        body = Path(self.translate_path(self.path)).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_store_that_falls_silent_is_a_stall_that_names_the_shard(
+    tmp_path: Path, parquet: str
+) -> None:
+    serve = functools.partial(_Silent, directory=str(tmp_path))
+    _Silent.is_silent.clear()
+    _Silent.may_end.clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with Node(tmp_path, stall_timeout_s=1) as node, Trainer(node) as trainer:
+                url = f"http://127.0.0.1:{server.server_port}/0.parquet"
+                trainer.open(url)
+                _Silent.is_silent.set()
+                with pytest.raises((DataStallError, StoreError), match=r"0\.parquet"):
+                    trainer.batches()
+        finally:
+            _Silent.may_end.set()
+            server.shutdown()
+            thread.join()

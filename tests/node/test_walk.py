@@ -1,0 +1,94 @@
+"""Plans, one after the other, are the steps of the slice: none twice, none left out."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.config import JobSpec
+from dataplane.model import End, Stream
+from dataplane.node.walk import Plan, Walk
+from dataplane.plan.order import Order
+from dataplane.plan.slices import Slice
+
+
+@st.composite
+def walks(draw: st.DrawFn) -> tuple[Walk, Order, Slice, Stream, int]:
+    rows = np.array(draw(st.lists(st.integers(1, 9), min_size=1, max_size=10)), np.int64)
+    total = int(rows.sum())
+    dp_size = draw(st.integers(1, min(total, 4)))
+    batch = draw(st.integers(dp_size, max(total, dp_size)))
+    spec = JobSpec(
+        "f", draw(st.integers(0, 9)), draw(st.booleans()), draw(st.integers(1, 3)),
+        draw(st.integers(1, 20)), batch, draw(st.sampled_from(End)),
+    )  # fmt: skip
+    cursor = draw(st.integers(0, total))
+    epoch = draw(st.integers(0, 2))
+    order = Order(rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
+    at = Stream(
+        epoch, cursor, draw(st.integers(0, dp_size - 1)), dp_size,
+        draw(st.integers(0, 3)), draw(st.integers(1, 3)),
+    )  # fmt: skip
+    most = draw(st.integers(1, 8))
+    own = Slice(total, cursor, batch, spec.end, at.dp_rank, dp_size)
+    return Walk(spec, order, at, most), order, own, at, most
+
+
+def _all(walk: Walk, counts: st.SearchStrategy[int], data: st.DataObject) -> list[Plan]:
+    plans: list[Plan] = []
+    while True:
+        count = data.draw(counts)
+        some = walk.next_plans(count)
+        plans += some
+        if len(some) < count:
+            assert walk.next_plans(3) == []
+            return plans
+
+
+def _samples(plan: Plan) -> list[tuple[int, int]]:
+    assert list(plan.blocks) == sorted(set(plan.blocks))
+    assert set(plan.row_index[:, 0].tolist()) == set(range(len(plan.blocks)))
+    assert plan.row_index.dtype == np.int32
+    return [(plan.blocks[b], r) for b, r in plan.row_index.tolist()]
+
+
+@settings(max_examples=80)
+@given(walks(), st.data())
+def test_the_plans_of_a_walk_are_the_steps_of_its_slice(
+    drawn: tuple[Walk, Order, Slice, Stream, int], data: st.DataObject
+) -> None:
+    walk, order, own, at, most = drawn
+    assert walk.step_count == own.step_count
+    plans = _all(walk, st.integers(1, 4), data)
+    batches = [batch for plan in plans for batch in plan.batches]
+    steps = list(range(at.first_step, own.step_count, at.step_stride))
+    assert [batch.step for batch in batches] == steps
+    found = [sample for plan in plans for sample in _samples(plan)]
+    positions = [own.positions(step) for step in steps]
+    expected = [
+        pair
+        for each in positions
+        for pair in zip(*(part.tolist() for part in order.locate(each)), strict=True)
+    ]
+    assert found == expected
+    assert [batch.rows for batch in batches] == [len(each) for each in positions]
+    sizes = [len(plan.batches) for plan in plans]
+    assert sizes[:1] in ([], [1])
+    assert all(size <= most for size in sizes)
+    assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+
+
+@settings(max_examples=40)
+@given(walks(), st.data())
+def test_a_plan_that_is_split_is_the_same_batches_of_the_blocks_that_each_needs(
+    drawn: tuple[Walk, Order, Slice, Stream, int], data: st.DataObject
+) -> None:
+    for plan in _all(drawn[0], st.just(2), data):
+        if len(plan.batches) < 2:
+            continue
+        first, rest = plan.split(data.draw(st.integers(1, len(plan.batches) - 1)))
+        assert (*first.batches, *rest.batches) == plan.batches
+        assert _samples(first) + _samples(rest) == _samples(plan)
