@@ -229,7 +229,7 @@ class Run:
             self.engine.release_all(consumer.delivery, consumer)
         for delivery, _ in self.deliveries:
             assert not delivery.lent
-            assert not delivery.works
+            assert not delivery.streams
             self.engine.close_delivery(delivery)
         for world in self.worlds.values():
             self.engine.blocks.forget_dataset(world.dataset)
@@ -240,7 +240,7 @@ class Run:
         for delivery, _ in self.deliveries:
             assert delivery.slots.free_count == delivery.slots.layout.slot_count
             assert delivery.slots.zone_is_free
-            assert not delivery.works
+            assert not delivery.streams
             assert not delivery.lent
             assert not delivery.assembling_count
             assert delivery.arena_id in self.outside.detached
