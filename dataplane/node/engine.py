@@ -10,7 +10,8 @@ Invariants:
    its blocks at once, and then ends without needing memory. So no two works can wait for each
    other's memory, and no work that waits for its trainer takes memory from one that does not.
 3. A stream that waits gets a slot: slabs that nobody asked for yet are made again later.
-4. A slab is one walk's answer whoever asks: two streams that walk alike share it.
+4. A slab has one consumer, who may write into it: two streams that walk alike get equal slabs,
+   each its own, from blocks that were loaded once.
 5. Consumers may hold slabs for ever: where they hold too many together, the next are theirs only to
    copy (`copy_out`).
 """
@@ -92,8 +93,7 @@ class Engine:
         for slab_id in slab_ids:
             loan = delivery.lent.pop(slab_id, None)
             if loan is not None:
-                loan.work.lent -= 1
-                self._works.retire(loan.work)
+                self._works.drop(loan.work)
         self._soon()
 
     def release_all(self, delivery: Delivery, holder: object) -> None:
@@ -108,8 +108,7 @@ class Engine:
         del self._streams[stream.stream_id]
         stream.delivery.streams.remove(stream)
         for work in stream.works:
-            work.streams.remove(stream)
-            self._works.retire(work)
+            self._works.drop(work)
         stream.works.clear()
         self._soon()
 
@@ -177,11 +176,8 @@ class Engine:
         else:
             plans = done.result()
             stream.planned_all = len(plans) < count
-            at = stream.walk.stream
             for plan in plans:
-                first = plan.batches[0].step
-                key = (at.epoch, at.cursor, at.step_stride, first, len(plan.batches))
-                self._works.add(stream, plan, key)
+                self._works.add(stream, plan)
         self._plan_more(stream)
         self._soon()
 
@@ -240,13 +236,13 @@ class Engine:
 
     def _in_order(self) -> list[Work]:
         """Works without a slab: those that are needed first come first."""
-        found: dict[Work, tuple[int, int]] = {}
-        for stream in self._streams.values():
-            for depth, work in enumerate(stream.works):
-                if work.phase is Phase.WAITING:
-                    rank = (depth, work.number)
-                    found[work] = min(found.get(work, rank), rank)
-        return sorted(found, key=found.__getitem__)
+        ranked = [
+            (depth, work.number, work)
+            for stream in self._streams.values()
+            for depth, work in enumerate(stream.works)
+            if work.phase is Phase.WAITING
+        ]
+        return [work for _, _, work in sorted(ranked, key=lambda rank: rank[:2])]
 
     def _become_head(self, work: Work | None) -> None:
         if work is not self._emptied_for:
@@ -307,8 +303,6 @@ class Engine:
         assert work.slot is not None
         slab_id = next(self._numbers)
         stream.works.popleft()
-        work.streams.remove(stream)
-        work.lent += 1
         work.delivery.lent[slab_id] = Loan(work, stream.holder)
         stream.send(
             stream.requests.popleft()[0],

@@ -17,9 +17,6 @@ from dataplane.node.walk import Plan, Walk
 from dataplane.rpc.messages import Assembled, FromNodeBody
 
 Send = Callable[[int, FromNodeBody], None]
-WorkKey = tuple[int, ...]
-# (epoch, cursor, step stride, first step, batches); one number more where a plan was cut.
-PLAN_KEY_LENGTH = 5
 
 
 class Phase(enum.Enum):
@@ -34,23 +31,23 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One slab in the making. `missing` are the blocks that are not ready; `lent` counts the
-    trainers that hold the finished slab.
-    """
+    """One slab in the making, for one stream. `missing` are the blocks that are not ready."""
 
-    delivery: Delivery
+    stream: StreamState
     plan: Plan
-    key: WorkKey
     number: int
     phase: Phase = Phase.WAITING
-    streams: list[StreamState] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
     pinned: list[Block] = field(default_factory=list)
     slot: Region | None = None
     oversize: bool = False
     assembled: Assembled | None = None
     error: DataplaneError | None = None
-    lent: int = 0
+
+    @property
+    def delivery(self) -> Delivery:
+        """Where it will lie."""
+        return self.stream.delivery
 
     @property
     def dataset(self) -> Dataset:
@@ -66,7 +63,6 @@ class Delivery:
     arena: Arena
     slots: Slots
     dataset: Dataset
-    works: dict[WorkKey, Work] = field(default_factory=dict)
     lent: dict[int, Loan] = field(default_factory=dict)
     streams: list[StreamState] = field(default_factory=list)
     users: int = 0

@@ -1,13 +1,13 @@
 """The life of a slab in the making: from a plan to a filled slot, and to nothing again.
 
-    WAITING ──blocks and a slot──> ASSEMBLING ──> READY ──last stream, last trainer──> GONE
+    WAITING ──blocks and a slot──> ASSEMBLING ──> READY ──released──> GONE
        │                               │  └─ outgrown: WAITING again, for the zone
        └────────── FAILED <────────────┘
 
 Invariants:
 1. A work that is assembled pins all of its blocks; it needs no more memory, so it ends.
-2. A slot is free again when no stream waits for its slab and no trainer holds it.
-3. A work that is cut is followed at once, in every stream, by the work with its other batches.
+2. A slot is free again when its stream no longer waits for its slab, or its trainer released it.
+3. A work that is cut is followed at once, in its stream, by the work with its other batches.
 4. `missing` is exactly the blocks of a waiting work that are not ready.
 5. The first work of a stream that asks gets a slot as soon as one is free, or holds a slab that
    nobody has asked for: what was made too early never stands in the way of what is needed now.
@@ -28,7 +28,7 @@ from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
 from dataplane.node.dataset import Dataset
 from dataplane.node.pool import Job, WorkerPool
 from dataplane.node.walk import Plan, row_index_bytes
-from dataplane.node.work import PLAN_KEY_LENGTH, Delivery, Phase, StreamState, Work, WorkKey
+from dataplane.node.work import Delivery, Phase, StreamState, Work
 from dataplane.rpc import messages
 
 ASSEMBLE_URGENCY = 0
@@ -99,37 +99,22 @@ class Works:
 
     # -- beginning and end -----------------------------------------------------------------------
 
-    def add(self, stream: StreamState, plan: Plan, key: WorkKey) -> None:
-        """A stream will want this slab: the one that another stream wants already, if it is so."""
-        delivery = stream.delivery
-        work = delivery.works.get(key)
-        if work is None:
-            work = self._new(delivery, plan, key)
-            work.streams.append(stream)
-            stream.works.append(work)
-            self._fit(work)
-            return
-        work.streams.append(stream)
+    def add(self, stream: StreamState, plan: Plan) -> None:
+        """A stream will want this slab, after those that it wants already."""
+        work = self._new(stream, plan)
         stream.works.append(work)
-        done = len(work.plan.batches)
-        if done < len(plan.batches):
-            rest = plan.split(done)[1]
-            self.add(stream, rest, _rest_key(key, rest))
+        self._fit(work)
 
     def fail(self, work: Work, error: DataplaneError) -> None:
         """Whoever asks for this slab gets the error."""
         self.unpin(work)
         self._unwatch(work)
         work.error, work.phase = error, Phase.FAILED
-        self._forget(work)
         self._changed()
 
-    def retire(self, work: Work) -> None:
-        """Give up a work that nobody waits for and nobody holds."""
-        if work.streams or work.lent or work.phase is Phase.GONE:
-            return
+    def drop(self, work: Work) -> None:
+        """Give up a work that its consumer no longer waits for, or no longer holds."""
         was, work.phase = work.phase, Phase.GONE
-        self._forget(work)
         if was is Phase.ASSEMBLING:
             return  # its slot and pins are free when the worker has answered
         self.unpin(work)
@@ -138,9 +123,8 @@ class Works:
 
     def close_delivery(self, delivery: Delivery) -> None:
         """Nobody here uses this arena any more; it goes when no worker writes into it."""
-        for loan in list(delivery.lent.values()):
-            loan.work.lent = 0
-            self.retire(loan.work)
+        for loan in delivery.lent.values():
+            self.drop(loan.work)
         delivery.lent.clear()
         delivery.closing = True
         self._close_if_idle(delivery)
@@ -150,14 +134,10 @@ class Works:
             self._pool.detach_arena(delivery.arena_id)
             delivery.arena.close()
 
-    def _new(self, delivery: Delivery, plan: Plan, key: WorkKey) -> Work:
-        work = delivery.works[key] = Work(delivery, plan, key, next(self._numbers))
+    def _new(self, stream: StreamState, plan: Plan) -> Work:
+        work = Work(stream, plan, next(self._numbers))
         self._watch(work)
         return work
-
-    def _forget(self, work: Work) -> None:
-        if work.delivery.works.get(work.key) is work:
-            del work.delivery.works[work.key]
 
     def _free_slot(self, work: Work) -> None:
         if work.slot is not None:
@@ -203,10 +183,8 @@ class Works:
             self._watch(work)
         else:
             work.plan = first
-        after = self._new(work.delivery, rest, _rest_key(work.key, rest))
-        for stream in work.streams:
-            after.streams.append(stream)
-            stream.works.insert(stream.works.index(work) + 1, after)
+        after = self._new(work.stream, rest)
+        work.stream.works.insert(work.stream.works.index(work) + 1, after)
         return after
 
     def fail_for_memory(self, work: Work) -> None:
@@ -280,8 +258,7 @@ class Works:
         """Whether the work could be assembled now, if it had its blocks."""
         slots = work.delivery.slots
         share = max(1, slots.layout.ahead_slots // max(len(work.delivery.streams), 1))
-        is_first = any(stream.works[0] is work for stream in work.streams)
-        if not is_first and all(stream.made_count >= share for stream in work.streams):
+        if work.stream.works[0] is not work and work.stream.made_count >= share:
             return False
         is_free = slots.zone_is_free if work.oversize else slots.free_count > 0
         return is_free or (_is_awaited(work) and self._spare(work) is not None)
@@ -304,7 +281,6 @@ class Works:
                 if (
                     other.phase is Phase.READY
                     and other.oversize == work.oversize
-                    and not other.lent
                     and not _is_awaited(other)
                 ):
                     return other
@@ -353,11 +329,6 @@ class Works:
         self._watch(work)
 
 
-def _rest_key(key: WorkKey, rest: Plan) -> WorkKey:
-    """The key of what is left of a plan, however often it was cut before."""
-    return (*key[:PLAN_KEY_LENGTH], rest.batches[0].step)
-
-
 def _is_awaited(work: Work) -> bool:
     """Whether it is the very next slab of a consumer that has asked."""
-    return any(stream.requests and stream.works[0] is work for stream in work.streams)
+    return bool(work.stream.requests) and work.stream.works[0] is work

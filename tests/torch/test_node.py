@@ -210,3 +210,12 @@ def test_what_is_not_there_is_reported_by_name(shards) -> None:
         pytest.raises(ConfigError, match="tokens"),
     ):
         iter(loader)
+
+
+def test_what_one_consumer_writes_into_a_batch_no_other_sees(shards) -> None:
+    with DataLoader(shards, 16, columns=["i"]) as loader:
+        first, second, whole = iter(loader), iter(loader), []
+        for one, other in zip(first, second, strict=True):
+            one["i"].zero_()
+            whole += other["i"].tolist()
+    assert whole == list(range(COUNT))
