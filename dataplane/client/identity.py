@@ -1,7 +1,8 @@
 """Names that all ranks of a run arrive at by themselves: run, incarnation, job.
 
 A *run* keeps its id over restarts wherever its launcher gives one. An *incarnation* is one launch
-of it: equal on all ranks, new after every restart. Linux only, and only here: /proc.
+of it: equal on all ranks, and new after every restart wherever something tells. Linux only, and
+only here: /proc.
 """
 
 from __future__ import annotations
@@ -24,16 +25,31 @@ class Launch:
     shared: bool
 
 
-def launch_identity(environ: Mapping[str, str], world_size: int = 1) -> Launch:
-    """The run and the launch that this process belongs to."""
+def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str = "") -> Launch:
+    """The run and the launch that this process belongs to. `token` is a random name that all ranks
+    of this launch have drawn together, if they have: what launchers tell may recur.
+    """
     run_id = _run_id(environ, world_size)
+    if run_id is None and token and world_size > 1:
+        run_id = f"group-{short_hash(token)}"
     if run_id is None:
         alone = _this_process()
         return Launch(alone, alone, shared=False)
     signs = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     told = [f"{name}={environ[name]}" for name in signs if environ.get(name)]
-    told += _torchrun_folder(environ)
+    told += [*_torchrun_folder(environ), *([token] if token else [])]
     return Launch(run_id, short_hash(run_id, *told), shared=True)
+
+
+def node_name(launch: Launch) -> str:
+    """After what the ranks of one host name the node that they share: the first launch of the run
+    that this process knew. So a loader made before the ranks have a token and one made afterwards
+    share a node.
+    """
+    return f"{launch.run_id} {_first.setdefault(launch.run_id, launch.incarnation)}"
+
+
+_first: dict[str, str] = {}
 
 
 def _torchrun_folder(environ: Mapping[str, str]) -> list[str]:

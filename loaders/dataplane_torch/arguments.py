@@ -16,6 +16,7 @@ from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
 from dataplane.model import End, ListPolicy, Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
+from dataplane_torch.group import launch_token
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -81,6 +82,7 @@ def job_of(given: Arguments) -> Job:
     """The job that these arguments ask for.
 
     Raises:  ConfigError, TypeError: arguments that mean nothing, or not together.
+             PeerLost: torch.distributed is initialised, and its store does not answer.
     """
     urls = _urls(given.urls)
     distributed = _distributed()
@@ -91,7 +93,7 @@ def job_of(given: Arguments) -> Job:
         dp_rank=given.dp_rank,
         dp_size=given.dp_size,
     )
-    launch = identity.launch_identity(os.environ, topology.world_size)
+    launch = identity.launch_identity(os.environ, topology.world_size, launch_token())
     if given.timeout < 0:
         raise ConfigError(f"timeout is {given.timeout}: 0 or more seconds", field="timeout")
     request = OpenJob(
@@ -111,7 +113,7 @@ def job_of(given: Arguments) -> Job:
         fill_null=tuple(sorted((name, float(v)) for name, v in (given.fill_null or {}).items())),
     )
     service = given.service or os.environ.get("DATAPLANE_SERVICE")
-    endpoint = find_endpoint(service, f"{launch.run_id} {launch.incarnation}")
+    endpoint = find_endpoint(service, identity.node_name(launch))
     return Job(endpoint, request, given.timeout or None)
 
 

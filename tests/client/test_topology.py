@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.client.identity import job_id, launch_identity
+from dataplane.client.identity import job_id, launch_identity, node_name
 from dataplane.client.topology import LAUNCHERS, find_topology, from_environment
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
@@ -126,6 +126,25 @@ def test_two_launches_on_one_host_and_port_are_told_apart() -> None:
     assert launched("a", 0) == launched("a", 1)
     assert launched("a", 0).run_id == launched("b", 0).run_id
     assert launched("a", 0).incarnation != launched("b", 0).incarnation
+
+
+def test_a_token_tells_launches_apart_and_one_node_serves_before_and_after_it() -> None:
+    static = {"WORLD_SIZE": "2", "MASTER_PORT": "29501", "RANK": "0"}
+    before = launch_identity(static)
+    first, second = (launch_identity(static, 2, token) for token in ("t1", "t2"))
+    assert first == launch_identity(static | {"RANK": "1"}, 2, "t1")
+    assert len({one.incarnation for one in (before, first, second)}) == 3
+    assert {one.run_id for one in (before, first, second)} == {before.run_id}
+    assert node_name(before) == node_name(first)
+    assert node_name(before) == f"{before.run_id} {before.incarnation}"
+
+
+def test_ranks_without_a_launcher_are_one_run_by_their_token() -> None:
+    launch = launch_identity({}, 2, "t1")
+    assert launch.shared
+    assert launch == launch_identity({}, 2, "t1")
+    assert launch.run_id != launch_identity({}, 2, "t2").run_id
+    assert not launch_identity({}, 1, "t1").shared
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""Real launches by torchrun: what their ranks agree on, with and without a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch.distributed
+from dataplane_torch import DataLoader
+from dataplane_torch.group import launch_token
+
+from .conftest import LAUNCHED
+
+COUNT = 240
+RANK = """
+import json, os, pathlib, sys
+import torch.distributed
+import dataplane_torch
+
+shards, out, when = sys.argv[1:]
+
+def loader_of():
+    return dataplane_torch.DataLoader(shards, 8, columns=["i"])
+
+if when != "after":
+    loaders = [loader_of()]
+if when != "never":
+    torch.distributed.init_process_group("gloo")
+if when == "after":
+    loaders = [loader_of()]
+if when == "both":
+    loaders.append(loader_of())
+for loader in loaders:
+    seen = [k for batch in loader for k in batch["i"].tolist()]
+    mount = loader._session.mount()
+    found = {
+        "seen": seen,
+        "node": mount.node_id,
+        "generation": mount.job.generation,
+        "incarnation": loader._job.request.incarnation,
+        "job": loader._job.request.job_id,
+    }
+    place = pathlib.Path(out) / f"{os.environ['RANK']}-{loaders.index(loader)}.json"
+    place.write_text(json.dumps(found))
+if when != "never":
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("DATAPLANE_SERVICE", *LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
+    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
+    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
+    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    pq.write_table(pa.table({"i": range(COUNT)}), tmp_path / "a.parquet", row_group_size=60)
+    return str(tmp_path / "a.parquet")
+
+
+def torchrun(shards: str, out: Path, when: str) -> list[dict]:
+    """Two ranks; what each of their loaders has found."""
+    script = out.with_suffix(".py")
+    script.write_text(RANK)
+    out.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    options = ["--nproc-per-node=2", f"--log-dir={out.with_suffix('.log')}"]
+    command = [*launcher, *options, str(script), shards, str(out), when]
+    launched = subprocess.run(
+        command,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert launched.returncode == 0, launched.stderr
+    return [json.loads(path.read_text()) for path in sorted(out.iterdir())]
+
+
+@pytest.mark.parametrize(("when", "loaders"), [("never", 1), ("after", 1), ("both", 2)])
+def test_the_ranks_of_a_launch_share_one_node_with_and_without_a_group(
+    shards, tmp_path, when, loaders
+) -> None:
+    found = torchrun(shards, tmp_path / "out", when)
+    assert len(found) == 2 * loaders
+    assert len({one["node"] for one in found}) == 1
+    assert {one["generation"] for one in found} == {1}
+    assert len({(one["job"], one["incarnation"]) for one in found}) == loaders
+    for nth in range(loaders):
+        assert sorted(k for one in found[nth::loaders] for k in one["seen"]) == list(range(COUNT))
+
+
+@pytest.fixture
+def group(tmp_path: Path):
+    """A process group of this process alone, made anew by every call."""
+
+    def make(name: str) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        store = torch.distributed.FileStore(str(tmp_path / name), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    yield make
+    torch.distributed.destroy_process_group()
+
+
+def test_a_token_is_drawn_once_a_launch(group, shards, monkeypatch) -> None:
+    assert launch_token() == ""
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    incarnations = []
+    for launch in ("first", "second"):
+        group(launch)
+        assert launch_token() == launch_token() != ""
+        incarnations += [DataLoader(shards)._job.request.incarnation for _ in range(2)]
+    assert incarnations[0] == incarnations[1] != incarnations[2] == incarnations[3]
+
+
+def test_a_forked_child_leaves_the_groups_connections_alone(group) -> None:
+    group("only")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, launch_token().encode() or b"none")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100) == b"none"
+    os.close(reader)
+    os.close(writer)
+
+
+class Incomparable(torch.distributed.Store):
+    """A store of a user's own, of which torch asks less than a token needs."""
+
+
+def test_a_group_whose_store_cannot_compare_has_no_token(group, monkeypatch) -> None:
+    group("only")
+    c10d = torch.distributed.distributed_c10d
+    monkeypatch.setattr(c10d, "_get_default_store", Incomparable)
+    assert launch_token() == ""
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: None)
+    assert launch_token() == ""
+    monkeypatch.delattr(c10d, "_get_default_store")
+    assert launch_token() == ""
