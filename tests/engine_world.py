@@ -24,7 +24,7 @@ from dataplane.node.dataset import dataset_of
 from dataplane.node.fetch import Report
 from dataplane.node.pool import Job
 from dataplane.plan.manifest import Manifest, Shard
-from dataplane.rpc import messages
+from dataplane.rpc import messages, tasks
 
 PAGE = 4096
 # (url scheme, zero copy): fetched and decoded, fetched, decoded, neither.
@@ -141,7 +141,7 @@ class Outside:
 
     def submit(self, job: Job, urgency: int) -> None:
         body = job.body
-        if isinstance(body, messages.Decode):
+        if isinstance(body, tasks.Decode):
             self.pending.append(lambda: job.report(self._decoded(body)))
         else:
             self.pending.append(lambda: job.report(self._assembled(job, body)))
@@ -153,7 +153,7 @@ class Outside:
         assert arena_id not in self.detached
         self.detached.add(arena_id)
 
-    def _decoded(self, body: messages.Decode) -> messages.ResultBody:
+    def _decoded(self, body: tasks.Decode) -> tasks.ResultBody:
         block = body.raw.place.offset >> 20
         world = self.worlds[body.dataset_id]
         if body.raw.arena is None:
@@ -164,11 +164,11 @@ class Outside:
             _check_mark(self.arena.view(body.raw.arena.offset, body.raw.arena.length), block)
         size = world.true_bytes(block)
         if size > body.into.length:
-            return messages.Decoded(size, stored=False)
+            return tasks.Decoded(size, stored=False)
         _mark(self.arena.view(body.into.offset, size), block)
-        return messages.Decoded(size, stored=True)
+        return tasks.Decoded(size, stored=True)
 
-    def _assembled(self, job: Job, body: messages.Assemble) -> messages.ResultBody:
+    def _assembled(self, job: Job, body: tasks.Assemble) -> tasks.ResultBody:
         assert body.arena_id not in self.detached
         arena = self.arenas[body.arena_id]
         index = np.frombuffer(arena.view(body.row_index.offset, body.row_index.length), np.int32)
@@ -192,9 +192,9 @@ class Outside:
             mine = rows[first : first + batch.rows]
             into[2:] = [x for b, r in mine.tolist() for x in (numbers[b], r)]
             first, used, count = first + batch.rows, used + size, count + 1
-        return messages.Assembled(count, bytes_needed=0 if count else needed, bytes_used=used)
+        return tasks.Assembled(count, bytes_needed=0 if count else needed, bytes_used=used)
 
-    def _block_of(self, source: messages.BlockSource, rows: np.ndarray, job: Job) -> int:
+    def _block_of(self, source: tasks.BlockSource, rows: np.ndarray, job: Job) -> int:
         if source.decoded is not None:
             view = self.arena.view(source.decoded.offset, source.decoded.length)
             block = int.from_bytes(view[:8], "little") - 1

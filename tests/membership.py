@@ -2,7 +2,7 @@
 
 from dataplane.config import PROTOCOL_VERSION, JobSpec
 from dataplane.model import Topology
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,
     LeaveRequest,

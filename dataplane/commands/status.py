@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dataplane.commands import output
 from dataplane.commands.options import Settings, json_option, setting_options
-from dataplane.rpc.messages import JobStatus, MemberStatus, StatusRequest, StatusResponse
+from dataplane.rpc.membership import JobStatus, MemberStatus, StatusRequest, StatusResponse
 
 WATCH_PERIOD_S = 1.0
 

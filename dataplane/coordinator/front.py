@@ -21,7 +21,7 @@ from dataplane.coordinator.records import Answer, Event, Tick
 from dataplane.coordinator.state import State
 from dataplane.coordinator.store import MEMORY
 from dataplane.errors import ClosedError, ConfigError, DataplaneError
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,

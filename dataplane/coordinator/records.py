@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.model import Topology
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,

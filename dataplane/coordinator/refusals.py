@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
-from dataplane.rpc.messages import JoinRequest, RegisterNodeRequest
+from dataplane.rpc.membership import JoinRequest, RegisterNodeRequest
 
 NAME_LENGTH_MAX = 256
 _RANK_COUNT_MAX = 1 << 20

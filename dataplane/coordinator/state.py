@@ -48,7 +48,7 @@ from dataplane.coordinator.records import (
 )
 from dataplane.coordinator.roster import Roster
 from dataplane.errors import DataplaneError
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataplane.coordinator.records import Member, Node, Phase
 from dataplane.coordinator.roster import Roster
 from dataplane.errors import ConfigError
-from dataplane.rpc.messages import JobStatus, MemberStatus, NodeStatus, StatusResponse
+from dataplane.rpc.membership import JobStatus, MemberStatus, NodeStatus, StatusResponse
 
 _SHOWN_MAX = 10
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dataplane.model import Region
 from dataplane.node.dataset import Dataset
-from dataplane.rpc import messages
+from dataplane.rpc import tasks
 
 
 class Phase(enum.Enum):
@@ -31,7 +31,7 @@ class Block:
     decoded: Region | None = None
     pins: int = 0
     touched: int = 0
-    told: messages.BlockSource | None = None
+    told: tasks.BlockSource | None = None
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -44,15 +44,13 @@ class Block:
         return not self.pins and self.phase in {Phase.READY, Phase.FETCHED}
 
     @property
-    def source(self) -> messages.BlockSource:
+    def source(self) -> tasks.BlockSource:
         """What a worker must know to gather from it, once it is ready."""
         if self.told is None:
             self.told = (
-                messages.BlockSource(self.key, decoded=self.decoded)
+                tasks.BlockSource(self.key, decoded=self.decoded)
                 if self.decoded is not None
-                else messages.BlockSource(
-                    self.key, raw=self.dataset.raw_block(self.index, self.raw)
-                )
+                else tasks.BlockSource(self.key, raw=self.dataset.raw_block(self.index, self.raw))
             )
         return self.told
 

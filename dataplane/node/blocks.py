@@ -29,7 +29,7 @@ from dataplane.node.eviction import NEVER, next_use, victims
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import Job, WorkerPool
 from dataplane.plan.order import Order
-from dataplane.rpc import messages
+from dataplane.rpc import tasks
 
 BLOCK_ARENA_ID = 0
 DECODE_URGENCY = 1
@@ -218,7 +218,7 @@ class BlockTable:
         raw = dataset.raw_block(index, block.raw)
         self._pool.submit(
             Job(
-                body=messages.Decode(dataset.dataset_id, raw, decoded),
+                body=tasks.Decode(dataset.dataset_id, raw, decoded),
                 dataset=dataset.message,
                 arenas=((BLOCK_ARENA_ID, self._arena.fd),),
                 blocks=(),
@@ -229,7 +229,7 @@ class BlockTable:
         )
         return True
 
-    def _on_decoded(self, block: Block, result: messages.ResultBody) -> None:
+    def _on_decoded(self, block: Block, result: tasks.ResultBody) -> None:
         self._decoding -= 1
         if self._is_forgotten(block):
             return
@@ -237,7 +237,7 @@ class BlockTable:
         if isinstance(result, DataplaneError):
             self._fail(block, result)
             return
-        assert isinstance(result, messages.Decoded)
+        assert isinstance(result, tasks.Decoded)
         if not result.stored:
             # The index guessed too low. From now on its true size is known.
             self._decoded_bytes[block.dataset.dataset_id, block.index] = result.bytes

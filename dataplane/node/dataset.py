@@ -9,7 +9,7 @@ import pyarrow as pa
 from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
 from dataplane.plan.manifest import Manifest, Shard
-from dataplane.rpc import messages
+from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
 from dataplane.transforms.columns import ColumnPlan, plan_columns
 
@@ -28,7 +28,7 @@ class Dataset:
     dataset_id: int
     manifest: Manifest
     columns: ColumnPlan
-    message: messages.OpenDataset
+    message: tasks.OpenDataset
     direct: bool
 
     def needs_fetch(self, block: int) -> bool:
@@ -57,13 +57,13 @@ class Dataset:
         columns = _STREAM_BYTES_A_COLUMN * len(self.columns.specs)
         return int(self.manifest.block_decoded[block]) + _STREAM_BYTES + columns
 
-    def raw_block(self, block: int, arena: Region | None) -> messages.RawBlock:
+    def raw_block(self, block: int, arena: Region | None) -> tasks.RawBlock:
         """The block's bytes as a worker finds them."""
         shard = self._shard(block)
         place = Region(
             int(self.manifest.block_offset[block]), int(self.manifest.block_length[block])
         )
-        return messages.RawBlock(
+        return tasks.RawBlock(
             url=shard.url,
             index=self.manifest.block_in_shard(block),
             rows=int(self.manifest.block_rows[block]),
@@ -108,7 +108,7 @@ def dataset_of(dataset_id: int, manifest: Manifest, spec: JobSpec) -> Dataset:
     """
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
     columns = plan_columns(schema, spec.columns, spec.lists)
-    message = messages.OpenDataset(
+    message = tasks.OpenDataset(
         dataset_id,
         manifest.format,
         manifest.schema,

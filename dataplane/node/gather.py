@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.model import ColumnSpec, Kind
-from dataplane.rpc.messages import Assembled, Batch, Column
+from dataplane.rpc.messages import Batch, Column
+from dataplane.rpc.tasks import Assembled
 
 Ints = npt.NDArray[np.int64]
 

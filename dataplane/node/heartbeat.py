@@ -13,7 +13,7 @@ import time
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
 from dataplane.node.jobs import Jobs, Member
-from dataplane.rpc import messages
+from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.trace import Trace
 
@@ -40,7 +40,7 @@ class Heartbeat:
         self._is_embedded = config.embedded
         self._join_timeout_s = config.stall_timeout_s / 2
         self._beat_s = min(config.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
-        self._node = messages.RegisterNodeRequest(
+        self._node = membership.RegisterNodeRequest(
             node_id, socket.gethostname(), os.getpid(), VERSION, PROTOCOL_VERSION
         )
 
@@ -65,7 +65,7 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
-        request = messages.HeartbeatRequest(
+        request = membership.HeartbeatRequest(
             self._node, tuple(_progress(member) for member in members)
         )
         answer = await self._coordination.heartbeat(request)
@@ -75,7 +75,7 @@ class Heartbeat:
             if member is not None:
                 await self._heed(member, verdict)
 
-    async def _heed(self, member: Member, verdict: messages.MemberVerdict) -> None:
+    async def _heed(self, member: Member, verdict: membership.MemberVerdict) -> None:
         if isinstance(verdict.error, LeaseExpired):
             self._trace.noted("rejoin", job=member.job_id, member=member.member_id)
             try:
@@ -113,14 +113,14 @@ class Heartbeat:
                 stream.send(request_id, error)
 
 
-def _progress(member: Member) -> messages.MemberProgress:
+def _progress(member: Member) -> membership.MemberProgress:
     now = time.monotonic()
     then, epoch, cursor = member.seen
     if then and epoch == member.epoch and now > then:
         gained = max(member.cursor - cursor, 0) / member.request.topology.dp_size
         member.rate = gained / (now - then)
     member.seen = (now, member.epoch, member.cursor)
-    return messages.MemberProgress(
+    return membership.MemberProgress(
         member.job_id,
         member.member_id,
         member.generation,

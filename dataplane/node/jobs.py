@@ -28,7 +28,7 @@ from dataplane.node.work import Delivery, Send, StreamState
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order, default_lanes_window
 from dataplane.plan.slices import Slice
-from dataplane.rpc import messages
+from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 
 OpenManifest = Callable[[messages.DatasetSource], Manifest]
@@ -171,7 +171,7 @@ class Jobs:
         """Tell the coordinator; it learns by itself if it does not answer now."""
         try:
             await self._coordination.leave(
-                messages.LeaveRequest(member.job_id, member.member_id, lost)
+                membership.LeaveRequest(member.job_id, member.member_id, lost)
             )
         except PeerLost:
             return
@@ -259,8 +259,8 @@ class Jobs:
 
     def _join_request(
         self, request: messages.OpenJob, spec: JobSpec, manifest: Manifest
-    ) -> messages.JoinRequest:
-        return messages.JoinRequest(
+    ) -> membership.JoinRequest:
+        return membership.JoinRequest(
             request.job_id,
             ", ".join(manifest.urls),
             spec,

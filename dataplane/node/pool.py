@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
-from dataplane.rpc import local, messages
+from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 
 _DEATHS_MAX = 2
@@ -33,7 +33,7 @@ _BLOCKS_A_PACKET = 20
 _KEYS_A_PACKET = 10_000
 _QUICK_DEATHS_MAX = 5
 
-Report = Callable[[messages.ResultBody], None]
+Report = Callable[[tasks.ResultBody], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +43,10 @@ class Job:
     `arenas` are (arena id, descriptor); `blocks` are the sources that `body` names by key.
     """
 
-    body: messages.Decode | messages.Assemble
-    dataset: messages.OpenDataset
+    body: tasks.Decode | tasks.Assemble
+    dataset: tasks.OpenDataset
     arenas: tuple[tuple[int, int], ...]
-    blocks: tuple[messages.BlockSource, ...]
+    blocks: tuple[tasks.BlockSource, ...]
     report: Report
     blame: str
     deaths: int = 0
@@ -57,7 +57,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     sock: socket.socket
     job: Job | None = None
-    packets: deque[tuple[messages.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
+    packets: deque[tuple[tasks.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
     arenas: set[int] = field(default_factory=set)
     datasets: set[int] = field(default_factory=set)
     blocks: set[int] = field(default_factory=set)
@@ -121,7 +121,7 @@ class WorkerPool:
         for worker in list(self._workers):
             if arena_id in worker.arenas:
                 worker.arenas.remove(arena_id)
-                worker.packets.append((messages.DetachArena(arena_id), ()))
+                worker.packets.append((tasks.DetachArena(arena_id), ()))
                 self._send_next(worker)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class WorkerPool:
         for arena_id, fd in job.arenas:
             if arena_id not in worker.arenas:
                 worker.arenas.add(arena_id)
-                worker.packets.append((messages.AttachArena(arena_id), (fd,)))
+                worker.packets.append((tasks.AttachArena(arena_id), (fd,)))
         dataset_id = job.dataset.dataset_id
         if dataset_id not in worker.datasets:
             worker.datasets.add(dataset_id)
@@ -194,9 +194,9 @@ class WorkerPool:
         forget, worker.forget = worker.forget, []
         for at in range(0, len(forget), _KEYS_A_PACKET):
             some_keys = tuple(forget[at : at + _KEYS_A_PACKET])
-            worker.packets.append((messages.OpenBlocks(dataset_id, (), some_keys), ()))
+            worker.packets.append((tasks.OpenBlocks(dataset_id, (), some_keys), ()))
         for some in _batched(new, _BLOCKS_A_PACKET):
-            worker.packets.append((messages.OpenBlocks(dataset_id, tuple(some)), ()))
+            worker.packets.append((tasks.OpenBlocks(dataset_id, tuple(some)), ()))
         worker.packets.append((job.body, ()))
 
     def _send_next(self, worker: _Worker) -> None:
@@ -206,7 +206,7 @@ class WorkerPool:
         worker.waiting = True
         body, descriptors = worker.packets[0]
         try:
-            local.send(worker.sock, messages.Task(body), descriptors)
+            local.send(worker.sock, tasks.Task(body), descriptors)
         except PeerLost:
             self._on_death(worker)
         except ConfigError as error:  # the message is too large, and always will be
@@ -214,7 +214,7 @@ class WorkerPool:
 
     def _on_readable(self, worker: _Worker) -> None:
         try:
-            result, descriptors = local.receive(worker.sock, messages.Result)
+            result, descriptors = local.receive(worker.sock, tasks.Result)
         except BlockingIOError:
             return
         except DataplaneError:  # it is gone, or speaks nonsense
@@ -227,7 +227,7 @@ class WorkerPool:
         else:
             self._on_death(worker)
 
-    def _on_result(self, worker: _Worker, body: messages.ResultBody) -> None:
+    def _on_result(self, worker: _Worker, body: tasks.ResultBody) -> None:
         """The answer to the last packet: the job itself, or what prepares it. An arena that was
         detached meanwhile may be queued behind the job: its answer is not the job's.
         """
@@ -244,21 +244,21 @@ class WorkerPool:
         else:
             self._dispatch()
 
-    def _undo(self, worker: _Worker, job: Job, failed: messages.TaskBody) -> None:
+    def _undo(self, worker: _Worker, job: Job, failed: tasks.TaskBody) -> None:
         """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
         undone = [failed, *(body for body, _ in worker.packets)]
-        worker.packets = deque(p for p in worker.packets if isinstance(p[0], messages.DetachArena))
+        worker.packets = deque(p for p in worker.packets if isinstance(p[0], tasks.DetachArena))
         worker.datasets.discard(job.dataset.dataset_id)
         keys = {source.key for source in job.blocks} & worker.blocks
         worker.blocks -= keys
         worker.forget.extend(keys)
         for body in undone:
-            if isinstance(body, messages.AttachArena):
+            if isinstance(body, tasks.AttachArena):
                 worker.arenas.discard(body.arena_id)
-            elif isinstance(body, messages.OpenBlocks):
+            elif isinstance(body, tasks.OpenBlocks):
                 worker.forget.extend(body.forget)
 
-    def _finish(self, worker: _Worker, job: Job, body: messages.ResultBody) -> None:
+    def _finish(self, worker: _Worker, job: Job, body: tasks.ResultBody) -> None:
         worker.job = None
         worker.jobs_done += 1
         self._quick_deaths = 0
@@ -312,17 +312,15 @@ def _quarantine(job: Job, status: int) -> CorruptShard:
     )
 
 
-def _in_parts(dataset: messages.OpenDataset) -> list[messages.OpenDataset]:
+def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
     """The schema in pieces, then the rest: neither need leave room for the other."""
     schema, step = dataset.schema, _SCHEMA_PART_BYTES
     parts = [
-        messages.OpenDataset(dataset.dataset_id, dataset.format, schema[at : at + step], more=True)
+        tasks.OpenDataset(dataset.dataset_id, dataset.format, schema[at : at + step], more=True)
         for at in range(0, len(schema), step)
     ]
     return [*parts, dataclasses.replace(dataset, schema=b"", more=False)]
 
 
-def _batched(
-    sources: Sequence[messages.BlockSource], size: int
-) -> list[Sequence[messages.BlockSource]]:
+def _batched(sources: Sequence[tasks.BlockSource], size: int) -> list[Sequence[tasks.BlockSource]]:
     return [sources[at : at + size] for at in range(0, len(sources), size)]

@@ -14,7 +14,8 @@ from dataplane.model import Region
 from dataplane.node.block import Block
 from dataplane.node.dataset import Dataset
 from dataplane.node.walk import Plan, Walk
-from dataplane.rpc.messages import Assembled, FromNodeBody
+from dataplane.rpc.messages import FromNodeBody
+from dataplane.rpc.tasks import Assembled
 
 Send = Callable[[int, FromNodeBody], None]
 

@@ -35,7 +35,7 @@ from dataplane.errors import (
 from dataplane.formats import base, registry
 from dataplane.model import Region
 from dataplane.node.gather import BlockColumns, Gather, open_block
-from dataplane.rpc import local, messages
+from dataplane.rpc import local, tasks
 from dataplane.store.local import local_etag
 from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
 
@@ -95,56 +95,54 @@ def run(sock: socket.socket) -> None:
     state = _State()
     while True:
         try:
-            task, descriptors = local.receive(sock, messages.Task)
+            task, descriptors = local.receive(sock, tasks.Task)
             result = _answer(state, task.body, descriptors)
             try:
-                local.send(sock, messages.Result(result))
+                local.send(sock, tasks.Result(result))
             except ConfigError as error:
-                local.send(sock, messages.Result(error))
+                local.send(sock, tasks.Result(error))
         except PeerLost:
             return
 
 
-def _answer(
-    state: _State, body: messages.TaskBody, descriptors: tuple[int, ...]
-) -> messages.ResultBody:
+def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -> tasks.ResultBody:
     try:
-        if isinstance(body, messages.Assemble):
+        if isinstance(body, tasks.Assemble):
             return _assemble(state, body)
-        if isinstance(body, messages.Decode):
+        if isinstance(body, tasks.Decode):
             return _decode(state, body)
-        if isinstance(body, messages.OpenBlocks):
+        if isinstance(body, tasks.OpenBlocks):
             return _open_blocks(state, body)
-        if isinstance(body, messages.OpenDataset):
+        if isinstance(body, tasks.OpenDataset):
             return _open_dataset(state, body)
-        if isinstance(body, messages.AttachArena):
+        if isinstance(body, tasks.AttachArena):
             fd = descriptors[0]
             size = os.fstat(fd).st_size
             state.arenas[body.arena_id] = Arena.attach(fd, size, populate=False)
-            return messages.Done()
+            return tasks.Done()
         arena = state.arenas.pop(body.arena_id, None)
         if arena is not None:
             arena.close()
-        return messages.Done()
+        return tasks.Done()
     except DataplaneError as error:
         return error
     except Exception as error:  # noqa: BLE001 - a worker answers, whatever went wrong
         return _unexpected(body, error)
 
 
-def _unexpected(body: messages.TaskBody, error: Exception) -> DataplaneError:
+def _unexpected(body: tasks.TaskBody, error: Exception) -> DataplaneError:
     what = type(error).__name__
-    shard = body.raw.url if isinstance(body, messages.Decode) else None
+    shard = body.raw.url if isinstance(body, tasks.Decode) else None
     if shard is not None:
         return CorruptShard(f"{shard}: cannot be decoded: {what}: {error}", shard=shard)
     return DataplaneError(f"a worker failed at {type(body).__name__}: {what}: {error}")
 
 
-def _open_dataset(state: _State, body: messages.OpenDataset) -> messages.Done:
+def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
     schema_bytes = state.schema_parts.pop(body.dataset_id, b"") + body.schema
     if body.more:
         state.schema_parts[body.dataset_id] = schema_bytes
-        return messages.Done()
+        return tasks.Done()
     schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes))
     state.datasets[body.dataset_id] = _Dataset(
         registry.by_name(body.format),
@@ -152,10 +150,10 @@ def _open_dataset(state: _State, body: messages.OpenDataset) -> messages.Done:
         plan_columns(schema, body.columns, body.lists),
         dict(body.fill_null),
     )
-    return messages.Done()
+    return tasks.Done()
 
 
-def _decode(state: _State, body: messages.Decode) -> messages.Decoded:
+def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     dataset = state.datasets[body.dataset_id]
     batch = _canonical_batch(state, dataset, body.raw)
     schema = dataset.plan.schema
@@ -164,7 +162,7 @@ def _decode(state: _State, body: messages.Decode) -> messages.Decoded:
         writer.write_batch(batch)
     size = int(mock.size())
     if size > body.into.length:
-        return messages.Decoded(size, stored=False)
+        return tasks.Decoded(size, stored=False)
     into = pa.py_buffer(state.arenas[0].view(body.into.offset, body.into.length))
     with (
         pa.FixedSizeBufferWriter(into) as sink,
@@ -173,10 +171,10 @@ def _decode(state: _State, body: messages.Decode) -> messages.Decoded:
         writer.write_batch(batch)
     if body.raw.path is not None:
         _mapped_shard(state, body.raw)  # it may have been written while it was read
-    return messages.Decoded(size, stored=True)
+    return tasks.Decoded(size, stored=True)
 
 
-def _canonical_batch(state: _State, dataset: _Dataset, raw: messages.RawBlock) -> pa.RecordBatch:
+def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> pa.RecordBatch:
     preamble, body = _raw_views(state, raw)
     block = base.RawBlock(
         raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
@@ -194,7 +192,7 @@ def _canonical_batch(state: _State, dataset: _Dataset, raw: messages.RawBlock) -
     return canonical(batch, dataset.plan, dataset.fill_null, raw.url)
 
 
-def _raw_views(state: _State, raw: messages.RawBlock) -> tuple[memoryview, memoryview]:
+def _raw_views(state: _State, raw: tasks.RawBlock) -> tuple[memoryview, memoryview]:
     """(preamble, body): from the arena, or from the mapped file."""
     if raw.arena is not None:
         whole = state.arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()
@@ -217,7 +215,7 @@ def _cut(view: memoryview, region: Region) -> memoryview:
     return view[region.offset : region.offset + region.length]
 
 
-def _mapped_shard(state: _State, raw: messages.RawBlock) -> _Shard:
+def _mapped_shard(state: _State, raw: tasks.RawBlock) -> _Shard:
     """The local file of a block, mapped; checked against its etag every time.
 
     Raises:  ShardNotFound, DatasetChangedError.
@@ -233,7 +231,7 @@ def _mapped_shard(state: _State, raw: messages.RawBlock) -> _Shard:
     return shard
 
 
-def _map(path: str, raw: messages.RawBlock) -> _Shard:
+def _map(path: str, raw: tasks.RawBlock) -> _Shard:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -261,7 +259,7 @@ def _check_etag(url: str, etag: str, fd: int) -> None:
         )
 
 
-def _open_blocks(state: _State, body: messages.OpenBlocks) -> messages.Done:
+def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
     for key in body.forget:
         state.blocks.pop(key, None)
     dataset = state.datasets[body.dataset_id] if body.blocks else None
@@ -271,10 +269,10 @@ def _open_blocks(state: _State, body: messages.OpenBlocks) -> messages.Done:
         in_file = source.raw is not None and source.raw.path is not None
         shard = _mapped_shard(state, source.raw) if in_file and source.raw is not None else None
         state.blocks[source.key] = _OpenBlock(columns, shard)
-    return messages.Done()
+    return tasks.Done()
 
 
-def _batch_of(state: _State, dataset: _Dataset, source: messages.BlockSource) -> pa.RecordBatch:
+def _batch_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> pa.RecordBatch:
     if source.raw is not None:
         return _canonical_batch(state, dataset, source.raw)
     assert source.decoded is not None
@@ -284,7 +282,7 @@ def _batch_of(state: _State, dataset: _Dataset, source: messages.BlockSource) ->
         return reader.read_next_batch()
 
 
-def _assemble(state: _State, body: messages.Assemble) -> messages.Assembled:
+def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     dataset = state.datasets[body.dataset_id]
     blocks = [state.blocks[key] for key in body.block_keys]
     arena = state.arenas[body.arena_id]

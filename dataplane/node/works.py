@@ -29,7 +29,7 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.pool import Job, WorkerPool
 from dataplane.node.walk import Plan, row_index_bytes
 from dataplane.node.work import Delivery, Phase, StreamState, Work
-from dataplane.rpc import messages
+from dataplane.rpc import tasks
 
 ASSEMBLE_URGENCY = 0
 _MEMORY_SHARE = 0.9
@@ -238,7 +238,7 @@ class Works:
         by_index = {block.index: block for block in work.pinned}
         blocks = [by_index[index] for index in work.plan.blocks]
         job = Job(
-            body=messages.Assemble(
+            body=tasks.Assemble(
                 work.dataset.dataset_id,
                 tuple(block.key for block in blocks),
                 row_index,
@@ -292,7 +292,7 @@ class Works:
             work.assembled, work.phase = None, Phase.WAITING
             self._watch(work)
 
-    def _on_assembled(self, work: Work, result: messages.ResultBody) -> None:
+    def _on_assembled(self, work: Work, result: tasks.ResultBody) -> None:
         self.assembling_count -= 1
         work.delivery.assembling_count -= 1
         self.unpin(work)
@@ -302,12 +302,12 @@ class Works:
             self._free_slot(work)
             self.fail(work, result)
         else:
-            assert isinstance(result, messages.Assembled)
+            assert isinstance(result, tasks.Assembled)
             self._keep(work, result)
         self._close_if_idle(work.delivery)
         self._changed()
 
-    def _keep(self, work: Work, result: messages.Assembled) -> None:
+    def _keep(self, work: Work, result: tasks.Assembled) -> None:
         if not result.batch_count:
             self._outgrown(work, result.bytes_needed)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,

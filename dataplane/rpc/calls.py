@@ -15,7 +15,7 @@ from tenacity import (
 
 from dataplane.errors import ClosedError, PeerLost
 from dataplane.rpc.address import parse
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
     JoinRequest,

@@ -1,7 +1,7 @@
-"""Values of messages.py to protobuf messages and back, by the descriptors themselves.
+"""Frozen values to protobuf messages and back, by the descriptors themselves.
 
 One converter a class is made on first use from the dataclass's fields and the message's
-descriptor, so that a field is named in two places only: the proto file and messages.py.
+descriptor, so that a field is named in two places only: the proto file, and the frozen value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 
 from dataplane import config, errors, model
-from dataplane.rpc import messages
+from dataplane.rpc import membership, messages, tasks
 from dataplane.rpc.v1 import coordinator_pb2, local_pb2, types_pb2, worker_pb2
 
 T = TypeVar("T")
@@ -29,6 +29,11 @@ Descriptor = Any
 FieldDescriptor = Any
 
 _MODULES = (types_pb2, coordinator_pb2, local_pb2, worker_pb2)
+_VALUES = {
+    "coordinator.proto": membership,
+    "local.proto": messages,
+    "worker.proto": tasks,
+}
 _SHARED: dict[str, type] = {
     "JobSpec": config.JobSpec,
     "Topology": model.Topology,
@@ -39,7 +44,7 @@ _ENVELOPE = "body"
 
 
 def encode(value: object) -> bytes:
-    """The wire bytes of a value of messages.py."""
+    """The wire bytes of a value."""
     return to_proto(value).SerializeToString()
 
 
@@ -105,7 +110,10 @@ def _message_class(cls: _Class) -> type[Message]:
 def _value_class(descriptor: Descriptor) -> type[Any]:
     if descriptor.name == "Error":
         return errors.DataplaneError
-    return _SHARED.get(descriptor.name) or cast(type, getattr(messages, descriptor.name))
+    if descriptor.name in _SHARED:
+        return _SHARED[descriptor.name]
+    room = _VALUES[descriptor.file.name.rpartition("/")[2]]
+    return cast(type, getattr(room, descriptor.name))
 
 
 @functools.cache

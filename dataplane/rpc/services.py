@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.rpc import messages
+from dataplane.rpc import membership
 from dataplane.rpc.convert import decode, encode
 from dataplane.rpc.v1 import coordinator_pb2
 
@@ -18,7 +18,7 @@ RESPONSE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One unary method: values of messages.py go in and out."""
+    """One unary method: values of membership.py go in and out."""
 
     name: str
     path: str
@@ -47,4 +47,4 @@ def coordinator_methods() -> tuple[Method, ...]:
 
 
 def _reader(name: str) -> Callable[[bytes], Any]:
-    return functools.partial(decode, getattr(messages, name))
+    return functools.partial(decode, getattr(membership, name))

@@ -14,7 +14,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model import Topology
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,
     MemberProgress,

@@ -18,7 +18,7 @@ from dataplane.errors import (
 )
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.messages import LeaveResponse, StatusRequest
+from dataplane.rpc.membership import LeaveResponse, StatusRequest
 
 CONFIG = CoordinatorConfig(version=VERSION, lease_s=60.0)
 

@@ -11,7 +11,7 @@ from dataplane.coordinator.journal import Journal
 from dataplane.coordinator.records import Forget, Incarnation, Keep
 from dataplane.coordinator.store import Store
 from dataplane.errors import ClosedError, ConfigError, LeaseExpired
-from dataplane.rpc.messages import StatusRequest
+from dataplane.rpc.membership import StatusRequest
 
 
 class Clock:

@@ -23,7 +23,7 @@ from dataplane.errors import (
     VersionMismatch,
 )
 from dataplane.rpc.calls import CoordinatorClient
-from dataplane.rpc.messages import JoinResponse, StatusRequest
+from dataplane.rpc.membership import JoinResponse, StatusRequest
 from dataplane.rpc.serve import GrpcServer
 from dataplane.rpc.services import COORDINATOR
 

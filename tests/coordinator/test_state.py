@@ -13,7 +13,7 @@ from dataplane.coordinator.records import Incarnation, Job, Keep, Member, Tick, 
 from dataplane.coordinator.state import JOB_KEPT_S, NODE_KEPT_S, State
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
 from dataplane.model import Topology
-from dataplane.rpc.messages import StatusRequest
+from dataplane.rpc.membership import StatusRequest
 
 LEASE_S = 30.0
 

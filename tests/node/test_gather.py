@@ -14,7 +14,8 @@ from slabs import batch_values
 
 from dataplane.model import ColumnSpec, Kind, ListPolicy
 from dataplane.node.gather import BlockColumns, Gather, open_block
-from dataplane.rpc.messages import Assembled, Batch
+from dataplane.rpc.messages import Batch
+from dataplane.rpc.tasks import Assembled
 from dataplane.transforms.columns import canonical, plan_columns
 
 FILL = 3.0

@@ -20,7 +20,7 @@ from dataplane.model import Region
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.index import open_dataset
 from dataplane.node.pool import Job, WorkerPool
-from dataplane.rpc import messages
+from dataplane.rpc import messages, tasks
 from dataplane.trace import Trace
 
 MIB = 1 << 20
@@ -43,42 +43,42 @@ class Bench:
         self.pool = pool
         self.arena = arena
         self.dataset = dataset
-        self.reports: list[messages.ResultBody] = []
+        self.reports: list[tasks.ResultBody] = []
         self._keys = iter(range(1, 1 << 30))
 
     def decode(self, block: int, into: Region, arenas: tuple[int, ...] = (0,)) -> Awaitable[object]:
-        body = messages.Decode(self.dataset.dataset_id, self.dataset.raw_block(block, None), into)
+        body = tasks.Decode(self.dataset.dataset_id, self.dataset.raw_block(block, None), into)
         return self._submit(body, (), arenas)
 
     def assemble(
-        self, sources: tuple[messages.BlockSource, ...], rows: list[tuple[int, int]], slab: Region
+        self, sources: tuple[tasks.BlockSource, ...], rows: list[tuple[int, int]], slab: Region
     ) -> Awaitable[object]:
         index = Region(MIB, 8 * len(rows))
         into = np.frombuffer(self.arena.view(index.offset, index.length), np.int32)
         into[:] = np.array(rows, np.int32).reshape(-1)
         batch = messages.Batch(0, len(rows), len(rows))
         keys = tuple(source.key for source in sources)
-        body = messages.Assemble(self.dataset.dataset_id, keys, index, (batch,), 0, slab)
+        body = tasks.Assemble(self.dataset.dataset_id, keys, index, (batch,), 0, slab)
         return self._submit(body, sources, (0,))
 
-    def mapped(self, block: int) -> messages.BlockSource:
-        return messages.BlockSource(next(self._keys), raw=self.dataset.raw_block(block, None))
+    def mapped(self, block: int) -> tasks.BlockSource:
+        return tasks.BlockSource(next(self._keys), raw=self.dataset.raw_block(block, None))
 
-    def decoded(self, region: Region) -> messages.BlockSource:
-        return messages.BlockSource(next(self._keys), decoded=region)
+    def decoded(self, region: Region) -> tasks.BlockSource:
+        return tasks.BlockSource(next(self._keys), decoded=region)
 
     def values(self, slab: Region, count: int) -> list[int]:
         return np.frombuffer(self.arena.view(slab.offset, 8 * count), np.int64).tolist()
 
     def _submit(
         self,
-        body: messages.Decode | messages.Assemble,
-        sources: tuple[messages.BlockSource, ...],
+        body: tasks.Decode | tasks.Assemble,
+        sources: tuple[tasks.BlockSource, ...],
         arenas: tuple[int, ...],
     ) -> Awaitable[object]:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
-        def report(result: messages.ResultBody) -> None:
+        def report(result: tasks.ResultBody) -> None:
             self.reports.append(result)
             done.set_result(result)
 
@@ -120,12 +120,12 @@ def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_p
         os.kill(pid, signal.SIGSTOP)
         result = bench.decode(1, ROOM)
         os.kill(pid, signal.SIGKILL)
-        assert isinstance(await result, messages.Decoded)
+        assert isinstance(await result, tasks.Decoded)
         assert len(bench.reports) == 2
         assert pid not in bench.pool.pids
         # The new worker was told all that it needs.
         found = await bench.assemble((bench.decoded(ROOM),), [(0, 3), (0, 0)], SLAB)
-        assert isinstance(found, messages.Assembled)
+        assert isinstance(found, tasks.Assembled)
         assert bench.values(SLAB, 2) == [7, 4]
 
     on_bench(_shards(tmp_path, 2), scene)
@@ -145,7 +145,7 @@ def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(tmp_
         blamed = await result
         assert isinstance(blamed, CorruptShard)
         assert "the job: the worker process died 2 times" in str(blamed)
-        assert isinstance(await after, messages.Decoded)
+        assert isinstance(await after, tasks.Decoded)
         assert len(bench.reports) == 3
 
     on_bench(_shards(tmp_path, 2), scene)
@@ -186,8 +186,8 @@ def test_a_worker_that_answers_nonsense_is_replaced(
 
     async def scene(bench: Bench) -> None:
         (pid,) = bench.pool.pids
-        assert isinstance(await bench.decode(0, ROOM), (messages.Decoded, DataplaneError))
-        assert isinstance(await bench.decode(1, ROOM), messages.Decoded)
+        assert isinstance(await bench.decode(0, ROOM), (tasks.Decoded, DataplaneError))
+        assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
         assert len(bench.reports) == 2
         assert pid not in bench.pool.pids
 
@@ -208,7 +208,7 @@ def test_workers_that_cannot_start_are_an_error_and_are_tried_again_with_the_nex
         while bench.pool.pids:  # noqa: ASYNC110 - the pool has no event for it
             await asyncio.sleep(0)
         mark.unlink()
-        assert isinstance(await bench.decode(1, ROOM), messages.Decoded)
+        assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
 
     on_bench(url, scene)
 
@@ -223,8 +223,8 @@ def test_an_arena_that_is_detached_while_a_job_runs_does_not_answer_for_the_job(
         result = bench.decode(1, ROOM)
         bench.pool.detach_arena(5)
         os.kill(pid, signal.SIGCONT)
-        assert isinstance(await result, messages.Decoded)
-        assert isinstance(await bench.decode(0, ROOM), messages.Decoded)
+        assert isinstance(await result, tasks.Decoded)
+        assert isinstance(await bench.decode(0, ROOM), tasks.Decoded)
         assert len(bench.reports) == 3
 
     on_bench(_shards(tmp_path, 2), scene)
@@ -237,7 +237,7 @@ def test_a_job_over_many_blocks_with_long_names_is_told_in_several_packets(tmp_p
     async def scene(bench: Bench) -> None:
         sources = tuple(bench.mapped(i) for i in range(300))
         rows = [(i, i % 4) for i in range(300)]
-        assert isinstance(await bench.assemble(sources, rows, SLAB), messages.Assembled)
+        assert isinstance(await bench.assemble(sources, rows, SLAB), tasks.Assembled)
         assert bench.values(SLAB, 300) == [4 * i + i % 4 for i in range(300)]
 
     on_bench(_shards(deep, 300), scene)
@@ -269,7 +269,7 @@ def test_a_block_that_cannot_be_opened_fails_its_job_and_is_opened_anew_for_the_
         assert isinstance(failed, DatasetChangedError)
         path.write_bytes(content)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        assert isinstance(await bench.assemble((source,), [(0, 2)], SLAB), messages.Assembled)
+        assert isinstance(await bench.assemble((source,), [(0, 2)], SLAB), tasks.Assembled)
         assert bench.values(SLAB, 1) == [2]
 
     on_bench(url, scene)
@@ -280,7 +280,7 @@ def test_rows_of_a_file_that_is_written_after_it_was_opened_are_not_served(tmp_p
 
     async def scene(bench: Bench) -> None:
         source = bench.mapped(0)
-        assert isinstance(await bench.assemble((source,), [(0, 0)], SLAB), messages.Assembled)
+        assert isinstance(await bench.assemble((source,), [(0, 0)], SLAB), tasks.Assembled)
         with path.open("r+b") as file:
             file.seek(200)
             file.write(b"changed")

@@ -1,4 +1,4 @@
-"""messages.py says what the proto files say, and every value survives the wire."""
+"""Values say what the proto files say, and every value survives the wire."""
 
 import dataclasses
 import inspect
@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane import config, errors, model
-from dataplane.rpc import convert, local, messages
+from dataplane.rpc import convert, local, membership, messages, tasks
 from dataplane.rpc.v1 import coordinator_pb2, local_pb2, types_pb2, worker_pb2
 
 VALUES = [
-    cls for _, cls in inspect.getmembers(messages, inspect.isclass) if dataclasses.is_dataclass(cls)
+    cls
+    for module in (membership, messages, tasks)
+    for _, cls in inspect.getmembers(module, inspect.isclass)
+    if dataclasses.is_dataclass(cls)
 ] + [config.JobSpec, model.Topology, model.Region, model.ColumnSpec]
 
 
@@ -87,23 +90,23 @@ def test_bytes_that_are_no_message_are_refused():
 def test_a_descriptor_travels_beside_its_message():
     left, right = local.pair()
     read_end, write_end = os.pipe()
-    local.send(left, messages.Task(messages.AttachArena(3)), (write_end,))
+    local.send(left, tasks.Task(tasks.AttachArena(3)), (write_end,))
     os.close(write_end)
-    task, descriptors = local.receive(right, messages.Task)
-    assert task.body == messages.AttachArena(3)
+    task, descriptors = local.receive(right, tasks.Task)
+    assert task.body == tasks.AttachArena(3)
     os.write(descriptors[0], b"x")
     assert os.read(read_end, 1) == b"x"
     os.close(descriptors[0])
     os.close(read_end)
     left.close()
     with pytest.raises(errors.PeerLost):
-        local.receive(right, messages.Task)
+        local.receive(right, tasks.Task)
     right.close()
 
 
 def test_a_message_over_the_limit_is_refused_before_it_is_sent():
     left, right = local.pair()
-    huge = messages.Task(messages.OpenDataset(1, "parquet", bytes(300_000)))
+    huge = tasks.Task(tasks.OpenDataset(1, "parquet", bytes(300_000)))
     with pytest.raises(errors.ConfigError, match="over the limit"):
         local.send(left, huge)
     left.close()

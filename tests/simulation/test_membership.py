@@ -15,7 +15,7 @@ from dataplane.coordinator.records import Incarnation, Job, Tick, key_of
 from dataplane.coordinator.state import State
 from dataplane.coordinator.store import MEMORY, Store
 from dataplane.errors import LeaseExpired, LeaseFenced, SpecMismatch
-from dataplane.rpc.messages import (
+from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,
     JoinResponse,

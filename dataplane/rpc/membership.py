@@ -1,0 +1,166 @@
+"""What nodes and people say to a coordinator, and its answers.
+
+Frozen values, what leaves this room in place of protobuf. Names and fields equal those of
+proto/dataplane/rpc/v1/coordinator.proto, whose comments are the specification; a test holds the two
+against each other. Repeated fields are tuples, an absent optional is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataplane.config import JobSpec
+from dataplane.errors import DataplaneError
+from dataplane.model import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterNodeRequest:
+    """A node says it is there."""
+
+    node_id: str
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+    protocol: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterNodeResponse:
+    """How long a lease lives, and which start of the coordinator answered."""
+
+    lease_s: float
+    coordinator_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """A rank takes its place in a job."""
+
+    job_id: str
+    dataset: str
+    spec: JobSpec
+    topology: Topology
+    incarnation: str
+    member_id: str
+    node_id: str
+    sample_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinResponse:
+    """The place was taken."""
+
+    generation: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemberProgress:
+    """What one rank has consumed."""
+
+    job_id: str
+    member_id: str
+    generation: int = 0
+    epoch: int = 0
+    cursor: int = 0
+    samples_per_s: float = 0.0
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatRequest:
+    """A node renews its members together."""
+
+    node: RegisterNodeRequest
+    members: tuple[MemberProgress, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemberVerdict:
+    """What the coordinator says of one member."""
+
+    member_id: str
+    error: DataplaneError | None = None
+    missing_dp_ranks: tuple[int, ...] = ()
+    missing_for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatResponse:
+    """One verdict a member."""
+
+    verdicts: tuple[MemberVerdict, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequest:
+    """A rank left: on purpose, or `lost`, because its process ended."""
+
+    job_id: str
+    member_id: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveResponse:
+    """It is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Which job; "" for all."""
+
+    job_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One rank, for people."""
+
+    member_id: str
+    topology: Topology
+    node_id: str
+    state: str
+    epoch: int = 0
+    cursor: int = 0
+    samples_per_s: float = 0.0
+    stall_s: float = 0.0
+    lease_left_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """One job, for people."""
+
+    job_id: str
+    dataset: str
+    spec: JobSpec
+    digest: str
+    generation: int
+    state: str
+    sample_count: int
+    dp_size: int
+    missing_dp_ranks: tuple[int, ...] = ()
+    members: tuple[MemberStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node, for people."""
+
+    node_id: str
+    host: str
+    pid: int
+    version: str
+    last_seen_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StatusResponse:
+    """Jobs, ranks and nodes."""
+
+    version: str
+    coordinator_id: str
+    jobs: tuple[JobStatus, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()

@@ -1,0 +1,136 @@
+"""What a node orders from its workers, and their answers.
+
+Frozen values, what leaves this room in place of protobuf. Names and fields equal those of
+proto/dataplane/rpc/v1/worker.proto, whose comments are the specification; a test holds the two
+against each other. Repeated fields are tuples, an absent optional is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dataplane.errors import DataplaneError
+from dataplane.model import ListPolicy, Region
+from dataplane.rpc.messages import Batch, Column, FillNull
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachArena:
+    """Map the arena whose descriptor comes along."""
+
+    arena_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class DetachArena:
+    """Unmap an arena."""
+
+    arena_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDataset:
+    """How the blocks of a dataset become the columns of batches."""
+
+    dataset_id: int
+    format: str
+    schema: bytes
+    more: bool = False
+    columns: tuple[str, ...] = ()
+    lists: ListPolicy = ListPolicy.PADDED
+    fill_null: tuple[FillNull, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RawBlock:
+    """The bytes of one block: in the block arena (preamble, then body), or in a local file."""
+
+    url: str
+    index: int
+    rows: int
+    place: Region
+    preamble_place: Region
+    shard_bytes: int
+    etag: str = ""
+    arena: Region | None = None
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Decode a block into the block arena."""
+
+    dataset_id: int
+    raw: RawBlock
+    into: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The decoded block's size, and whether it fitted."""
+
+    bytes: int
+    stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """A block to gather from."""
+
+    key: int
+    raw: RawBlock | None = None
+    decoded: Region | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBlocks:
+    """Blocks that later Assembles name by key, and those to forget."""
+
+    dataset_id: int
+    blocks: tuple[BlockSource, ...] = ()
+    forget: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """Gather the rows of some batches into a slab."""
+
+    dataset_id: int
+    block_keys: tuple[int, ...]
+    row_index: Region
+    batches: tuple[Batch, ...]
+    arena_id: int
+    slab: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """How many of the batches fitted, and where their columns lie."""
+
+    batch_count: int
+    bytes_needed: int = 0
+    bytes_used: int = 0
+    columns: tuple[Column, ...] = field(default=())
+
+
+TaskBody = AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Assemble
+ResultBody = DataplaneError | Done | Decoded | Assembled
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The envelope of a node's order to a worker."""
+
+    body: TaskBody
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The envelope of a worker's answer."""
+
+    body: ResultBody
