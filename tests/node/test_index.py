@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from counted import Counted
 from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes, zipped
-from typing_extensions import Buffer
 
 from dataplane.errors import (
     ConfigError,
@@ -24,51 +19,9 @@ from dataplane.errors import (
     ShardNotFound,
 )
 from dataplane.formats import registry
-from dataplane.model import ObjectInfo
 from dataplane.node import index_journal
 from dataplane.node.index import IndexProgress, index_dataset, open_dataset
 from dataplane.plan.manifest import Manifest
-from dataplane.store.base import Store
-from dataplane.store.connect import connect
-
-
-class Counted:
-    """The real stores, with a list of the urls that were read."""
-
-    def __init__(self) -> None:
-        self.read_urls: list[str] = []
-        self._lock = threading.Lock()
-
-    def connect(self, url: str) -> Store:
-        return _CountedStore(connect(url), self)
-
-    def note(self, url: str) -> None:
-        with self._lock:
-            self.read_urls.append(url)
-
-    @property
-    def names(self) -> set[str]:
-        return {url.rpartition("/")[2] for url in self.read_urls}
-
-
-class _CountedStore:
-    def __init__(self, inner: Store, counted: Counted) -> None:
-        self._inner = inner
-        self._counted = counted
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._inner.list(prefix)
-
-    def head(self, url: str) -> ObjectInfo:
-        return self._inner.head(url)
-
-    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
-        self._counted.note(url)
-        return self._inner.read(url, offset, length, etag)
-
-    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
-        self._counted.note(url)
-        return self._inner.stream(url, etag)
 
 
 def write_shards(folder: Path, count: int, rows: int = 10) -> None:
@@ -349,61 +302,6 @@ def test_a_saved_manifest_stands_for_its_dataset(dataset: Path, tmp_path: Path) 
     saved.write_bytes(saved.read_bytes()[:-3])
     with pytest.raises(CorruptShard, match=r"tokens\.manifest"):
         open_dataset(saved)
-
-
-# --- several processes, and SIGKILL -----------------------------------------------------------
-
-RUN = textwrap.dedent(
-    """
-    import sys
-    from dataplane.node.index import index_dataset
-
-    def told(progress):
-        print(progress.shards_done, flush=True)
-        if progress.shards_done == int(sys.argv[3]):
-            sys.stdin.read()
-
-    print(index_dataset(sys.argv[1], cache_dir=sys.argv[2], progress=told).fingerprint)
-    """
-)
-
-
-def start(dataset: Path, cache: Path, stop_at: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, str(dataset), str(cache), str(stop_at)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def read_until(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
-    while process.stdout.readline().strip() != line:
-        assert process.poll() is None
-
-
-def test_two_processes_may_index_at_once(dataset: Path, cache: Path) -> None:
-    first, second = start(dataset, cache, 5), start(dataset, cache, 5)
-    for process in (first, second):
-        read_until(process, "5")
-    found = {process.communicate("")[0].split()[-1] for process in (first, second)}
-    assert found == {index_dataset(dataset).fingerprint}
-    assert first.returncode == second.returncode == 0
-    assert index_dataset(dataset, cache_dir=str(cache)).fingerprint in found
-
-
-def test_a_killed_run_is_resumed_and_leaves_no_temporary_file(dataset: Path, cache: Path) -> None:
-    process = start(dataset, cache, 7)
-    read_until(process, "7")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert [path.suffix for path in cache.rglob("*.*")] == [".log"]
-    counted = Counted()
-    manifest = index_dataset(dataset, cache_dir=str(cache), connect=counted.connect)
-    assert len(counted.names) <= 5
-    assert manifest == index_dataset(dataset)
-    assert sorted(path.suffix for path in cache.rglob("*.*")) == [".log", ".manifest"]
 
 
 def test_formats_of_every_kind_make_manifests(tmp_path: Path) -> None:

@@ -1,0 +1,218 @@
+"""The state machine over time: leases, restarts, progress, bounds; numbers are those of coordinator/state.py."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machine import LEASE_S, Machine, other
+from membership import beat, join, leave, node, progress
+
+from dataplane.coordinator import roster as rosters
+from dataplane.coordinator.records import Incarnation, Job, Member, Tick
+from dataplane.coordinator.state import JOB_KEPT_S, NODE_KEPT_S
+from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, VersionMismatch
+from dataplane.model import Topology
+from dataplane.rpc.membership import StatusRequest
+
+# -- leases: 5, 6 --------------------------------------------------------------------------------
+
+
+def test_6_a_lease_that_is_not_renewed_ends_and_joining_again_continues(machine):
+    machine.ask(join(0))
+    machine.verdict(cursor=70)
+    machine.wait(LEASE_S - 1)
+    assert machine.verdict(cursor=80).error is None
+    machine.wait(LEASE_S)
+    assert machine.phases() == {"m0-i1": "expired"}
+    assert isinstance(machine.verdict().error, LeaseExpired)
+    assert machine.ask(join(0)).generation == 1
+    assert machine.verdict(cursor=60).error is None
+    assert machine.job().members[0].cursor == 80
+
+
+def test_6_an_overdue_member_is_expired_even_before_the_next_tick(machine):
+    machine.ask(join(0))
+    machine.wait(LEASE_S - 0.5)
+    machine.now += 0.5
+    assert isinstance(machine.verdict().error, LeaseExpired)
+
+
+def test_6_an_overdue_member_holds_no_job_name_even_before_the_next_tick(machine):
+    machine.ask(join(0))
+    machine.wait(LEASE_S - 0.5)
+    machine.now += 0.5
+    assert machine.ask(join(0, incarnation="i2", spec=other(seed=2))).generation == 2
+
+
+def test_6_leases_still_end_after_the_clock_was_set_back(machine):
+    machine.ask(join(0))
+    machine.ask(node())
+    machine.now -= 1000
+    assert machine.verdict().missing_for_s == 0.0
+    assert machine.ask(StatusRequest()).nodes[0].last_seen_s == 0.0
+    machine.wait(LEASE_S)
+    assert machine.phases() == {"m0-i1": "expired"}
+
+
+@pytest.mark.parametrize("jump_s", [10 * LEASE_S, 365 * 86400.0, -1000.0])
+def test_6_a_jump_of_the_clock_costs_nobody_a_lease(machine, jump_s):
+    machine.ask(join(0))
+    machine.now += jump_s
+    machine.ask(Tick())
+    assert machine.verdict().error is None
+
+
+def test_5_a_restart_stops_nobody_and_loses_no_join(machine):
+    machine.ask(join(0))
+    machine.ask(join(1))
+    machine.verdict(epoch=1, cursor=7)
+    machine.wait(LEASE_S - 1)
+    machine.now += 1000
+    machine.restart()
+    machine.wait(LEASE_S - 1)
+    verdict = machine.verdict(epoch=1, cursor=7)
+    assert (verdict.error, verdict.missing_dp_ranks) == (None, ())
+    assert machine.ask(join(1)).generation == 1
+    members = machine.job().members
+    assert [(one.epoch, one.cursor) for one in members] == [(1, 7), (0, 0)]
+
+
+def test_5_joins_and_leaves_are_durable_and_nothing_else_is(machine):
+    durable = {
+        type(event).__name__: machine.state.decide(event, machine.now).durable
+        for event in (node(), join(0), beat(progress()), leave(), StatusRequest(), Tick())
+    }
+    assert [name for name, yes in durable.items() if yes] == ["JoinRequest", "LeaveRequest"]
+
+
+# -- progress: 7; repetition: 8 ------------------------------------------------------------------
+
+
+def test_7_progress_only_grows_and_the_job_knows_the_furthest(machine):
+    machine.ask(join(0))
+    machine.ask(join(1))
+    machine.ask(beat(progress("m0-i1", cursor=90), progress("m1-i1", epoch=1, cursor=5)))
+    machine.ask(beat(progress("m0-i1", cursor=40), progress("m1-i1", epoch=0, cursor=95)))
+    assert [(one.epoch, one.cursor) for one in machine.job().members] == [(0, 90), (1, 5)]
+    job = machine.disk[Job, "j", ""].record
+    assert (job.epoch, job.cursor) == (1, 5)
+
+
+def test_8_repeated_events_write_nothing_new(machine):
+    machine.ask(join(0))
+    machine.ask(join(0))
+    assert machine.writes == ()
+    machine.verdict(cursor=9)
+    machine.verdict(cursor=9)
+    assert machine.writes == ()
+    for lost in (True, False):
+        machine.ask(leave(lost=lost))
+        assert machine.writes != ()
+        machine.wait(2)
+        active_at = machine.disk[Job, "j", ""].record.active_at
+        for again in (lost, True):
+            machine.ask(leave(lost=again))
+            assert machine.writes == ()
+        assert machine.disk[Job, "j", ""].record.active_at == active_at
+    machine.ask(leave("nobody"))
+    machine.ask(leave(job="nojob"))
+    assert machine.writes == ()
+
+
+# -- bounds: 9; refusals -------------------------------------------------------------------------
+
+
+def test_9_members_that_are_gone_are_bounded(machine, monkeypatch):
+    monkeypatch.setattr(rosters, "GONE_MAX", 3)
+    for number in range(20):
+        machine.ask(join(0, 1, member=f"p{number}"))
+        machine.ask(leave(f"p{number}", lost=number % 2 == 0))
+    assert sorted(machine.phases()) == ["p17", "p18", "p19"]
+    stored = sorted(name for cls, _, name in machine.disk if cls is Member)
+    assert stored == ["p17", "p18", "p19"]
+
+
+def test_9_a_rank_that_left_is_not_missed_however_many_go_after_it(machine, monkeypatch):
+    monkeypatch.setattr(rosters, "GONE_MAX", 3)
+    machine.ask(join(0, 2))
+    machine.ask(leave())
+    for number in range(20):
+        machine.ask(join(1, 2, member=f"p{number}"))
+        machine.ask(leave(f"p{number}"))
+        assert machine.job().missing_dp_ranks == ()
+    assert len(machine.phases()) == 4
+    assert machine.phases()["m0-i1"] == "left"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.sampled_from(["", "l", "x"]))))
+def test_9_what_was_forgotten_is_never_missed(steps):
+    """Every step: a member of one of three dp ranks joins, leaves or is lost."""
+    machine, joined, last = Machine(), set(), {}
+    machine.ask(join(0, 3, member="first"))
+    machine.ask(leave("first"))
+    last[0] = "l"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rosters, "GONE_MAX", 1)
+        for rank, number, how in steps:
+            member = (rank, f"{rank}-{number}")
+            if not how:
+                machine.ask(join(rank, 3, member=member[1]))
+                joined.add(member)
+            elif member in joined:
+                machine.ask(leave(member[1], lost=how == "x"))
+                joined.remove(member)
+                last[rank] = how
+            present = {rank for rank, _ in joined} | {r for r in last if last[r] != "x"}
+            assert machine.job().missing_dp_ranks == tuple({0, 1, 2} - present)
+            phases = machine.phases()
+            assert {name for name, phase in phases.items() if phase == "joined"} == {
+                name for _, name in joined
+            }
+            assert len(phases) - len(joined) <= 6
+
+
+def test_9_launches_are_bounded_and_the_oldest_are_forgotten(machine, monkeypatch):
+    monkeypatch.setattr(rosters, "INCARNATIONS_MAX", 3)
+    for number in range(9):
+        machine.ask(join(0, incarnation=f"i{number}"))
+    assert machine.job().generation == 9
+    assert isinstance(machine.ask(join(0, incarnation="i7")), LeaseFenced)
+    assert len([key for key in machine.disk if key[0] is Incarnation]) == 3
+
+
+def test_9_idle_jobs_and_silent_nodes_are_forgotten_and_live_jobs_are_not(machine):
+    machine.ask(join(0, job="dead"))
+    machine.ask(leave(job="dead"))
+    machine.ask(node("n7"))
+    machine.ask(join(0))
+    machine.now += max(JOB_KEPT_S, NODE_KEPT_S) + 1
+    machine.ask(Tick())
+    status = machine.ask(StatusRequest())
+    assert [job.job_id for job in status.jobs] == ["j"]
+    assert status.nodes == ()
+    assert not [key for key in machine.disk if key[1] == "dead"]
+
+
+def test_nodes_of_another_version_or_protocol_are_refused(machine):
+    for request in (node(version="0.9"), node(protocol=99)):
+        refusal = machine.ask(request)
+        assert isinstance(refusal, VersionMismatch)
+        assert "install the same version on both" in str(refusal)
+        assert set(refusal.nouns) == {"expected", "found"}
+    assert machine.ask(StatusRequest()).nodes == ()
+
+
+def test_impossible_places_are_refused_before_anything_happens(machine):
+    no_place = dataclasses.replace(join(0), topology=Topology(dp_size=0))
+    for request, words in (
+        (join(2, 2), "dp_rank 2 is outside of dp_size 2"),
+        (no_place, "dp_rank 0 is outside of dp_size 0"),
+        (join(0, member="x" * 257), "member_id has 257 characters"),
+        (dataclasses.replace(join(0), job_id=""), "job_id has 0 characters"),
+        (join(0, spec=other(global_batch=0)), "global_batch is 0"),
+    ):
+        refusal = machine.ask(request)
+        assert isinstance(refusal, ConfigError)
+        assert words in str(refusal)
+    assert machine.disk == {}
