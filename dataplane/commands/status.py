@@ -106,17 +106,20 @@ def render(found: StatusResponse) -> Group:
 
 
 def _job_row(job: JobStatus) -> tuple[object, ...]:
-    members = _present(job)
-    furthest = max(((one.epoch, one.cursor) for one in members), default=(0, 0))
+    # Several members of a dp rank (DataLoader workers, tensor-parallel peers) each tell its speed.
+    speeds: dict[int, float] = {}
+    for one in _present(job):
+        rank = one.topology.dp_rank
+        speeds[rank] = max(speeds.get(rank, 0.0), one.samples_per_s)
     return (
         job.job_id,
         job.state,
         job.generation,
-        f"{len({one.topology.dp_rank for one in members})}/{job.dp_size}",
+        f"{len(speeds)}/{job.dp_size}",
         ", ".join(map(str, job.missing_dp_ranks)) or None,
-        furthest[0],
-        f"{furthest[1] / job.sample_count:.1%}" if job.sample_count else None,
-        sum(one.samples_per_s for one in members),
+        job.epoch,
+        f"{job.cursor / job.sample_count:.1%}" if job.sample_count else None,
+        sum(speeds.values()),
         job.dataset,
     )
 

@@ -55,6 +55,8 @@ def _job(roster: Roster, clock: float) -> JobStatus:
         dp_size=job.dp_size,
         missing_dp_ranks=roster.missing_dp_ranks(),
         members=tuple(_member(member, clock) for member in members),
+        epoch=job.epoch,
+        cursor=job.cursor,
     )
 
 

@@ -143,6 +143,8 @@ class JobStatus:
     dp_size: int
     missing_dp_ranks: tuple[int, ...] = ()
     members: tuple[MemberStatus, ...] = ()
+    epoch: int = 0
+    cursor: int = 0
 
 
 @dataclass(frozen=True, slots=True)

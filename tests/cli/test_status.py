@@ -14,9 +14,11 @@ from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
 from dataplane.model import Topology
+from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     JoinRequest,
+    LeaveRequest,
     MemberProgress,
     RegisterNodeRequest,
 )
@@ -30,20 +32,33 @@ async def coordinator_with_one_of_two_ranks():
     address = await server.start()
     try:
         joined = await join_one(server.coordinator)
-        progress = MemberProgress("job-1", "m-0", joined.generation, 3, 250, 1234.5, 0.5)
-        await server.coordinator.heartbeat(HeartbeatRequest(NODE, (progress,)))
+        told = [
+            MemberProgress("job-1", "m-0", joined.generation, 3, 250, 1234.5, 0.5),
+            MemberProgress("job-1", "m-1", joined.generation, 3, 125, 1000.0, 0.5),
+        ]
+        await join_one(server.coordinator, "m-1")
+        await server.coordinator.heartbeat(HeartbeatRequest(NODE, tuple(told)))
         yield address
     finally:
         await server.stop(0.0)
 
 
-async def join_one(coordinator):
+async def join_one(coordinator, member="m-0"):
     await coordinator.register_node(NODE)
     spec = JobSpec(fingerprint="f" * 32, global_batch=4)
     topology = Topology(dp_rank=0, dp_size=2, rank=0, world_size=2)
     return await coordinator.join(
-        JoinRequest("job-1", "mem://shards", spec, topology, "one", "m-0", "node-1", 1000)
+        JoinRequest("job-1", "mem://shards", spec, topology, "one", member, "node-1", 1000)
     )
+
+
+@asynccontextmanager
+async def client_of(address):
+    client = CoordinatorClient(address)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 async def dataplane(*arguments: str) -> tuple[int, str, str]:
@@ -80,6 +95,19 @@ def test_json_has_the_same_for_programs():
     assert job["missing_dp_ranks"] == [1]
     assert job["members"][0]["cursor"] == 250
     assert job["spec"]["end"] == "ragged"
+
+
+def test_a_finished_job_still_shows_how_far_it_came():
+    async def left():
+        async with coordinator_with_one_of_two_ranks() as address:
+            for member in ("m-0", "m-1"):
+                async with client_of(address) as client:
+                    await client.leave(LeaveRequest("job-1", member))
+            return await dataplane("status", address)
+
+    _, out, _ = asyncio.run(left())
+    job = next(line for line in out.splitlines() if "mem://shards" in line).split()
+    assert job[:8] == ["job-1", "idle", "1", "0/2", "1", "3", "25.0%", "0"]
 
 
 def test_a_job_that_nobody_knows_is_an_error():

@@ -90,6 +90,7 @@ def test_a_job_forms_runs_and_goes_idle(converse):
             SPEC.digest(),
         )
         assert (job.dataset, job.sample_count, job.dp_size) == ("s3://b/*.parquet", 1000, 2)
+        assert (job.epoch, job.cursor) == (2, 640)
         first, second = job.members
         assert (first.state, first.epoch, first.cursor) == ("joined", 2, 640)
         assert (first.samples_per_s, first.stall_s) == (10.5, 0.25)
@@ -101,6 +102,7 @@ def test_a_job_forms_runs_and_goes_idle(converse):
             assert await coordination.leave(leave(member)) == LeaveResponse()
         (job,) = (await coordination.status(StatusRequest())).jobs
         assert (job.state, [one.state for one in job.members]) == ("idle", ["left", "left"])
+        assert (job.epoch, job.cursor) == (2, 640)
 
     converse(conversation)
 

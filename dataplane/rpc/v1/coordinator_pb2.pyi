@@ -144,7 +144,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., node_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members")
+    __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members", "epoch", "cursor")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,8 @@ class JobStatus(_message.Message):
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
     MISSING_DP_RANKS_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
     spec: _types_pb2.JobSpec
@@ -165,7 +167,9 @@ class JobStatus(_message.Message):
     dp_size: int
     missing_dp_ranks: _containers.RepeatedScalarFieldContainer[int]
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    cursor: int
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("node_id", "host", "pid", "version", "last_seen_s")
