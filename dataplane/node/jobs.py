@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -96,28 +97,41 @@ class Jobs:
         """
         manifest = await self._manifest(request)
         dataset, spec = self._dataset(manifest, request)
-        place = request.topology
+        try:
+            member = await self._admit(request, dataset, spec)
+        except DataplaneError:
+            self._forget_unread(dataset)
+            raise
+        self.members[member.member_id] = member
+        delivery = member.delivery
+        layout = delivery.slots.layout
+        return member, messages.JobOpened(
+            spec,
+            spec.digest(),
+            manifest.sample_count,
+            delivery.dataset.columns.specs,
+            layout.arena_bytes,
+            layout.held_bytes_max,
+            member.generation,
+            self._config.stall_timeout_s,
+        )
+
+    async def _admit(self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec) -> Member:
+        """Check what can be checked here, take the place, then the memory."""
+        manifest, place = dataset.manifest, request.topology
         Slice(manifest.sample_count, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
         self._check_budget(dataset)
         joined = await self._coordination.join(self._join_request(request, spec, manifest))
         # Its last reader may have left meanwhile.
         dataset = self._datasets.setdefault(_dataset_key(spec), dataset)
         sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
-        delivery = self._delivery(request, dataset, spec, sizes)
+        try:
+            delivery = self._delivery(request, dataset, spec, sizes)
+        except DataplaneError:
+            await self._tell_left(request, lost=False)
+            raise
         delivery.users += 1
-        member = Member(request, spec, delivery, sizes, joined.generation)
-        self.members[member.member_id] = member
-        layout = delivery.slots.layout
-        return member, messages.JobOpened(
-            spec,
-            spec.digest(),
-            manifest.sample_count,
-            dataset.columns.specs,
-            layout.arena_bytes,
-            layout.held_bytes_max,
-            joined.generation,
-            self._config.stall_timeout_s,
-        )
+        return Member(request, spec, delivery, sizes, joined.generation)
 
     async def open_stream(
         self, member: Member, request: messages.OpenStream, send: Send
@@ -161,20 +175,23 @@ class Jobs:
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
             self._engine.close_delivery(delivery)
-            if not any(d.dataset is delivery.dataset for d in self._deliveries.values()):
-                self._engine.blocks.forget_dataset(delivery.dataset)
-                self._datasets = {
-                    k: d for k, d in self._datasets.items() if d is not delivery.dataset
-                }
+            self._forget_unread(delivery.dataset)
+
+    def _forget_unread(self, dataset: Dataset) -> None:
+        """Free a dataset's blocks, unless somebody reads it."""
+        if not any(delivery.dataset is dataset for delivery in self._deliveries.values()):
+            self._engine.blocks.forget_dataset(dataset)
+            self._datasets = {k: d for k, d in self._datasets.items() if d is not dataset}
 
     async def leave(self, member: Member, *, lost: bool) -> None:
         """Tell the coordinator; it learns by itself if it does not answer now."""
-        try:
+        await self._tell_left(member.request, lost=lost)
+
+    async def _tell_left(self, request: messages.OpenJob, *, lost: bool) -> None:
+        with contextlib.suppress(PeerLost):
             await self._coordination.leave(
-                membership.LeaveRequest(member.job_id, member.member_id, lost)
+                membership.LeaveRequest(request.job_id, request.member_id, lost)
             )
-        except PeerLost:
-            return
 
     async def rejoin(self, member: Member) -> None:
         """Join again after the lease ran out."""
