@@ -95,8 +95,11 @@ def test_7_progress_only_grows_and_the_job_knows_the_furthest(machine):
     machine.ask(beat(progress("m0-i1", cursor=90), progress("m1-i1", epoch=1, cursor=5)))
     machine.ask(beat(progress("m0-i1", cursor=40), progress("m1-i1", epoch=0, cursor=95)))
     assert [(one.epoch, one.cursor) for one in machine.job().members] == [(0, 90), (1, 5)]
-    job = machine.disk[Job, "j", ""].record
-    assert (job.epoch, job.cursor) == (1, 5)
+    stored = machine.disk[Job, "j", ""].record
+    machine.ask(leave("m1-i1"))
+    machine.restart()
+    for job in (stored, machine.job()):
+        assert (job.epoch, job.cursor) == (1, 5)
 
 
 def test_8_repeated_events_write_nothing_new(machine):
