@@ -322,7 +322,12 @@ class NodeServer:
         self._sessions.add(Session(self, sock))
 
     def _open_manifest(self, source: messages.DatasetSource) -> Manifest:
-        return open_dataset(source.urls, format_name=source.format, cache_dir=self.config.cache_dir)
+        return open_dataset(
+            source.urls,
+            format_name=source.format,
+            cache_dir=self.config.cache_dir,
+            connect=self._stores.connect,
+        )
 
 
 async def _wait(stop: asyncio.Event, seconds: float, draining: bool) -> None:

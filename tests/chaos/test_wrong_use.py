@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from dataplane.errors import (
     SchemaMismatch,
     ShardNotFound,
     SpecMismatch,
+    StoreUnavailable,
 )
 
 
@@ -120,6 +122,18 @@ def test_a_setting_that_means_nothing(folder, monkeypatch):
     error = wrong(str(folder))
     assert isinstance(error, ConfigError)
     assert "DATAPLANE_BLOCK_ARENA_BYTES" in str(error)
+
+
+def test_a_store_that_never_answers_is_given_up_within_the_stall_timeout(monkeypatch):
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "4")
+    monkeypatch.setenv("DATAPLANE_FETCH_TIMEOUT_S", "1")
+    # Connections wait in its backlog, and nobody ever takes them out.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        error = wrong(f"http://127.0.0.1:{port}/x.parquet")
+    assert type(error) is StoreUnavailable
+    assert "budget 3 s" in str(error)
+    assert f"127.0.0.1:{port}" in str(error)
 
 
 def test_a_service_that_is_not_there(folder):
