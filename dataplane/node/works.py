@@ -194,8 +194,8 @@ class Works:
             work,
             BudgetTooSmall(
                 f"one batch needs {len(work.plan.blocks)} blocks of {need} bytes in memory "
-                f"together, and the block arena has {budget}: raise block_arena_bytes, or choose "
-                "fewer lanes",
+                f"together, and the block arena has {budget}: raise block_arena_bytes, or choose a "
+                "smaller window, or fewer lanes (`dataplane plan` tells what they cost)",
                 needed=need,
                 budget=budget,
             ),
