@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ _PORTS = (
     "filer.port.grpc",
 )
 _PORT_BELOW = 55536  # SeaweedFS adds 10000 to some
+_VOLUMES_MAX = 1000  # of all buckets: a limit, nothing is reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +65,15 @@ class S3Server:
         Raises:  ConnectionError: the server refuses, or does not answer.
         """
         try:
-            with contextlib.closing(self._client()) as client:
+            with contextlib.closing(self.client()) as client:
                 client.create_bucket(Bucket=bucket)
                 for key, body in objects.items():
                     client.put_object(Bucket=bucket, Key=key, Body=body)
         except (BotoCoreError, ClientError) as error:
             raise ConnectionError(f"{self.endpoint}: {error}") from error
 
-    def _client(self) -> Any:
+    def client(self) -> Any:
+        """A boto3 client of this server, for the caller to close."""
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -96,7 +99,7 @@ def s3_server(folder: Path, environment: Mapping[str, str]) -> Iterator[S3Server
 
 
 def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str, str]) -> S3Server:
-    access_key, secret_key = "demo", secrets.token_hex(16)
+    access_key, secret_key = "dataplane", secrets.token_hex(16)
     log = folder / "s3.log"
     for attempt in range(START_ATTEMPTS):
         ports = free_ports(len(_PORTS), _PORT_BELOW)
@@ -106,7 +109,7 @@ def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str
             process = trial.enter_context(running(command, environment, log))
             # Somebody may take a port between our look and the server's start: try others.
             try:
-                wait_until(_answers(ports[0]), process, log, START_TIMEOUT_S)
+                wait_until(answers(ports[0]), process, log, START_TIMEOUT_S)
             except ProcessEnded:
                 if attempt == START_ATTEMPTS - 1:
                     raise
@@ -118,10 +121,10 @@ def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str
 
 
 def _command(folder: Path, ports: Sequence[int], access_key: str, secret_key: str) -> list[str]:
-    store, config = folder / "s3", folder / "s3.json"
-    store.mkdir(exist_ok=True)
+    # Each attempt has a store of its own: one that failed may have left half of one.
+    store, config = tempfile.mkdtemp(prefix="s3-", dir=folder), folder / "s3.json"
     identity = {
-        "name": "demo",
+        "name": "dataplane",
         "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
@@ -135,7 +138,8 @@ def _command(folder: Path, ports: Sequence[int], access_key: str, secret_key: st
         *("-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
         *(f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=True)),
         *("-master.telemetry=false", "-master.electionTimeout=1s"),
-        *("-master.volumeSizeLimitMB=256", "-volume.max=100", "-volume.preStopSeconds=0"),
+        *("-master.volumeSizeLimitMB=256", f"-volume.max={_VOLUMES_MAX}"),
+        "-volume.preStopSeconds=0",
         *(f"-s3.localSocket={folder}/s3.sock", f"-filer.localSocket={folder}/filer.sock"),
     ]
 
@@ -148,7 +152,9 @@ def _remove_sockets(ports: Sequence[int]) -> None:
             Path(f"/tmp/seaweedfs-{part}-grpc-{port}.sock").unlink(missing_ok=True)
 
 
-def _answers(port: int) -> Callable[[], bool]:
+def answers(port: int) -> Callable[[], bool]:
+    """Whether an HTTP server at this port of 127.0.0.1 answers, be it with a refusal."""
+
     def ready() -> bool:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5):
