@@ -257,10 +257,11 @@ class Engine:
 
     def _load(self, work: Work, *, greedy: bool) -> bool:
         """Start what is missing: False when there was no room for something."""
-        for index in sorted(work.missing):
+        for index in sorted(work.idle):
             try:
                 if not self.blocks.start(work.dataset, index, greedy=greedy):
                     return False
+                work.idle.discard(index)
             except BudgetTooSmall as error:
                 self._works.fail(work, error)
                 return False

@@ -32,13 +32,16 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One slab in the making, for one stream. `missing` are the blocks that are not ready."""
+    """One slab in the making, for one stream. `missing` are the blocks that are not ready, and
+    `idle` those of them that nobody is loading, as far as is known.
+    """
 
     stream: StreamState
     plan: Plan
     number: int
     phase: Phase = Phase.WAITING
     missing: set[int] = field(default_factory=set)
+    idle: set[int] = field(default_factory=set)
     pinned: list[Block] = field(default_factory=list)
     slot: Region | None = None
     oversize: bool = False

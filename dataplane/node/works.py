@@ -8,7 +8,8 @@ Invariants:
 1. A work that is assembled pins all of its blocks; it needs no more memory, so it ends.
 2. A slot is free again when its stream no longer waits for its slab, or its trainer released it.
 3. A work that is cut is followed at once, in its stream, by the work with its other batches.
-4. `missing` is exactly the blocks of a waiting work that are not ready.
+4. `missing` is exactly the blocks of a waiting work that are not ready; one that nobody is loading
+   is `idle` too.
 5. The first work of a stream that asks gets a slot as soon as one is free, or holds a slab that
    nobody has asked for: what was made too early never stands in the way of what is needed now.
 """
@@ -55,11 +56,13 @@ class Works:
         """Rows can be gathered from this block now."""
         for work in self._waiting.get((dataset.dataset_id, index), ()):
             work.missing.discard(index)
+            work.idle.discard(index)
 
     def block_gone(self, dataset: Dataset, index: int) -> None:
-        """It must be loaded again."""
+        """It must be loaded again, or go on to be loaded."""
         for work in self._waiting.get((dataset.dataset_id, index), ()):
             work.missing.add(index)
+            work.idle.add(index)
 
     def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
         """It cannot be loaded: whoever waits for it fails."""
@@ -71,6 +74,7 @@ class Works:
             self._waiting[work.dataset.dataset_id, index].add(work)
             if self._blocks.ready(work.dataset, index) is None:
                 work.missing.add(index)
+        work.idle |= work.missing
 
     def _unwatch(self, work: Work) -> None:
         for index in work.plan.blocks:
@@ -81,6 +85,7 @@ class Works:
                 if not waiting:
                     del self._waiting[key]
         work.missing.clear()
+        work.idle.clear()
 
     def pin(self, work: Work) -> None:
         """Keep those blocks of a work that are ready."""
