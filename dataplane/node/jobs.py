@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dataplane.arena.memfd import Arena
-from dataplane.arena.slots import Slots, plan_slots
+from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, PeerLost
 from dataplane.model import Stream
@@ -36,6 +36,7 @@ OpenManifest = Callable[[messages.DatasetSource], Manifest]
 
 _ORDERS_MAX = 8
 _MANIFESTS_MAX = 16
+_ManifestKey = tuple[messages.DatasetSource, str, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +83,7 @@ class Jobs:
         self._coordination = coordination
         self._node_id = node_id
         self._open_manifest = open_manifest
-        self._manifests: OrderedDict[object, asyncio.Future[Manifest]] = OrderedDict()
+        self._manifests: OrderedDict[_ManifestKey, asyncio.Future[Manifest]] = OrderedDict()
         self._datasets: dict[object, Dataset] = {}
         self._deliveries: dict[object, Delivery] = {}
         self._orders: OrderedDict[object, asyncio.Future[Order]] = OrderedDict()
@@ -177,6 +178,12 @@ class Jobs:
             self._engine.close_delivery(delivery)
             self._forget_unread(delivery.dataset)
 
+    def forget_manifest(self, job_id: str) -> None:
+        """The last rank has closed this job: whoever opens it again sees the dataset anew."""
+        if not any(member.job_id == job_id for member in self.members.values()):
+            for key in [key for key in self._manifests if key[1] == job_id]:
+                del self._manifests[key]
+
     def _forget_unread(self, dataset: Dataset) -> None:
         """Free a dataset's blocks, unless somebody reads it."""
         if not any(delivery.dataset is dataset for delivery in self._deliveries.values()):
@@ -204,7 +211,7 @@ class Jobs:
     # -- parts -----------------------------------------------------------------------------------
 
     async def _manifest(self, request: messages.OpenJob) -> Manifest:
-        key = (request.source, request.incarnation)
+        key = (request.source, request.job_id, request.incarnation)
         future = self._manifests.get(key)
         if future is None:
             loop = asyncio.get_running_loop()
@@ -274,6 +281,19 @@ class Jobs:
                 budget=budget,
             )
 
+    def _check_delivery(self, layout: SlotLayout) -> None:
+        """What is reserved for one rank has a bound, however large a batch it asks for."""
+        config = self._config
+        budget = max(config.delivery_bytes_per_rank, 2 * config.block_arena_bytes)
+        if layout.arena_bytes > budget:
+            raise BudgetTooSmall(
+                f"batches of about {layout.slot_bytes} bytes need {layout.arena_bytes} bytes of "
+                f"delivery arena, and this node gives a rank {budget} at most: make the batch "
+                "smaller, or raise delivery_bytes_per_rank",
+                needed=layout.arena_bytes,
+                budget=budget,
+            )
+
     def _join_request(
         self, request: messages.OpenJob, spec: JobSpec, manifest: Manifest
     ) -> membership.JoinRequest:
@@ -298,6 +318,7 @@ class Jobs:
         delivery = self._deliveries.get(key)
         if delivery is None:
             layout = plan_slots(self._config.delivery_bytes_per_rank, sizes.slot_bytes)
+            self._check_delivery(layout)
             arena = Arena.create("dataplane-delivery", layout.arena_bytes)
             try:
                 arena.reserve(layout.arena_bytes)

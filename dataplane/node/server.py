@@ -218,6 +218,7 @@ class Session:
         member = self._members.pop(body.job_id, None)
         if member is not None:
             self._server.jobs.close(member)
+            self._server.jobs.forget_manifest(body.job_id)
             self._server.spawn(self._server.jobs.leave(member, lost=False))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.config import JobSpec
-from dataplane.model import Stream
+from dataplane.model import End, Stream
 from dataplane.node.dataset import Dataset
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
@@ -40,7 +40,9 @@ class SlabSizes:
 
 def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -> SlabSizes:
     """From the mean size of a sample: as many batches as fit into `slab_bytes`, one at least."""
-    rows = -(-spec.global_batch // dp_size)
+    samples = dataset.manifest.sample_count
+    largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
+    rows = -(-largest // dp_size)
     padding = _ALIGN_BYTES * (len(dataset.columns.specs) + 1)
     batch_bytes = int(rows * dataset.row_bytes() * _SPREAD) + padding
     exact = rows * dataset.row_bytes() + padding

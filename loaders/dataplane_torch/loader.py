@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -159,25 +160,29 @@ class DataLoader:
 
 
 class BatchIterator:
-    """One pass over a loader. Several may be under way at once; each has its own place."""
+    """One pass over a loader. Several may be under way at once; each has its own place. Threads
+    may share one: each batch comes to one of them.
+    """
 
     def __init__(self, loader: DataLoader, walk: Walk) -> None:
         self._loader, self._walk = loader, walk
         self._is_done = False
+        self._lock = threading.Lock()
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._is_done:
-            raise StopIteration
-        batch = self._walk.next()
-        if batch is None:
-            self._is_done = True
-            self._walk.close()
-            self._loader.finish(self._walk)
-            raise StopIteration
-        return batch
+        with self._lock:
+            if self._is_done:
+                raise StopIteration
+            batch = self._walk.next()
+            if batch is None:
+                self._is_done = True
+                self._walk.close()
+                self._loader.finish(self._walk)
+                raise StopIteration
+            return batch
 
     @property
     def valid_count(self) -> int | None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset
 
-from dataplane.errors import ConfigError, ShardNotFound
+from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound
 
 from .conftest import LAUNCHED
 
@@ -219,3 +220,35 @@ def test_what_one_consumer_writes_into_a_batch_no_other_sees(shards) -> None:
             one["i"].zero_()
             whole += other["i"].tolist()
     assert whole == list(range(COUNT))
+
+
+def test_threads_that_share_an_iterator_get_each_batch_once(shards) -> None:
+    with DataLoader(shards, 16, shuffle=True, columns=["i"]) as loader:
+        iterator, found = iter(loader), []
+
+        def take() -> None:
+            found.extend(batch["i"].tolist() for batch in iterator)
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(i for batch in found for i in batch) == list(range(COUNT))
+
+
+def test_a_new_loader_sees_a_dataset_that_was_rewritten(tmp_path) -> None:
+    for count in (30, 40):
+        pq.write_table(table_of(range(count)), tmp_path / "x.parquet", row_group_size=10)
+        with DataLoader(str(tmp_path / "x.parquet"), 8, columns=["i"]) as loader:
+            assert [i for batch in loader for i in batch["i"].tolist()] == list(range(count))
+
+
+def test_a_batch_size_far_above_the_dataset_takes_no_more_than_the_dataset(shards) -> None:
+    with DataLoader(shards, 2**31 - 1, columns=["i"]) as loader:
+        assert [batch["i"].tolist() for batch in loader] == [list(range(COUNT))]
+    with (
+        pytest.raises(BudgetTooSmall, match="make the batch smaller"),
+        DataLoader(shards, 2**31 - 1, columns=["i"], end="pad") as loader,
+    ):
+        next(iter(loader))
