@@ -112,11 +112,6 @@ class Arena:
             ) from error
         self._reserved = end
 
-    @property
-    def reserved_bytes(self) -> int:
-        """How much of the arena is memory by now, as this process knows."""
-        return self._reserved
-
     def close(self) -> None:
         """Give up the descriptor and, once no view is left, the mapping. May be called twice."""
         if self._mapping is None or self._buffer is None:

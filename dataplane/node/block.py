@@ -53,15 +53,3 @@ class Block:
                 else tasks.BlockSource(self.key, raw=self.dataset.raw_block(self.index, self.raw))
             )
         return self.told
-
-
-@dataclass(frozen=True, slots=True)
-class BlockStatistics:
-    """Counts since the node started, and bytes now."""
-
-    ready_count: int
-    loading_count: int
-    fetched_bytes: int
-    loaded_count: int
-    evicted_count: int
-    free_bytes: int

@@ -23,7 +23,7 @@ from dataplane.arena.allocator import Allocator, rounded
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
-from dataplane.node.block import Block, BlockStatistics, Phase
+from dataplane.node.block import Block, Phase
 from dataplane.node.dataset import Dataset
 from dataplane.node.eviction import NEVER, next_use, victims
 from dataplane.node.fetch import Fetcher
@@ -77,7 +77,6 @@ class BlockTable:
         self._clock = itertools.count(1)
         self._fetching = 0
         self._decoding = 0
-        self._counts = {"fetched_bytes": 0, "loaded": 0, "evicted": 0}
 
     @property
     def arena_bytes(self) -> int:
@@ -93,18 +92,6 @@ class BlockTable:
     def can_fetch(self) -> bool:
         """Whether one more fetch may start."""
         return self._fetching < self._fetch_count
-
-    def statistics(self) -> BlockStatistics:
-        """Counts for people."""
-        ready = sum(block.phase is Phase.READY for block in self._blocks.values())
-        return BlockStatistics(
-            ready,
-            len(self._blocks) - ready,
-            self._counts["fetched_bytes"],
-            self._counts["loaded"],
-            self._counts["evicted"],
-            self._allocator.free_bytes,
-        )
 
     def ready(self, dataset: Dataset, index: int) -> Block | None:
         """The block, if rows can be gathered from it now."""
@@ -199,7 +186,6 @@ class BlockTable:
             self._fail(block, error)
             return
         assert block.raw is not None
-        self._counts["fetched_bytes"] += block.raw.length
         if not block.dataset.needs_decode(block.index):
             self._become_ready(block)
             return
@@ -261,7 +247,6 @@ class BlockTable:
 
     def _become_ready(self, block: Block) -> None:
         block.phase = Phase.READY
-        self._counts["loaded"] += 1
         if block.raw is None and block.decoded is None:
             self._trim(block)
         self._listener.block_ready(block.dataset, block.index)
@@ -342,7 +327,6 @@ class BlockTable:
             self._evict(direct[i])
 
     def _evict(self, block: Block) -> None:
-        self._counts["evicted"] += 1
         self._remove(block)
         self._listener.block_gone(block.dataset, block.index)
 

@@ -93,16 +93,6 @@ class WorkerPool:
         """The workers' process ids."""
         return tuple(worker.process.pid for worker in self._workers)
 
-    @property
-    def queued_count(self) -> int:
-        """Jobs that wait for a worker."""
-        return len(self._queue)
-
-    @property
-    def busy_count(self) -> int:
-        """Jobs that a worker has."""
-        return sum(worker.job is not None for worker in self._workers)
-
     def submit(self, job: Job, urgency: int) -> None:
         """Queue a job; the smallest urgency goes first, then the oldest."""
         heapq.heappush(self._queue, (urgency, next(self._numbers), job))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,3 +32,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeNode]]:
             )
 
         yield start
+
+
+@pytest.fixture
+def small_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real node, embedded and alone, with budgets that a test can fill."""
+    for name in ("DATAPLANE_SERVICE", *LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
+    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
+    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
+    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")

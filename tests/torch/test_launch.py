@@ -15,7 +15,7 @@ import torch.distributed
 from dataplane_torch import DataLoader
 from dataplane_torch.group import launch_token
 
-from .conftest import LAUNCHED
+pytestmark = pytest.mark.usefixtures("small_node")
 
 COUNT = 240
 RANK = """
@@ -52,18 +52,6 @@ if when != "never":
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 """
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("DATAPLANE_SERVICE", *LAUNCHED):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
-    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
-    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
-    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
-    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
 
 
 @pytest.fixture

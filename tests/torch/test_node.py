@@ -22,23 +22,12 @@ from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset
 
 from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound
 
-from .conftest import LAUNCHED
-
 COUNT = 700
 # On a machine with fewer processors than workers.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("DATAPLANE_SERVICE", *LAUNCHED):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
-    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
-    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
-    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
-    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+pytestmark = [
+    pytest.mark.usefixtures("small_node"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
 
 
 @pytest.fixture
