@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dataplane_bench import demo_proof
-from dataplane_bench.demo import QUICK_STEPS
-from dataplane_bench.demo_corpus import ROW_TOKENS, corpus, parquet_shards
-from dataplane_bench.demo_journal import JournalReader, JournalWriter, Step
-from dataplane_bench.demo_stages import Length
+from dataplane_bench.demo import proof
+from dataplane_bench.demo.__main__ import QUICK_STEPS
+from dataplane_bench.demo.corpus import ROW_TOKENS, corpus, parquet_shards
+from dataplane_bench.demo.journal import JournalReader, JournalWriter, Step
+from dataplane_bench.demo.stages import Length
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,16 +127,16 @@ def test_what_cannot_be_shown_is_refused(arguments, started):
 @given(order=st.permutations(range(12)), at=st.integers(0, 11), other=st.integers(0, 11))
 def test_a_missing_a_repeated_and_a_misplaced_sample_are_noticed(order, at, other):
     ids = np.array(order)
-    assert demo_proof.complete(ids, 12).holds
-    assert demo_proof.as_planned(ids, ids.copy()).holds
-    assert not demo_proof.complete(np.delete(ids, at), 12).holds
-    assert not demo_proof.complete(np.insert(ids, at, ids[other]), 12).holds
-    assert not demo_proof.complete(np.insert(ids, at, 12), 12).holds
-    assert not demo_proof.complete(np.append(ids, -1), 12).holds
-    assert not demo_proof.as_planned(np.delete(ids, at), ids).holds
+    assert proof.complete(ids, 12).holds
+    assert proof.as_planned(ids, ids.copy()).holds
+    assert not proof.complete(np.delete(ids, at), 12).holds
+    assert not proof.complete(np.insert(ids, at, ids[other]), 12).holds
+    assert not proof.complete(np.insert(ids, at, 12), 12).holds
+    assert not proof.complete(np.append(ids, -1), 12).holds
+    assert not proof.as_planned(np.delete(ids, at), ids).holds
     swapped = ids.copy()
     swapped[[at, other]] = ids[[other, at]]
-    assert demo_proof.as_planned(swapped, ids).holds == (at == other)
+    assert proof.as_planned(swapped, ids).holds == (at == other)
 
 
 @settings(max_examples=30)
@@ -144,12 +144,12 @@ def test_a_missing_a_repeated_and_a_misplaced_sample_are_noticed(order, at, othe
 def test_a_sample_with_other_bytes_is_noticed(ids, at):
     sums = np.arange(100, 108)
     kept = np.stack([np.array(ids), sums[ids]], axis=1)
-    assert demo_proof.right_content(kept, sums).holds
-    assert demo_proof.as_uninterrupted(kept, kept.copy()).holds
+    assert proof.right_content(kept, sums).holds
+    assert proof.as_uninterrupted(kept, kept.copy()).holds
     wrong = kept.copy()
     wrong[at, 1] += 1
-    assert not demo_proof.right_content(wrong, sums).holds
-    assert not demo_proof.as_uninterrupted(wrong, kept).holds
+    assert not proof.right_content(wrong, sums).holds
+    assert not proof.as_uninterrupted(wrong, kept).holds
 
 
 def a_step(number, ids, loss=1.0):
@@ -160,25 +160,25 @@ def a_step(number, ids, loss=1.0):
 def test_the_shares_of_the_ranks_join_to_the_global_batch(ranks):
     batch = tuple(range(40, 47))
     told = [[a_step(1, batch[rank::ranks])] for rank in range(ranks)]
-    assert demo_proof.steps_of(told) == {1: (batch, 1.0)}
+    assert proof.steps_of(told) == {1: (batch, 1.0)}
 
 
 def test_a_step_that_one_rank_did_not_finish_is_not_counted():
-    assert sorted(demo_proof.steps_of([[a_step(1, [0]), a_step(2, [2])], [a_step(1, [1])]])) == [1]
+    assert sorted(proof.steps_of([[a_step(1, [0]), a_step(2, [2])], [a_step(1, [1])]])) == [1]
 
 
 def test_lost_steps_must_be_made_again_from_the_same_samples():
     before = {step: ((step,), 1.0) for step in (1, 2, 3)}
-    assert demo_proof.made_again(before, {2: ((2,), 1.0), 3: ((3,), 1.0)}, 1).holds
-    assert not demo_proof.made_again(before, {2: ((2,), 1.0)}, 1).holds
-    assert not demo_proof.made_again(before, {2: ((2,), 1.0), 3: ((9,), 1.0)}, 1).holds
-    assert not demo_proof.made_again(before, {}, 3).holds, "nothing was lost: nothing is shown"
+    assert proof.made_again(before, {2: ((2,), 1.0), 3: ((3,), 1.0)}, 1).holds
+    assert not proof.made_again(before, {2: ((2,), 1.0)}, 1).holds
+    assert not proof.made_again(before, {2: ((2,), 1.0), 3: ((9,), 1.0)}, 1).holds
+    assert not proof.made_again(before, {}, 3).holds, "nothing was lost: nothing is shown"
 
 
 def test_trainers_that_nobody_looked_at_prove_nothing():
-    assert demo_proof.kept_apart(3, []).holds
-    assert not demo_proof.kept_apart(0, []).holds
-    assert not demo_proof.kept_apart(3, ["a trainer talks to S3"]).holds
+    assert proof.kept_apart(3, []).holds
+    assert not proof.kept_apart(0, []).holds
+    assert not proof.kept_apart(3, ["a trainer talks to S3"]).holds
 
 
 def test_planned_ids_count_the_rows_of_the_dataset():
@@ -188,7 +188,7 @@ def test_planned_ids_count_the_rows_of_the_dataset():
         ("s3://b/",), "parquet", b"", (shard,), np.zeros(3, int), rows, np.arange(3) * 10,
         np.full(3, 10), rows * 8,
     )  # fmt: skip
-    assert sorted(demo_proof.planned_ids(manifest, 7, 0).tolist()) == list(range(8))
+    assert sorted(proof.planned_ids(manifest, 7, 0).tolist()) == list(range(8))
 
 
 # -- what it is made of --------------------------------------------------------------------------

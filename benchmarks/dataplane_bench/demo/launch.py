@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from dataplane_bench import processes
-from dataplane_bench.demo_journal import JournalReader, Run, Step
+from dataplane_bench.demo.journal import JournalReader, Run, Step
 from dataplane_bench.processes import ProcessEnded
 
 FOLLOW_POLL_S = 0.05
@@ -106,7 +106,7 @@ def command(ranks: int, settings: str) -> list[str]:
     return [
         *("torchrun", f"--nproc-per-node={ranks}", "--rdzv-id=demo", "--rdzv-backend=c10d"),
         *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
-        *("-m", "dataplane_bench.demo_train", settings),
+        *("-m", "dataplane_bench.demo.train", settings),
     ]
 
 

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from dataplane_bench.demo_journal import Run, Step
-from dataplane_bench.demo_launch import OnStep, rates
-from dataplane_bench.demo_proof import Check
+from dataplane_bench.demo.journal import Run, Step
+from dataplane_bench.demo.launch import OnStep, rates
+from dataplane_bench.demo.proof import Check
 
 WIDTH = 100
 _RECENT_STEPS = 20

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order, default_lanes_window
-from dataplane_bench.demo_journal import Step
+from dataplane_bench.demo.journal import Step
 
 Int64 = NDArray[np.int64]
 Steps = Mapping[int, tuple[tuple[int, ...], float]]

@@ -1,6 +1,6 @@
 """The demo's training script: what torchrun starts, once a rank.
 
-    torchrun --nproc-per-node 2 -m dataplane_bench.demo_train RUN.json
+    torchrun --nproc-per-node 2 -m dataplane_bench.demo.train RUN.json
 
 All that Dataplane asks of it: another import, a state that goes into the checkpoint and comes back
 out of it. The rest of it is ordinary, but for the evidence that it keeps: which samples it was fed.
@@ -24,9 +24,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from dataplane_bench.demo_corpus import row_sums
-from dataplane_bench.demo_journal import JournalWriter, Run, Step
-from dataplane_bench.demo_model import VOCABULARY, ByteTransformer
+from dataplane_bench.demo.corpus import row_sums
+from dataplane_bench.demo.journal import JournalWriter, Run, Step
+from dataplane_bench.demo.model import VOCABULARY, ByteTransformer
 from dataplane_bench.processes import die_with_parent
 
 DIST_TIMEOUT = timedelta(seconds=60)

@@ -25,11 +25,11 @@ from typing import Any
 
 from dataplane.errors import DataplaneError
 from dataplane.settings import CONFIG_VARIABLE, SETTINGS
-from dataplane_bench import demo_proof
-from dataplane_bench.demo_launch import Watch, rates
-from dataplane_bench.demo_proof import Check
-from dataplane_bench.demo_report import Report
-from dataplane_bench.demo_stages import EPOCH, SEED, Length, Stages, saved_in
+from dataplane_bench.demo import proof
+from dataplane_bench.demo.launch import Watch, rates
+from dataplane_bench.demo.proof import Check
+from dataplane_bench.demo.report import Report
+from dataplane_bench.demo.stages import EPOCH, SEED, Length, Stages, saved_in
 from dataplane_bench.processes import ProcessEnded
 
 STEPS, QUICK_STEPS, STEPS_MIN = 200, 16, 16
@@ -61,16 +61,16 @@ def demonstrate(stages: Stages, stack: contextlib.ExitStack) -> dict[str, Any]:
     drained = stages.drain(service)
     saved = saved_in(run)
     kept = saved["kept"].numpy()
-    before, after = (demo_proof.steps_of(launch.steps) for launch in (first, second))
+    before, after = (proof.steps_of(launch.steps) for launch in (first, second))
     resumed_from = min(after) - 1
-    planned = demo_proof.planned_ids(manifest, SEED, EPOCH)
+    planned = proof.planned_ids(manifest, SEED, EPOCH)
     checks = [
-        demo_proof.complete(kept[:, 0], manifest.sample_count),
-        demo_proof.as_planned(kept[:, 0], planned),
-        demo_proof.as_uninterrupted(kept, passed),
-        demo_proof.right_content(kept, text.sums()),
-        demo_proof.made_again(before, after, resumed_from),
-        demo_proof.kept_apart(watch.looks, watch.offences),
+        proof.complete(kept[:, 0], manifest.sample_count),
+        proof.as_planned(kept[:, 0], planned),
+        proof.as_uninterrupted(kept, passed),
+        proof.right_content(kept, text.sums()),
+        proof.made_again(before, after, resumed_from),
+        proof.kept_apart(watch.looks, watch.offences),
     ]
     samples_per_s, bytes_per_s, waited = rates(second.steps[0][1:], run, length.resume_ranks)
     losses = {

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.plan.manifest import Manifest
-from dataplane_bench import demo_launch, processes
-from dataplane_bench.demo_corpus import ROW_TOKENS, Corpus, corpus, parquet_shards, row_sums
-from dataplane_bench.demo_journal import Run
-from dataplane_bench.demo_launch import Launch, Watch, launched
-from dataplane_bench.demo_report import Report
+from dataplane_bench import processes
+from dataplane_bench.demo import launch as launching
+from dataplane_bench.demo.corpus import ROW_TOKENS, Corpus, corpus, parquet_shards, row_sums
+from dataplane_bench.demo.journal import Run
+from dataplane_bench.demo.launch import Launch, Watch, launched
+from dataplane_bench.demo.report import Report
 from dataplane_bench.processes import ProcessEnded
 from dataplane_bench.s3 import S3Server, s3_server
 
@@ -199,7 +200,7 @@ class Stages:
         with self.stage("resume", "Resume, to the end of the epoch"):
             ranks = self.length.resume_ranks
             with (
-                self._launched(demo_launch.resumed(run, "second"), ranks) as launch,
+                self._launched(launching.resumed(run, "second"), ranks) as launch,
                 self.report.training(run, ranks, self.length.steps) as on_step,
             ):
                 launch.follow(watch, on_step)
@@ -248,7 +249,7 @@ class Stages:
 
     @contextlib.contextmanager
     def _launched(self, run: Run, ranks: int) -> Iterator[Launch]:
-        self.report.command(demo_launch.command(ranks, f"{run.launch}.json"))
+        self.report.command(launching.command(ranks, f"{run.launch}.json"))
         with launched(run, ranks, self.environment) as launch:
             yield launch
 
