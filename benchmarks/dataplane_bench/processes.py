@@ -38,7 +38,7 @@ def running(
     """Run a command, its output in `log`, until the block ends; then kill what is left of it."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*_dies_with_us(), *command],
+            [*dies_with_us(), *command],
             cwd=log.parent,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -139,6 +139,6 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _dies_with_us() -> list[str]:
+def dies_with_us() -> list[str]:
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "KILL"] if setpriv else []

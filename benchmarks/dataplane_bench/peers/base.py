@@ -1,0 +1,89 @@
+"""The contract of an adapter: how one loader is prepared, set, opened and read.
+
+An adapter is a module of this folder with one class; `registry.py` names it. The module itself
+imports nothing but the standard library, numpy, pyarrow and dataplane_bench: what the loader needs
+is imported where it is used, since only `open` and `prepare` run in the loader's own environment.
+
+What every loader owes, so that they can be compared:
+- batches of `workload.batch_size` samples, dicts of what model.Kind says, as torch tensors on the
+  CPU; at the end of an epoch a smaller batch or none is as good;
+- every sample once an epoch (of its rank), shuffled anew each epoch as well as the loader's
+  documentation advises: over the whole epoch, or with a buffer of SHUFFLE_BUFFER samples or more;
+- the best documented settings: whatever its documentation, or an expert, would use on one machine.
+  What is worth trying is a list of settings, and the harness tries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from dataplane_bench.model import Case, Settings, Task, Workload
+
+SHUFFLE_BUFFER = 8192
+"""Samples in the shuffle buffer of a loader that cannot shuffle an epoch as a whole."""
+
+Batch = Mapping[str, Any]
+
+
+class Loader(Protocol):
+    """An opened loader, in a process of its own."""
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """One pass; `number` counts from 0 and decides the order."""
+
+    def close(self) -> None:
+        """Everything it started has ended. May be called twice."""
+
+
+class Resumable(Loader, Protocol):
+    """A loader with a state."""
+
+    def state(self) -> Any:
+        """Where the pass under way stands: JSON, or what torch.save takes."""
+
+    def resume(self, state: Any) -> Iterator[Batch]:
+        """The rest of the pass that the state is of; called in a new process, once, first."""
+
+
+class Peer(Protocol):
+    """An adapter."""
+
+    name: str
+    """On the command line: "webdataset"."""
+    title: str
+    """In tables: "WebDataset"."""
+    requirements: tuple[str, ...]
+    """What pip installs into its environment; empty: all is in ours."""
+    distribution: str
+    """Whose version is told."""
+
+    def refuses(self, workload: Workload, case: Case) -> str:
+        """Why the loader has no part in this case, in half a sentence; "" where it has."""
+
+    def layout(self, workload: Workload) -> str:
+        """Its format for these samples, a folder's name ("mds", "npy"): adapters with the same name
+        share what `prepare` wrote, and must write the same.
+        """
+
+    def describe(self, workload: Workload) -> str:
+        """Format and way of shuffling, for readers: "MDS shards of 64 MiB, py1e shuffle"."""
+
+    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+        """What is worth trying, at most four, the documented choice first."""
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        """Convert the source into the loader's format, in this empty folder."""
+
+    def open(self, task: Task) -> Loader:
+        """The loader, set up as `task.settings` says; time counts from here on."""
+
+
+class Served(Peer, Protocol):
+    """An adapter of a loader that can have a daemon."""
+
+    def serve(self, task: Task) -> tuple[str, Any]:
+        """Start the daemon in this process (or below it): what trials need to find it, and an
+        object whose `close()` ends it.
+        """

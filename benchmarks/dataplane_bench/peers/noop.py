@@ -1,0 +1,76 @@
+"""No loader at all: the same batch over and over. It shows what the harness itself could measure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from dataplane_bench.model import CROP, Case, Kind, Mode, Settings, Task, Workload
+from dataplane_bench.peers.base import Batch
+
+
+class Noop:
+    """One made-up batch; nothing is read."""
+
+    name = "noop"
+    title = "noop (harness)"
+    requirements: tuple[str, ...] = ()
+    distribution = "torch"
+
+    def refuses(self, workload: Workload, case: Case) -> str:
+        del workload
+        return "" if case.mode is Mode.STEADY else "it reads nothing"
+
+    def layout(self, workload: Workload) -> str:
+        del workload
+        return "noop"
+
+    def describe(self, workload: Workload) -> str:
+        del workload
+        return "one batch over and over"
+
+    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+        del workload, case, cores
+        return ({},)
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        """Nothing to convert."""
+
+    def open(self, task: Task) -> _Repeated:
+        return _Repeated(_made_up(task.workload), task.workload.sample_count // task.size)
+
+
+class _Repeated:
+    def __init__(self, batch: Batch, sample_count: int) -> None:
+        self._batch = batch
+        size = len(next(iter(batch.values())))
+        self._times = max(sample_count // size, 1)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        del number
+        return itertools.repeat(self._batch, self._times)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+def _made_up(workload: Workload) -> Batch:
+    import torch
+
+    size = workload.batch_size
+    batch: dict[str, object] = {}
+    for column in workload.columns:
+        match column.kind:
+            case Kind.FIXED:
+                dtype = getattr(torch, column.dtype)
+                batch[column.name] = torch.zeros((size, *column.shape), dtype=dtype)
+            case Kind.RAGGED:
+                dtype = getattr(torch, column.dtype)
+                batch[column.name] = torch.zeros((size, 1), dtype=dtype)
+                batch[f"{column.name}.length"] = torch.ones(size, dtype=torch.int64)
+            case Kind.STRING:
+                batch[column.name] = [""] * size
+            case Kind.IMAGE:
+                batch[column.name] = torch.zeros((size, CROP, CROP, 3), dtype=torch.uint8)
+    return batch

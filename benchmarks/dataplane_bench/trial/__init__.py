@@ -1,0 +1,1 @@
+"""One run of one loader: its process, its clock, its memory."""

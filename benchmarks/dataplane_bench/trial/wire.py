@@ -1,0 +1,63 @@
+"""What the harness tells a trial's process and hears from it: a JSON object a line.
+
+The process reads its order (a task and what to do with it) from stdin, later "go", "stop" and
+"end"; it answers on what was its stdout. All times are of the system's monotonic clock, which all
+processes share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataplane_bench.model import Case, Column, Kind, Mode, Place, Store, Task, Workload
+
+
+def line(value: object) -> str:
+    """One line, with its end. Values of model.py and paths are written as what they hold."""
+    return json.dumps(value, default=_plain) + "\n"
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"not JSON: {value!r}")
+
+
+def task_of(told: Mapping[str, Any]) -> Task:
+    """A task as `line` wrote it."""
+    return Task(
+        **{
+            **told,
+            "case": case_of(told["case"]),
+            "workload": workload_of(told["workload"]),
+            "place": Place(**{**told["place"], "folder": Path(told["place"]["folder"])}),
+            "cache": Path(told["cache"]),
+        }
+    )
+
+
+def case_of(told: Mapping[str, Any]) -> Case:
+    """A case as `line` wrote it."""
+    return Case(**{**told, "mode": Mode(told["mode"]), "store": Store(told["store"])})
+
+
+def workload_of(told: Mapping[str, Any]) -> Workload:
+    """A workload as `line` wrote it."""
+    columns = tuple(
+        Column(one["name"], Kind(one["kind"]), one["dtype"], tuple(one["shape"]))
+        for one in told["columns"]
+    )
+    return Workload(
+        **{
+            **told,
+            "columns": columns,
+            "source": Path(told["source"]),
+            "urls": tuple(told["urls"]),
+        }
+    )

@@ -1,0 +1,1 @@
+"""What is loaded: generated sets of samples, or the user's own."""
