@@ -84,7 +84,7 @@ class Mode(enum.StrEnum):
     """What a trial does."""
 
     STEADY = "steady"  # rates once everything is warm, over a window of time
-    EPOCH = "epoch"  # one whole epoch from an empty cache, its first batch included
+    EPOCH = "epoch"  # an epoch from an empty cache, its first batch included, or its first seconds
     FIRST = "first"  # the first batch, then the end
     RESUME = "resume"  # the first batch after a restart from a state taken at `fraction`
     VERIFY = "verify"  # one whole epoch, every byte of it summed

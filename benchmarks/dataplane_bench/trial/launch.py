@@ -36,13 +36,14 @@ class TrialFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a trial takes, seconds. `settle_s` passes between "go" and the window: buffers warm up,
+    """How long a trial takes, seconds. An epoch that is not over after `epoch_s` ends there; `settle_s` passes between "go" and the window: buffers warm up,
     and what was fetched ahead while nobody took it does not count.
     """
 
     settle_s: float = 1.0
     window_s: float = 2.0
     stall_window_s: float = 1.0
+    epoch_s: float = 10.0
     timeout_s: float = 180.0
 
 
@@ -81,6 +82,9 @@ def run_trial(
             case Mode.FIRST | Mode.EPOCH:
                 cpu = trial.cpu_s()
                 trial.start()
+                if case.mode is Mode.EPOCH:
+                    trial.wait(timing.epoch_s)
+                    trial.tell_all("stop")
                 found = _together(trial.hear_all())
                 found |= _cost(found, trial.cpu_s() - cpu)
         trial.finish()
@@ -169,6 +173,12 @@ class _Trial:
     def hear_all(self) -> list[dict[str, Any]]:
         """The next answer of each."""
         return [self._hear(member) for member in self._members]
+
+    def wait(self, seconds: float) -> None:
+        """Until all have something to say, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while any(member.said.empty() for member in self._members) and time.monotonic() < deadline:
+            processes.pause(processes.POLL_S)
 
     def tell_all(self, words: str) -> None:
         for member in self._members:

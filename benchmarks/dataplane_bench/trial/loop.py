@@ -53,14 +53,16 @@ class Loop:
                 before = now
         return (time.thread_time() - cpu) / max(clock() - began, 1e-9)
 
-    def whole(self, began: float) -> dict[str, Any]:
-        """Take all batches; `began` is when the loader was opened."""
+    def whole(self, began: float, stop: threading.Event) -> dict[str, Any]:
+        """Take all batches, or those until `stop`; `began` is when the loader was opened."""
         first = 0.0
         for batch in self._batches:
             now = time.monotonic()
             first = first or now
             self._ends.append(now)
             self._counts.append(len(next(iter(batch.values()))))
+            if stop.is_set():
+                break
         self._waits = list(np.diff([began, *self._ends]))
         return self.window(began, self._ends[-1]) | {"first_batch_s": first - began}
 

@@ -82,7 +82,7 @@ def run(task: Task, say: Any, ear: Ear) -> None:
                 next(loader.epoch(0))
                 say({"first_batch_s": time.monotonic() - began})
             case Mode.EPOCH:
-                say(Loop(loader.epoch(0)).whole(began))
+                say(Loop(loader.epoch(0)).whole(began, ear.stop))
             case Mode.RESUME:
                 _resume(task, loader, began, say)
 
