@@ -16,6 +16,7 @@ import click
 
 from dataplane.commands import output
 from dataplane.commands.config import config
+from dataplane.commands.extensions import ExtensibleGroup
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
 from dataplane.commands.options import config_option
@@ -35,6 +36,7 @@ class Manner:
 
 
 @click.group(
+    cls=ExtensibleGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="\b\n" + output.EXIT_CODES,
 )
@@ -56,6 +58,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
       dataplane verify s3://bucket/train/
       dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
       dataplane serve
+      dataplane bench
     """
     manner.debug = debug
     del config_file  # the commands that read settings ask for it

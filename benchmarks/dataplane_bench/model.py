@@ -2,8 +2,8 @@
 
 A *workload* is a set of samples and what a trainer wants of it. A *case* is one way to load it. A
 *scenario* is a question: some cases and a bound. A *system* is a loader under test: Dataplane, a
-peer, or `noop`, which shows what the harness itself could do. A *trial* is one run of one system in one case, in
-processes of its own. Trials of all systems take turns in *rounds*: A B C, A B C, A B C.
+peer, or `noop`, which shows what the harness itself could do. A *trial* is one run of one system
+in one case, in processes of its own. Trials of all systems take turns in *rounds*: A B C, A B C.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Workload:
 
     The source is a folder of Parquet shards `shard-00000.parquet`, … with exactly these columns,
     without nulls. Every system but Dataplane converts it once into its own best format.
-    `step_ms` is the trainer's step for which a loader's stall share is told. `fingerprint` names the
-    samples: the same for the same rows.
+    `step_ms` is the trainer's step for which a loader's stall share is told. `fingerprint` names
+    the samples: the same for the same rows.
     """
 
     name: str

@@ -19,9 +19,10 @@ SYSTEMS = {
     "ray": "ray_data:RayData",
     "ffcv": "ffcv:Ffcv",
     "noop": "noop:Noop",
+    "reference": "reference:Reference",
 }
-OURS, HARNESS = "dataplane", "noop"
-PEERS = tuple(name for name in SYSTEMS if name not in (OURS, HARNESS))
+OURS, HARNESS, REFERENCE = "dataplane", "noop", "reference"
+PEERS = tuple(name for name in SYSTEMS if name not in (OURS, HARNESS, REFERENCE))
 
 
 def adapter(name: str) -> Any:

@@ -1,0 +1,283 @@
+"""`dataplane bench`: the command line of the benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dataplane import units
+from dataplane.commands import output
+from dataplane.errors import ConfigError
+
+
+class _Bar:
+    """Tells how the contest goes: a bar on a terminal, lines elsewhere. Notes are kept."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("preparing", total=None)
+        self._begun = 0
+
+    def planned(self, trials: int) -> None:
+        total = (self._progress.tasks[0].total or 0) + trials
+        self._progress.update(self._task, total=total)
+
+    def trial(self, what: str) -> None:
+        self._progress.update(self._task, description=what, completed=self._begun)
+        self._begun += 1
+        if not self._progress.console.is_terminal:
+            self.note(what)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[_Bar]:
+    console = output.stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        yield _Bar(progress)
+
+
+@click.command()
+@click.argument("urls", nargs=-1, metavar="[URL]...")
+@click.option(
+    "--peers",
+    default="torch",
+    show_default=True,
+    metavar="NAMES",
+    help="Whom to compare with, with commas between; all: every installed one; none.",
+)
+@click.option(
+    "--scenario",
+    "scenarios",
+    multiple=True,
+    metavar="NAME[/CASE]",
+    help="What to measure; may be given again. all: everything. Else each workload, from disk.",
+)
+@click.option(
+    "--workload",
+    default="tokens",
+    show_default=True,
+    type=click.Choice(["tokens", "images", "tabular", "text"]),
+    help="What the scenarios about ranks, jobs, starts and steps load.",
+)
+@click.option(
+    "--ranks",
+    default=4,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Ranks of the ranks scenario, jobs of the jobs scenario.",
+)
+@click.option(
+    "--rounds",
+    default=3,
+    show_default=True,
+    type=click.IntRange(1, 100),
+    help="How often every system takes its turn.",
+)
+@click.option(
+    "--window",
+    "window_s",
+    default=1.5,
+    show_default=True,
+    type=click.FloatRange(0.2, 600),
+    metavar="SECONDS",
+    help="What is measured of a turn.",
+)
+@click.option(
+    "--scale",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0.01, 100),
+    help="Size of the generated samples; 1 is about 0.5 GB of tokens.",
+)
+@click.option("--batch-size", type=click.IntRange(1, 1 << 20), help="Of your own samples.")
+@click.option(
+    "--limit",
+    "byte_limit",
+    default="1GiB",
+    show_default=True,
+    metavar="BYTES",
+    help="How much of your own samples is copied and compared.",
+)
+@click.option(
+    "--s3-delay",
+    "s3_delay_ms",
+    default=20.0,
+    show_default=True,
+    type=click.FloatRange(0, 10_000),
+    metavar="MS",
+    help="Added to every request to the S3 server.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to stdout.")
+@click.option(
+    "--html",
+    "html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the report as a page with plots.",
+)
+@click.option(
+    "--compare",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OLD.json",
+    help="Compare with an older report.",
+)
+@click.option(
+    "--report",
+    "shown",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="REPORT.json",
+    help="Measure nothing: show this report.",
+)
+@click.option(
+    "--install-peer",
+    "installs",
+    multiple=True,
+    metavar="NAME",
+    help="Make a peer's own environment, and end. May be given again; all.",
+)
+@click.option("--list", "listing", is_flag=True, help="List scenarios and peers, and end.")
+@click.option("--clean", is_flag=True, help="Remove generated and converted samples, and end.")
+def bench(**given: Any) -> None:
+    """Measure this loader and others on the same samples, in turns, in one run.
+
+    Without URL it makes its own samples (about 1 GB under ~/.cache/dataplane/bench), and takes
+    under five minutes. With URL it copies some of your shards and compares on those.
+
+    \b
+    dataplane bench                                   tokens, images, a table, text; with torch
+    dataplane bench --install-peer webdataset         then: --peers torch,webdataset
+    dataplane bench --scenario ranks --ranks 4
+    dataplane bench s3://bucket/train/ --peers all --html report.html
+    dataplane bench --json > old.json                 later: --compare old.json
+    """
+    _needs_extra()
+    if given["listing"]:
+        _list(as_json=given["as_json"])
+    elif given["installs"]:
+        _install(given["installs"])
+    elif given["clean"]:
+        _clean()
+    else:
+        _run(given)
+
+
+def _needs_extra() -> None:
+    try:
+        import boto3  # type: ignore[import-untyped]  # noqa: F401
+        import cv2  # noqa: F401
+        import plotly  # type: ignore[import-untyped]  # noqa: F401
+        import simplejpeg  # type: ignore[import-untyped]  # noqa: F401
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the benchmark needs {error.name}: pip install 'dataplane-loader[torch,bench]'"
+        ) from error
+
+
+def _run(given: dict[str, Any]) -> None:
+    from dataplane_bench.report import compare, page, results, table
+    from dataplane_bench.run import Options, run
+
+    old = results.read(given["compare"]) if given["compare"] else None
+    if given["shown"]:
+        report = results.read(given["shown"])
+    else:
+        named = tuple(name for name in given["peers"].split(",") if name and name != "none")
+        limit = units.BYTES.parse(given["byte_limit"])
+        fields = {name: given[name] for name in Options.__slots__ if name in given}
+        options = Options(**{**fields, "peers": named, "byte_limit": limit})
+        with _bar() as bar:
+            report = run(options, bench_folder(), shlex.join(["dataplane", *sys.argv[1:]]), bar)
+        kept = bench_folder() / "reports" / f"{report.created.replace(':', '')}.json"
+        kept.parent.mkdir(exist_ok=True)
+        results.write(report, kept)
+        output.stderr().print(f"kept as {kept}", soft_wrap=True, highlight=False)
+    if given["html"]:
+        page.write(report, given["html"])
+        output.stderr().print(f"wrote {given['html']}", soft_wrap=True, highlight=False)
+    if given["as_json"]:
+        sys.stdout.write(results.to_json(report) + "\n")
+    else:
+        table.show(report)
+        if old is not None:
+            compare.show(old, report)
+
+
+def _list(*, as_json: bool) -> None:
+    from dataplane_bench import environments
+    from dataplane_bench.peers.registry import PEERS, adapter
+    from dataplane_bench.scenarios.base import Scale
+    from dataplane_bench.scenarios.registry import SCENARIOS
+
+    installed = {name: environments.python_of(name) is not None for name in PEERS}
+    scenarios = {
+        name: [case.label for case in scenario.cases(Scale("tokens", 4))]
+        for name, scenario in SCENARIOS.items()
+    }
+    if as_json:
+        output.write_json({"scenarios": scenarios, "peers": installed})
+        return
+    rows = [(name, SCENARIOS[name].question, ", ".join(cases)) for name, cases in scenarios.items()]
+    output.write_table(("scenario", "question", "cases"), rows)
+    output.stdout().print()
+    told = {True: "installed", False: "--install-peer"}
+    output.write_table(
+        ("peer", "", "state"),
+        [(name, adapter(name).title, told[installed[name]]) for name in PEERS],
+    )
+
+
+def _install(names: tuple[str, ...]) -> None:
+    from dataplane_bench import environments
+    from dataplane_bench.peers.registry import PEERS
+
+    console = output.stderr()
+    failed = []
+    for name in PEERS if names == ("all",) else names:
+        if name not in PEERS:
+            raise ConfigError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
+        try:
+            with console.status(f"installing {name}") as status:
+                environments.install(name, status.update)
+            told = ", ".join(
+                f"{one} {version}" for one, version in environments.versions(name).items()
+            )
+            console.print(f"{name}: installed ({told})", highlight=False, soft_wrap=True)
+        except ConfigError as error:
+            if len(names) == 1 and names != ("all",):
+                raise
+            failed.append(name)
+            output.write_error(error)
+    if failed:
+        raise ConfigError(f"not installed: {', '.join(failed)}")
+
+
+def _clean() -> None:
+    for name in ("source", "prepared", "own"):
+        shutil.rmtree(bench_folder() / name, ignore_errors=True)
+    output.stderr().print(f"removed generated and converted samples below {bench_folder()}")
+
+
+def bench_folder() -> Path:
+    """Where samples, environments of peers and reports are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "dataplane" / "bench"

@@ -1,0 +1,234 @@
+"""The contest: every system in every case, taking turns, on the same samples.
+
+In each case: every system's settings are tried once, briefly, and the best are kept; one whole
+epoch of each is summed and compared with the source; then come the rounds, in which the systems
+take turns and the machine's bounds are measured anew. A system that fails is reported so, and the
+others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dataplane_bench import bounds
+from dataplane_bench.model import Case, Mode, Place, Settings, Store, Workload
+from dataplane_bench.peers.registry import HARNESS, REFERENCE, adapter
+from dataplane_bench.prepared import Prepared
+from dataplane_bench.report.results import Bound, CaseResult, SystemResult, Tried
+from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_trial
+
+SWEEP = Timing(settle_s=0.5, window_s=0.7, stall_window_s=0.0, epoch_s=4.0)
+
+
+class Show(Protocol):
+    """Where the contest tells how it goes."""
+
+    def planned(self, trials: int) -> None:
+        """So many more trials are to come."""
+
+    def trial(self, what: str) -> None:
+        """The next one begins."""
+
+    def note(self, text: str) -> None:
+        """Something that a reader of the report should know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A system that takes part, and the interpreter of its environment."""
+
+    name: str
+    python: str
+    version: str
+
+
+@dataclass(slots=True)
+class _Runner:
+    """One system in one case, as it fills."""
+
+    entry: Entry
+    result: SystemResult
+    settings: Settings = dataclasses.field(default_factory=dict)
+    trials: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def runs(self) -> bool:
+        return not self.result.error and not self.result.refused
+
+    def now(self, **changes: Any) -> None:
+        self.result = dataclasses.replace(self.result, **changes)
+
+
+class Contest:
+    """Runs cases. What was found out once (a sweep, a checksum) is not found out again."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        prepared: Prepared,
+        folder: Path,
+        timing: Timing,
+        rounds: int,
+        show: Show,
+    ) -> None:
+        self._entries, self._prepared, self._folder = entries, prepared, folder
+        self._timing, self._rounds, self._show = timing, rounds, show
+        self._cores = len(os.sched_getaffinity(0))
+        self._sweeps: dict[tuple[object, ...], tuple[Tried, ...]] = {}
+        self._digests: dict[tuple[object, ...], dict[str, Any]] = {}
+        self.sample_bytes: dict[str, float] = {}
+        self.measured: dict[str, list[float]] = {}
+
+    def run(self, case: Case, workload: Workload) -> CaseResult:
+        """All systems in one case."""
+        runners = [self._runner(entry, case, workload) for entry in self._entries]
+        going = [one for one in runners if one.runs]
+        self._show.planned(len(going) * (1 + self._rounds))
+        for one in going:
+            with self._failing(one):
+                self._prepared.place(one.entry.name, one.entry.python, workload, case.store)
+                self._choose(one, case, workload)
+                self._check(one, case, workload)
+        limits: dict[str, list[float]] = {}
+        for round_index in range(self._rounds):
+            self._bounds(case, workload, limits)
+            for one in runners:
+                once = one.entry.name == HARNESS and round_index > 0
+                if one.runs and not once:
+                    with self._failing(one):
+                        self._take_turn(one, case, workload, round_index)
+        for one in runners:
+            one.now(trials=tuple(one.trials))
+        measured = tuple(Bound(name, tuple(values)) for name, values in limits.items())
+        return CaseResult(case, tuple(one.result for one in runners), measured)
+
+    def _runner(self, entry: Entry, case: Case, workload: Workload) -> _Runner:
+        system = adapter(entry.name)
+        refused = system.refuses(workload, case)
+        if not refused and case.mode is Mode.FIRST and case.served and not hasattr(system, "serve"):
+            refused = "it has no daemon"
+        return _Runner(
+            entry,
+            SystemResult(
+                entry.name,
+                system.title,
+                entry.version,
+                "" if refused else system.describe(workload),
+                refused=refused,
+            ),
+        )
+
+    @contextlib.contextmanager
+    def _failing(self, one: _Runner) -> Any:
+        try:
+            yield
+        except TrialFailed as error:
+            one.now(error=str(error))
+            self._show.note(f"{one.result.title}: {str(error).splitlines()[0]}")
+
+    def _choose(self, one: _Runner, case: Case, workload: Workload) -> None:
+        """The settings that gave the most samples a second."""
+        # A start, a resume or a computing trainer is run with what is best for throughput.
+        if case.mode in (Mode.FIRST, Mode.RESUME) or case.step_ms:
+            case = Case(case.label, case.workload)
+        key = (
+            *(one.entry.name, workload.fingerprint, case.store),
+            *(case.ranks, case.jobs, case.served),
+        )
+        if key not in self._sweeps:
+            self._sweeps[key] = tuple(self._tried(one.entry, case, workload))
+        tried = self._sweeps[key]
+        best = max(tried, key=lambda each: each.samples_per_s)
+        if best.error:
+            raise TrialFailed(best.error)
+        one.settings = best.settings
+        one.now(settings=best.settings, sweep=tried)
+
+    def _tried(self, entry: Entry, case: Case, workload: Workload) -> list[Tried]:
+        choices = adapter(entry.name).settings(workload, case, self._cores)
+        if len(choices) == 1:
+            return [Tried(choices[0])]
+        self._show.planned(len(choices))
+        tried = []
+        for settings in choices:
+            self._show.trial(f"{_where(case, workload)}: {entry.name} with {_told(settings)}")
+            try:
+                found = self._trial(entry, case, workload, settings, SWEEP)
+                tried.append(Tried(settings, found["samples_per_s"]))
+            except TrialFailed as error:
+                tried.append(Tried(settings, error=str(error)))
+        return tried
+
+    def _check(self, one: _Runner, case: Case, workload: Workload) -> None:
+        """One epoch, summed: is it what the source says?"""
+        if one.entry.name == HARNESS:
+            return
+        whole = Case(case.label, case.workload, Mode.VERIFY, case.store, case.ranks)
+        truth = self.truth(workload)
+        key = (one.entry.name, workload.fingerprint, case.store, case.ranks)
+        if key not in self._digests:
+            self._show.trial(f"{_where(case, workload)}: {one.entry.name}, every byte of an epoch")
+            self._digests[key] = self._trial(one.entry, whole, workload, one.settings, self._timing)
+        found = self._digests[key]
+        is_same = found["digest"] == truth["digest"]
+        one.now(digest=found["digest"], same_samples=is_same)
+        if not is_same:
+            self._show.note(
+                f"{one.result.title}: not the source's samples in {_where(case, workload)}"
+                f" ({found['sample_count']:,} instead of {truth['sample_count']:,})"
+            )
+
+    def truth(self, workload: Workload) -> dict[str, Any]:
+        """The source's own checksum, and the bytes of its batches."""
+        key = (REFERENCE, workload.fingerprint)
+        if key not in self._digests:
+            self._show.planned(1)
+            self._show.trial(f"{workload.name}: every byte of the source")
+            entry = Entry(REFERENCE, sys.executable, "")
+            case = Case("source", workload.name, Mode.VERIFY)
+            found = self._trial(entry, case, workload, {}, self._timing)
+            self._digests[key] = found
+        found = self._digests[key]
+        self.sample_bytes[workload.name] = found["byte_count"] / max(found["sample_count"], 1)
+        return found
+
+    def _take_turn(self, one: _Runner, case: Case, workload: Workload, round_index: int) -> None:
+        turn = f"round {round_index + 1} of {self._rounds}"
+        self._show.trial(f"{_where(case, workload)}, {turn}: {one.entry.name}")
+        found = self._trial(one.entry, case, workload, one.settings, self._timing)
+        one.trials.append(found | {"round": round_index})
+
+    def _trial(
+        self, entry: Entry, case: Case, workload: Workload, settings: Settings, timing: Timing
+    ) -> dict[str, Any]:
+        place = self._prepared.place(entry.name, entry.python, workload, case.store)
+        who = Contestant(entry.name, entry.python, place, settings)
+        return run_trial(who, case, workload, timing, self._folder)
+
+    def _bounds(self, case: Case, workload: Workload, limits: dict[str, list[float]]) -> None:
+        if case.mode not in (Mode.STEADY, Mode.EPOCH) or case.step_ms:
+            return
+        place: Place | None = None
+        if case.store is Store.S3:
+            place = self._prepared.source(workload)
+        names = bounds.names(workload, case.store)
+        found = bounds.measure(names, workload, place)
+        for name, value in found.items():
+            self.measured.setdefault(name, []).append(value)
+        for name, value in bounds.bound_of(workload, case.store, found):
+            limits.setdefault(name, []).append(value)
+
+
+def _where(case: Case, workload: Workload) -> str:
+    return f"{workload.name}, {case.label}"
+
+
+def _told(settings: Settings) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items()) or "its defaults"

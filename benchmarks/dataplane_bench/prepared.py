@@ -1,0 +1,68 @@
+"""The shards of every system, each in its own format: made once, kept for later runs.
+
+A folder is whole or not there: it is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dataplane_bench.model import Case, Place, Store, Workload
+from dataplane_bench.peers.registry import adapter
+from dataplane_bench.trial.launch import Contestant, run_order
+
+PREPARE_TIMEOUT_S = 1800.0
+
+
+class Prepared:
+    """Places by system, workload and store. `storage` gives the S3 side, started when asked for."""
+
+    def __init__(
+        self, root: Path, trials: Path, storage: Callable[[], Any], say: Callable[[str], None]
+    ) -> None:
+        self._root, self._trials = root, trials
+        self._storage, self._say = storage, say
+        self._uploaded: dict[Path, Place] = {}
+
+    def place(self, system: str, python: str, workload: Workload, store: Store) -> Place:
+        """Where a system's shards are; converted and uploaded if they are not there yet.
+
+        Raises:  TrialFailed: the conversion failed.
+        """
+        layout = adapter(system).layout(workload)
+        folder = self._root / workload.fingerprint / layout
+        if not folder.exists():
+            self._convert(system, python, workload, folder)
+        return self._at(folder, store)
+
+    def source(self, workload: Workload) -> Place:
+        """The source shards in S3, for whoever measures the server."""
+        return self._at(workload.source, Store.S3)
+
+    def _at(self, folder: Path, store: Store) -> Place:
+        if store is Store.LOCAL:
+            return Place(folder, str(folder))
+        if folder not in self._uploaded:
+            self._say(f"uploading {folder.name}")
+            self._uploaded[folder] = self._storage().place(folder)
+        return self._uploaded[folder]
+
+    def _convert(self, system: str, python: str, workload: Workload, folder: Path) -> None:
+        self._say(f"{workload.name}: writing {folder.name} for {system}")
+        new = folder.with_name(f".{folder.name}-{os.getpid()}")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        try:
+            case = Case("prepare", workload.name)
+            who = Contestant(system, python, Place(new, str(new)), {})
+            run_order("prepare", who, case, workload, self._trials, PREPARE_TIMEOUT_S)
+            # Another run may have been faster; its folder is as good.
+            with contextlib.suppress(OSError):
+                new.rename(folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)

@@ -1,0 +1,226 @@
+"""One run of the benchmark: which cases, which systems, on what; the result is a report."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataplane.errors import ConfigError
+from dataplane_bench import environments
+from dataplane_bench.contest import Contest, Entry, Show
+from dataplane_bench.machine import machine_facts
+from dataplane_bench.model import Case, Workload
+from dataplane_bench.peers.registry import HARNESS, OURS, PEERS, adapter
+from dataplane_bench.prepared import Prepared
+from dataplane_bench.report.results import CaseResult, Report, ScenarioResult
+from dataplane_bench.scenarios.base import Scale, Scenario
+from dataplane_bench.scenarios.registry import OTHERS, SCENARIOS, WORKLOADS
+from dataplane_bench.trial.launch import Timing
+from dataplane_bench.workloads.generate import generated
+from dataplane_bench.workloads.own import own
+from dataplane_bench.workloads.storage import s3_storage
+
+QUICK_PEERS = ("torch",)
+"""What everybody who has torch can compare with, without installing anything."""
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for. `scenarios` are names, or "name/case"; none means every workload from
+    local disk. `workload` is what scenarios about ranks, jobs, starts and steps load.
+    """
+
+    urls: tuple[str, ...] = ()
+    peers: tuple[str, ...] = QUICK_PEERS
+    scenarios: tuple[str, ...] = ()
+    workload: str = "tokens"
+    ranks: int = 4
+    rounds: int = 3
+    window_s: float = 1.5
+    scale: float = 1.0
+    batch_size: int | None = None
+    byte_limit: int = 1 << 30
+    s3_delay_ms: float = 20.0
+
+
+Chosen = tuple[Scenario, tuple[Case, ...]]
+
+
+def chosen(options: Options, workload: str) -> list[Chosen]:
+    """The scenarios asked for, each with those of its cases that were. `workload` is "" or the
+    name of the user's own, whose shape it has.
+
+    Raises:  ConfigError: there is no such scenario or case.
+    """
+    asked = options.scenarios
+    if asked == (ALL,):
+        asked = tuple(SCENARIOS)
+    elif not asked:
+        asked = tuple(f"{scenario.name}/local" for scenario in WORKLOADS)
+    found: dict[str, tuple[Case, ...]] = {}
+    for each in asked:
+        name, _, label = each.partition("/")
+        cases = _cases(name, options, workload)
+        wanted = tuple(case for case in cases if label in ("", case.label))
+        if not wanted:
+            labels = ", ".join(f"{name}/{case.label}" for case in cases)
+            raise ConfigError(f"scenario {each!r}: there are {labels}", field="scenario")
+        found[name] = tuple(dict.fromkeys((*found.get(name, ()), *wanted)))
+    if workload:
+        shapes = {scenario.name for scenario in WORKLOADS} - {workload}
+        found = {name: cases for name, cases in found.items() if name not in shapes}
+    if not found:
+        raise ConfigError(
+            f"these samples are {workload}: ask for that scenario, or one of "
+            + ", ".join(scenario.name for scenario in OTHERS),
+            field="scenario",
+        )
+    return [(SCENARIOS[name], cases) for name, cases in found.items()]
+
+
+def _cases(name: str, options: Options, workload: str) -> tuple[Case, ...]:
+    if name not in SCENARIOS:
+        raise ConfigError(
+            f"there is no scenario {name!r}; there are {', '.join(SCENARIOS)} and {ALL}",
+            field="scenario",
+        )
+    scenario = SCENARIOS[name]
+    default = name if scenario in WORKLOADS else options.workload
+    return scenario.cases(Scale(workload or default, options.ranks))
+
+
+def entries(asked: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
+    """The systems that take part, and the peers that do not, with the reason.
+
+    Raises:  ConfigError: a peer that was named is unknown or not installed.
+    """
+    unknown = [name for name in asked if name not in (*PEERS, ALL) and ":" not in name]
+    if unknown:
+        raise ConfigError(
+            f"there is no peer {unknown[0]!r}; there are {', '.join(PEERS)}", field="peers"
+        )
+    named = [name for name in asked if name != ALL]
+    missing: dict[str, str] = {}
+    found = []
+    for name in (OURS, *dict.fromkeys((*named, *(PEERS if ALL in asked else ()))), HARNESS):
+        python = environments.python_of(name)
+        if python is None:
+            missing[name] = f"not installed: dataplane bench --install-peer {name}"
+            if name in named:
+                raise ConfigError(f"{name} is {missing[name]}", field="peers")
+            continue
+        version = environments.versions(name).get(adapter(name).distribution, "")
+        found.append(Entry(name, python, version))
+    for name in PEERS:
+        if name not in missing and all(entry.name != name for entry in found):
+            installed = environments.python_of(name) is not None
+            missing[name] = (
+                "not asked for: --peers all"
+                if installed
+                else f"not installed: dataplane bench --install-peer {name}"
+            )
+    return found, missing
+
+
+def run(options: Options, root: Path, command: str, show: Show) -> Report:
+    """The whole run. Interrupted, it reports what is complete.
+
+    Raises:  ConfigError, and what own data may be wrong with.
+    """
+    began = time.monotonic()
+    created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    systems, missing = entries(options.peers)
+    mine = _own(options, root, show) if options.urls else None
+    plan = chosen(options, mine.shape if mine else "")
+    workloads = _workloads(options, plan, mine, root, show)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(_scratch(root)))
+        storage = _Storage(stack, folder, options.s3_delay_ms)
+        prepared = Prepared(root / "prepared", folder, storage, show.note)
+        timing = Timing(settle_s=0.7, window_s=options.window_s, stall_window_s=0.7)
+        contest = Contest(systems, prepared, folder, timing, options.rounds, show)
+        results: list[ScenarioResult] = []
+        try:
+            for scenario, cases in plan:
+                done: list[CaseResult] = []
+                results.append(_result(scenario, done))
+                for case in cases:
+                    done.append(contest.run(case, workloads[case.workload]))
+                    results[-1] = _result(scenario, done)
+        except KeyboardInterrupt:
+            show.note("interrupted: what is complete is reported")
+    return Report(
+        created=created,
+        command=command,
+        machine=machine_facts(root),
+        versions={entry.name: environments.versions(entry.name) for entry in systems},
+        options=_plain(options),
+        workloads=tuple(workloads.values()),
+        sample_bytes=contest.sample_bytes,
+        bounds={name: tuple(values) for name, values in contest.measured.items()},
+        scenarios=tuple(result for result in results if result.cases),
+        missing=missing,
+        seconds=round(time.monotonic() - began, 1),
+    )
+
+
+def _result(scenario: Scenario, cases: Sequence[CaseResult]) -> ScenarioResult:
+    return ScenarioResult(scenario.name, scenario.question, scenario.bound, tuple(cases))
+
+
+def _own(options: Options, root: Path, show: Show) -> Workload:
+    show.note(f"reading {', '.join(options.urls)}")
+    workload, left_out = own(
+        options.urls, root / "own", batch_size=options.batch_size, byte_limit=options.byte_limit
+    )
+    for note in left_out:
+        show.note(note)
+    return workload
+
+
+def _workloads(
+    options: Options, plan: Sequence[Chosen], mine: Workload | None, root: Path, show: Show
+) -> dict[str, Workload]:
+    found = {}
+    for name in dict.fromkeys(case.workload for _, cases in plan for case in cases):
+        if mine is None:
+            show.note(f"{name}: samples")
+        found[name] = mine or generated(name, root / "source", options.scale)
+    return found
+
+
+@contextlib.contextmanager
+def _scratch(root: Path) -> Iterator[str]:
+    root.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix="run-", dir=root)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Storage:
+    """The S3 side, started when first asked for."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, delay_ms: float) -> None:
+        self._stack, self._folder, self._delay_ms = stack, folder, delay_ms
+        self._storage: Any = None
+
+    def __call__(self) -> Any:
+        if self._storage is None:
+            started = s3_storage(self._folder, self._delay_ms)
+            self._storage = self._stack.enter_context(started)
+        return self._storage
+
+
+def _plain(options: Options) -> Mapping[str, Any]:
+    return {name: getattr(options, name) for name in Options.__slots__}

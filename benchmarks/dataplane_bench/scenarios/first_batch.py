@@ -1,0 +1,24 @@
+"""How long does a training script wait for its first batch?
+
+Bound: one read of a batch's rows: milliseconds. The rest is starting processes.
+"""
+
+from dataplane_bench.model import Case, Mode
+from dataplane_bench.scenarios.base import Scale, Scenario
+
+
+def cases(scale: Scale) -> tuple[Case, ...]:
+    """From nothing; on a machine that has seen the samples; from a daemon, where there is one."""
+    return (
+        Case("cold", scale.workload, Mode.FIRST, cold=True),
+        Case("warm", scale.workload, Mode.FIRST),
+        Case("served", scale.workload, Mode.FIRST, served=True),
+    )
+
+
+SCENARIO = Scenario(
+    "first-batch",
+    "How long does a training script wait for its first batch?",
+    "one read of the rows of a batch: milliseconds",
+    cases,
+)

@@ -1,0 +1,20 @@
+"""How fast are several ranks of one host fed, in sum?
+
+Bound: that of one rank: the same cores and the same memory serve all of them.
+"""
+
+from dataplane_bench.model import Case
+from dataplane_bench.scenarios.base import Scale, Scenario
+
+
+def cases(scale: Scale) -> tuple[Case, ...]:
+    """All ranks of a host share one epoch."""
+    return (Case(f"{scale.ranks} ranks", scale.workload, ranks=scale.ranks),)
+
+
+SCENARIO = Scenario(
+    "ranks",
+    "How fast are several data-parallel ranks of one host fed, in sum?",
+    "the same as for one rank: they share cores and memory",
+    cases,
+)

@@ -1,0 +1,27 @@
+"""All scenarios by name, in the order of tables."""
+
+from __future__ import annotations
+
+from dataplane_bench.scenarios import (
+    compute,
+    first_batch,
+    images,
+    jobs,
+    ranks,
+    resume,
+    tabular,
+    text,
+    tokens,
+)
+
+WORKLOADS = (tokens.SCENARIO, images.SCENARIO, tabular.SCENARIO, text.SCENARIO)
+"""One workload each; the others load whichever they are told."""
+
+OTHERS = (
+    ranks.SCENARIO,
+    jobs.SCENARIO,
+    first_batch.SCENARIO,
+    resume.SCENARIO,
+    compute.SCENARIO,
+)
+SCENARIOS = {scenario.name: scenario for scenario in (*WORKLOADS, *OTHERS)}

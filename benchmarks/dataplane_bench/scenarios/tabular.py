@@ -1,0 +1,13 @@
+"""How fast do shuffled rows of a 40-column table reach a training loop?
+
+Bound: one core gathering 40 columns at memory speed.
+"""
+
+from dataplane_bench.scenarios.base import Scenario, local_and_s3
+
+SCENARIO = Scenario(
+    "tabular",
+    "How fast do shuffled rows of a 40-column table reach a training loop?",
+    "one core's gather of 40 columns from memory; from S3, what the server delivers",
+    local_and_s3,
+)
