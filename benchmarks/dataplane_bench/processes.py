@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -65,7 +66,7 @@ def wait_until(
         pause(POLL_S)
 
 
-def kill_family(process: subprocess.Popen[bytes]) -> list[int]:
+def kill_family(process: subprocess.Popen[Any]) -> list[int]:
     """SIGKILL a process and all that it started, all together; the ids of those that were there.
 
     It is stopped first, so that it starts no more while we look. May be called twice.
@@ -99,7 +100,9 @@ def tail(log: Path) -> str:
     """The last words of a process."""
     if not log.exists():
         return ""
-    return log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+    with log.open("rb") as written:
+        written.seek(max(log.stat().st_size - _TAIL_BYTES, 0))
+        return written.read(_TAIL_BYTES).decode(errors="replace").strip()
 
 
 def pause(seconds: float) -> None:

@@ -1,0 +1,260 @@
+"""Each peer in a virtual environment of its own, made on demand and kept.
+
+Invariants:
+1. An environment counts once its note is there. The note is written last and says of what it was
+   made; made of something else than now, it does not count.
+2. Whoever makes or removes one holds the lock of their folder.
+3. What a peer brings comes before what the bench's own environment has; what it does not bring
+   (torch, numpy, pyarrow, this package) is the bench's own. torch always is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataplane.errors import ConfigError
+from dataplane_bench import processes
+from dataplane_bench.peers.registry import adapter
+
+Say = Callable[[str], None]
+
+_NOTE = "made.json"
+_OURS = ("dataplane", "dataplane_bench", "dataplane_torch")
+_SHARED = ("torch", "numpy", "pyarrow")
+_TOLD = ("Collecting", "Downloading", "Building wheel", "Installing collected", "Successfully")
+_LAST_LINES = 12
+
+
+def python_of(name: str) -> str | None:
+    """The interpreter in which this system runs; None where its environment is not there."""
+    return environment(adapter(name)).python
+
+
+def install(name: str, say: Say) -> None:
+    """Make a peer's environment, unless it is there. `say` is told how it goes, a line a time.
+
+    Raises:  ConfigError: it could not be made; the message has pip's last words.
+    """
+    environment(adapter(name)).install(say)
+
+
+def versions(name: str) -> dict[str, str]:
+    """Versions in a system's environment: of itself, and of what all systems have."""
+    return environment(adapter(name)).versions()
+
+
+def remove(name: str) -> None:
+    """Nothing is left of its environment."""
+    environment(adapter(name)).remove()
+
+
+def environments_folder() -> Path:
+    """Where all of them are: in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "dataplane" / "bench" / "peers"
+
+
+def environment(peer: Any, folder: Path | None = None) -> Environment:
+    """That of an adapter, below `folder` or where all are."""
+    return Environment(
+        (folder or environments_folder()) / peer.name,
+        peer.requirements,
+        peer.distribution,
+        getattr(peer, "lacks", None) or (lambda: ""),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a system runs. Without requirements that is the bench's own environment.
+
+    `lacks` tells what of the operating system pip will miss, "" where all is there.
+    """
+
+    folder: Path
+    requirements: tuple[str, ...]
+    distribution: str
+    lacks: Callable[[], str]
+
+    @property
+    def python(self) -> str | None:
+        """Its interpreter, None where it is not there (1)."""
+        if not self.requirements:
+            return sys.executable
+        try:
+            made = json.loads((self.folder / _NOTE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return str(self._python) if made == self._note() and self._python.exists() else None
+
+    def install(self, say: Say) -> None:
+        """See the function of this name."""
+        if self.python is not None:
+            return
+        if lacking := self.lacks():
+            raise ConfigError(f"{self.folder.name} cannot be built: {lacking}")
+        with _locked(self.folder.parent, say):
+            if self.python is not None:  # somebody else was faster
+                return
+            shutil.rmtree(self.folder, ignore_errors=True)
+            try:
+                self._make(say)
+            except BaseException:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise
+
+    def versions(self) -> dict[str, str]:
+        """See the function of this name."""
+        own = [str(self._packages)] if self.requirements else []
+        found: dict[str, str] = {}
+        for path in (own, sys.path):
+            for name in (self.distribution, *_SHARED):
+                for each in importlib.metadata.distributions(name=name, path=path):
+                    found.setdefault(name, each.version)
+        return found
+
+    def remove(self) -> None:
+        """See the function of this name."""
+        if self.folder.exists():
+            with _locked(self.folder.parent, lambda _: None):
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _make(self, say: Say) -> None:
+        say(f"making {self.folder}")
+        scratch = self.folder / "tmp"
+        try:
+            venv.create(self.folder, with_pip=False, symlinks=True)
+            (self._packages / "_bench.pth").write_text(_behind(), encoding="utf-8")
+            scratch.mkdir()
+            constraints = scratch / "constraints.txt"
+            # Another torch would bring gigabytes, and figures that cannot be compared.
+            constraints.write_text(f"torch=={_torch_version()}\n", encoding="utf-8")
+            self._run_pip(constraints, scratch, say)
+            shutil.rmtree(scratch)
+            new = self.folder / f".{_NOTE}"
+            new.write_text(json.dumps(self._note()), encoding="utf-8")
+            new.rename(self.folder / _NOTE)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(f"no environment for {self.folder.name}: {error}") from error
+
+    def _run_pip(self, constraints: Path, scratch: Path, say: Say) -> None:
+        if importlib.util.find_spec("pip") is None:
+            raise ConfigError(f"pip is missing: {sys.executable} -m ensurepip")
+        command = [*(sys.executable, "-m", "pip", "--python", str(self._python), "install")]
+        command += ["--no-input", "--no-user", "--disable-pip-version-check"]
+        command += ["--progress-bar", "off", "-c", str(constraints), *self.requirements]
+        kept = {name: value for name, value in os.environ.items() if name[:6] != "PYTHON"}
+        process = subprocess.Popen(
+            [*processes.dies_with_us(), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**kept, "TMPDIR": str(scratch)},
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        lines: list[str] = []
+        try:
+            with process.stdout:
+                for line in process.stdout:
+                    lines.append(line.rstrip())
+                    if line.lstrip().startswith(_TOLD):
+                        say(line.strip())
+            process.wait()
+        finally:
+            processes.kill_family(process)
+        if process.returncode:
+            last = "\n".join(_last_words(lines))
+            raise ConfigError(f"pip could not install {' '.join(self.requirements)}:\n{last}")
+
+    @property
+    def _python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def _packages(self) -> Path:
+        where = {"base": str(self.folder), "platbase": str(self.folder)}
+        return Path(sysconfig.get_path("purelib", "venv", where))
+
+    def _note(self) -> dict[str, Any]:
+        return {**_surroundings(), "requirements": list(self.requirements)}
+
+
+@functools.cache
+def _surroundings() -> dict[str, Any]:
+    """What every environment depends on."""
+    return {
+        "python": platform.python_version(),
+        "base": sys.base_prefix,
+        "torch": _torch_version(),
+        "behind": _behind(),
+    }
+
+
+def _torch_version() -> str:
+    """Without what a build adds behind a +: pip looks for that nowhere but where it came from."""
+    try:
+        return importlib.metadata.version("torch").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "the benchmark needs torch: pip install 'dataplane-loader[torch,bench]'"
+        ) from error
+
+
+def _behind() -> str:
+    """A .pth file: all folders that the bench's own environment has, behind those of the peer.
+
+    Source: the documentation of Python's module `site`. A folder that `addsitedir` adds has its
+    own .pth files read as well, which is where editable installs are.
+    """
+    folders = [*site.getsitepackages()]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    # Whoever runs from a checkout has this package on the path only.
+    for name in (*_OURS, *_SHARED):
+        spec = importlib.util.find_spec(name)
+        inside = (spec and spec.submodule_search_locations) or ()
+        folders += [str(Path(each).parent) for each in inside]
+    there = [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
+    return "".join(f"import site; site.addsitedir({folder!r})\n" for folder in there)
+
+
+def _last_words(lines: list[str]) -> list[str]:
+    """The end of what pip said, without its warnings."""
+    told = [line for line in lines if line.strip() and not line.startswith(("WARNING", "[notice]"))]
+    return told[-_LAST_LINES:]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, say: Say) -> Iterator[None]:
+    """One at a time (2). The folder itself is locked: nothing is left of that."""
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another installation")
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
