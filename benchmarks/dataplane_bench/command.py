@@ -220,6 +220,8 @@ def _run(given: dict[str, Any]) -> None:
         table.show(report)
         if old is not None:
             compare.show(old, report)
+    if report.options.get("interrupted"):
+        raise click.Abort
 
 
 def _list(*, as_json: bool) -> None:

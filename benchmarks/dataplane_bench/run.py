@@ -149,6 +149,7 @@ def run(options: Options, root: Path, command: str, show: Show) -> Report:
         timing = Timing(settle_s=0.7, window_s=options.window_s, stall_window_s=0.7)
         contest = Contest(systems, prepared, folder, timing, options.rounds, show)
         results: list[ScenarioResult] = []
+        interrupted = False
         try:
             for scenario, cases in plan:
                 done: list[CaseResult] = []
@@ -157,13 +158,14 @@ def run(options: Options, root: Path, command: str, show: Show) -> Report:
                     done.append(contest.run(case, workloads[case.workload]))
                     results[-1] = _result(scenario, done)
         except KeyboardInterrupt:
+            interrupted = True
             show.note("interrupted: what is complete is reported")
     return Report(
         created=created,
         command=command,
         machine=machine_facts(root),
         versions={entry.name: environments.versions(entry.name) for entry in systems},
-        options=_plain(options),
+        options={**_plain(options), "interrupted": interrupted},
         workloads=tuple(workloads.values()),
         sample_bytes=contest.sample_bytes,
         bounds={name: tuple(values) for name, values in contest.measured.items()},
