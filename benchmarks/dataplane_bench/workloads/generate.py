@@ -1,38 +1,46 @@
 """Samples that look like what people train on, made from a seed: Parquet shards of each workload.
 
-The same name and scale give the same rows on every machine.
+The same name and scale give the same rows on every machine (JPEGs: with the same libjpeg).
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import tempfile
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from dataplane_bench.model import Workload
+from dataplane_bench.workloads import images, tabular, text, tokens
 
-from dataplane_bench.model import Column, Kind, Workload
+RECIPES = {one.RECIPE.name: one.RECIPE for one in (tokens, images, tabular, text)}
+BATCHES_MIN = 4
+"""However small the scale, so many whole batches are there."""
 
 
 def generated(name: str, root: Path, scale: float = 1.0) -> Workload:
-    """A workload of this name, its shards under `root`; written if they are not there yet."""
-    assert name == "tokens"
-    count = int(65536 * scale)
-    fingerprint = f"tokens-{count}"
+    """A workload of this name, its shards in a folder of `root`; written if it is not there yet."""
+    recipe = RECIPES[name]
+    count = max(int(recipe.sample_count * scale), BATCHES_MIN * recipe.batch_size)
+    fingerprint = f"{name}-{count}-v{recipe.version}"
     folder = root / fingerprint
     if not folder.exists():
-        new = folder.with_name(folder.name + ".new")
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        random = np.random.default_rng(0)
-        for shard, ids in enumerate(np.array_split(np.arange(count), 8)):
-            values = random.integers(0, 50_000, (len(ids), 2048), dtype=np.int32)
-            column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 2048)
-            table = pa.table({"id": pa.array(ids, pa.int64()), "tokens": column})
-            pq.write_table(
-                table, new / f"shard-{shard:05d}.parquet", row_group_size=512, compression="NONE"
-            )
-        new.rename(folder)
-    columns = (Column("id", Kind.FIXED, "int64"), Column("tokens", Kind.FIXED, "int32", (2048,)))
-    return Workload("tokens", columns, 32, count, folder, fingerprint, 2.0)
+        root.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{fingerprint}-", dir=root))
+        try:
+            recipe.write(new, count)
+            new.chmod(0o755)
+            # Another process may have been faster: its folder is there, and as good.
+            with contextlib.suppress(OSError):
+                new.rename(folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    return Workload(
+        name,
+        recipe.columns,
+        recipe.batch_size,
+        count,
+        folder,
+        fingerprint,
+        recipe.step_ms,
+    )

@@ -1,0 +1,39 @@
+"""What a generated workload is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane_bench.model import Column
+
+SHARD_COUNT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How samples of one kind are made. A new `version` is due whenever other bytes come out.
+
+    `write` puts so many samples as Parquet shards into an empty folder; one thread of it at a time.
+    """
+
+    name: str
+    version: int
+    columns: tuple[Column, ...]
+    sample_count: int
+    batch_size: int
+    step_ms: float
+    write: Callable[[Path, int], None]
+
+
+def shards(folder: Path, count: int) -> Iterator[tuple[Path, NDArray[np.int64]]]:
+    """The file of each shard, and the ids of its samples.
+
+    Shapes:  int64[n], which count up from 0 over all shards.
+    """
+    for index, ids in enumerate(np.array_split(np.arange(count, dtype=np.int64), SHARD_COUNT)):
+        yield folder / f"shard-{index:05d}.parquet", ids

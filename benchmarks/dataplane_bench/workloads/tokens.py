@@ -1,0 +1,39 @@
+"""Rows of tokens, all of one length, as a language model is trained on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataplane_bench.model import Column, Kind
+from dataplane_bench.workloads.recipe import Recipe, shards
+
+ROW_TOKENS = 2048
+VOCABULARY = 50_000
+_GROUP_ROWS = 512
+
+
+def _write(folder: Path, count: int) -> None:
+    random = np.random.default_rng(0)
+    for path, ids in shards(folder, count):
+        values = random.integers(0, VOCABULARY, (len(ids), ROW_TOKENS), dtype=np.int32)
+        column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), ROW_TOKENS)
+        table = pa.table({"id": pa.array(ids), "tokens": column})
+        pq.write_table(table, path, row_group_size=_GROUP_ROWS, compression="NONE")
+
+
+RECIPE = Recipe(
+    name="tokens",
+    version=1,
+    columns=(
+        Column("id", Kind.FIXED, "int64"),
+        Column("tokens", Kind.FIXED, "int32", (ROW_TOKENS,)),
+    ),
+    sample_count=65_536,
+    batch_size=32,
+    step_ms=2.0,
+    write=_write,
+)
