@@ -21,8 +21,10 @@ RATIO = (3 / 4, 4 / 3)
 """A crop's width divided by its height."""
 _ATTEMPTS = 10
 
+Encoded = bytes | memoryview | NDArray[np.uint8]
 
-def random_resized_crop_flip(encoded: bytes, random: np.random.Generator) -> NDArray[np.uint8]:
+
+def random_resized_crop_flip(encoded: Encoded, random: np.random.Generator) -> NDArray[np.uint8]:
     """Decode, take a random part, resize it to CROP x CROP, mirror every other one.
 
     Shapes:  result: uint8[CROP, CROP, 3], red first, contiguous.

@@ -1,1 +1,81 @@
-"""torch.utils.data.DataLoader: a map-style Dataset over a memory-mapped array, batch by batch or row by row."""
+"""torch.utils.data.DataLoader over arrays in mapped files, by batches or by samples.
+
+Source: https://docs.pytorch.org/docs/stable/data.html, "Disable automatic batching".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
+from dataplane_bench.peers import memmaps
+
+if TYPE_CHECKING:
+    from dataplane_bench.peers.torch_datasets import Opened
+
+
+class TorchDataLoader:
+    """A map-style dataset with a shuffling sampler; from S3 an iterable one."""
+
+    name = "torch"
+    title = "torch DataLoader"
+    requirements: tuple[str, ...] = ()
+    distribution = "torch"
+
+    def refuses(self, workload: Workload, case: Case) -> str:
+        del workload, case
+        return ""
+
+    def layout(self, workload: Workload) -> str:
+        del workload
+        return memmaps.LAYOUT
+
+    def describe(self, workload: Workload) -> str:
+        del workload
+        return memmaps.DESCRIBES
+
+    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+        return choices(workload, case, cores)
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        memmaps.write(workload, folder)
+
+    def open(self, task: Task) -> Opened:
+        from torch.utils.data import DataLoader
+
+        from dataplane_bench.peers.torch_datasets import Opened
+
+        return Opened(DataLoader, task)
+
+
+def choices(workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    """What is worth trying with these samples, the tutorials' way first.
+
+    A gather of wide or many rows can use threads of torch's own instead of worker processes.
+    """
+    share = max(cores // case.process_count, 1)
+    has_images = bool(workload.of_kind(Kind.IMAGE))
+    if case.store is Store.S3:
+        # The clients have threads of their own, so that only decoding needs more processes.
+        counts = (share, 2 * share if has_images else 0)
+        return tuple(
+            {"client": client, **_workers(count)}
+            for client in ("s3fs", "obstore")
+            for count in counts
+        )
+    if has_images:
+        return (_workers(share), _workers(2 * share))
+    threads = share > 1 and workload.shape != "text"
+    return (
+        {"fetch": "item", **_workers(share)},
+        {"fetch": "batch", "num_workers": 0},
+        {"fetch": "batch", "num_workers": 0, "threads": share}
+        if threads
+        else {"fetch": "batch", **_workers(1)},
+        {"fetch": "batch", **_workers(max(share, 2))},
+    )
+
+
+def _workers(count: int) -> Settings:
+    return {"num_workers": count, "prefetch_factor": 4} if count else {"num_workers": 0}

@@ -1,0 +1,171 @@
+"""Datasets and samplers for torch.utils.data.DataLoader and those that follow it.
+
+Imported where torch is; the files are those of memmaps.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dataplane_bench.model import Store, Task, Workload
+from dataplane_bench.peers import memmaps
+from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.memmaps import Packed, Rows
+
+State = dict[str, Any]
+
+
+class Order:
+    """A sampler of whole batches: a permutation of each epoch, every `size`-th of it for a rank.
+
+    That is DistributedSampler without the samples that it repeats at the end.
+    Shapes:  of what it yields: int64[batch_size], the last one shorter.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.count, self.batch_size = task.workload.sample_count, task.workload.batch_size
+        self.rank, self.size, self.seed = task.rank, task.size, task.seed
+        self.epoch = 0
+
+    def __iter__(self) -> Position:
+        return Position(self)
+
+    def __len__(self) -> int:
+        mine = len(range(self.rank, self.count, self.size))
+        return math.ceil(mine / self.batch_size)
+
+    def ids(self, epoch: int) -> NDArray[np.int64]:
+        """This rank's samples of an epoch."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(self.count, generator=generator)[self.rank :: self.size]
+        result: NDArray[np.int64] = order.contiguous().numpy()
+        return result
+
+
+class Position:
+    """A place in an order; StatefulDataLoader asks it for its state."""
+
+    def __init__(self, order: Order) -> None:
+        self._order, self._epoch, self._done = order, order.epoch, 0
+        self._ids = order.ids(order.epoch)
+
+    def __iter__(self) -> Position:
+        return self
+
+    def __next__(self) -> NDArray[np.int64]:
+        ids = self._ids[self._done : self._done + self._order.batch_size]
+        if not len(ids):
+            raise StopIteration
+        self._done += len(ids)
+        return ids
+
+    def state_dict(self) -> State:
+        return {"epoch": self._epoch, "done": self._done}
+
+    def load_state_dict(self, state: State) -> None:
+        if state["epoch"] != self._epoch:
+            self._ids = self._order.ids(state["epoch"])
+        self._epoch, self._done = state["epoch"], state["done"]
+
+
+class Mapped:
+    """A map-style dataset over mapped files: a sample by its id, or a batch by an array of ids.
+
+    Each process maps the files when it first needs them: a mapping does not travel.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._workload, self._folder, self._seed = task.workload, task.place.folder, task.seed
+        self._rows: Rows | None = None
+
+    def __len__(self) -> int:
+        return self._workload.sample_count
+
+    def __getitem__(self, ids: Any) -> Packed:
+        if self._rows is None:
+            random = np.random.default_rng((self._seed, _worker_index()))
+            self._rows = memmaps.mapped(self._workload, self._folder, random)
+        if isinstance(ids, np.ndarray):
+            return self._rows.gather(ids)
+        return self._rows.sample(int(ids))
+
+
+def _worker_index() -> int:
+    worker = torch.utils.data.get_worker_info()
+    return 0 if worker is None else worker.id + 1
+
+
+def as_it_is(batch: Packed) -> Packed:
+    """Collates what is a batch already."""
+    return batch
+
+
+class Collate:
+    """Collates samples that were fetched one by one."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> Packed:
+        packed: Packed = {}
+        for dense in memmaps.dense_files(self._workload):
+            rows = [sample[dense.file] for sample in samples]
+            packed[dense.file] = torch.utils.data.default_collate(rows)
+        for column in memmaps.listed(self._workload):
+            packed |= memmaps.collated(column, [sample[column.name] for sample in samples])
+        return packed
+
+
+class Opened:
+    """A DataLoader set up for a task: torch's own, or one that takes the same arguments."""
+
+    def __init__(self, kind: Callable[..., Any], task: Task) -> None:
+        choice = dict(task.settings)
+        fetch = choice.pop("fetch", "batch")
+        choice.pop("client", None)
+        self._workers = choice["num_workers"]
+        if self._workers:
+            choice["persistent_workers"] = True
+        torch.set_num_threads(choice.pop("threads", 1))
+        self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
+        self._iterator: Any = None
+        self._order: Any
+        if task.case.store is Store.S3:
+            # Here, and not in each worker, since the clients' imports take long.
+            from dataplane_bench.peers.torch_streams import Streamed
+
+            self._order = Streamed(task)
+            self.loader = kind(self._order, batch_size=None, collate_fn=as_it_is, **choice)
+        elif fetch == "batch":
+            self._order = Order(task)
+            self.loader = kind(
+                Mapped(task), batch_size=None, sampler=self._order, collate_fn=as_it_is, **choice
+            )
+        else:
+            self._order = Order(task)
+            collate = Collate(task.workload)
+            self.loader = kind(
+                Mapped(task), batch_sampler=self._order, collate_fn=collate, **choice
+            )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        self._order.epoch = number
+        return self.rest()
+
+    def rest(self) -> Iterator[Batch]:
+        """The pass that the loader is at."""
+        self._iterator = iter(self.loader)
+        for packed in self._iterator:
+            yield memmaps.unpacked(self._matrices, packed)
+
+    def close(self) -> None:
+        if self._workers and self._iterator is not None:
+            # No public way ends workers before the interpreter finds them unreachable.
+            self._iterator._shutdown_workers()  # noqa: SLF001
+        self._iterator = None
