@@ -10,13 +10,18 @@ wait_share, wait_p50_ms, wait_p99_ms   of the window: waiting for batches
 trainer_cpu_share                      share of a core that the trainer's loading thread used
 timeline                               [[s, samples/s], ...]
 memory, memory_peak                    [[s, PSS bytes, of which not pages of files], ...]; bytes
+round                                  which, from 0: figures are compared within a round
 by                                     of a resume: "state", or "replay" where there is no state
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
+import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,51 +117,88 @@ class Report:
 
 
 def write(report: Report, path: Path) -> None:
-    """As JSON."""
-    path.write_text(to_json(report))
+    """As JSON.   Raises:  ConfigError: the file cannot be written."""
+    try:
+        path.write_text(to_json(report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def to_json(report: Report) -> str:
-    return json.dumps(json.loads(wire.line(report)), indent=1)
+    """What JSON has no word for (not a number, infinity) is null."""
+    return json.dumps(json.loads(wire.line(report), parse_constant=lambda _: None), indent=1)
 
 
 def read(path: Path) -> Report:
     """Raises:  ConfigError: no such file, not a report, or of another version."""
     try:
-        told = json.loads(path.read_text())
-        version = told["version"]
-        if version != VERSION:
-            raise ConfigError(f"{path} is a report of version {version}, not {VERSION}")
-        return _report(told)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a report of `dataplane bench`: {error!r}") from error
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a report of `dataplane bench`: {error}") from error
+    return from_json(told, str(path))
 
 
-def _report(told: Mapping[str, Any]) -> Report:
-    made = {
-        "workloads": tuple(wire.workload_of(one) for one in told["workloads"]),
-        "scenarios": tuple(_scenario(one) for one in told["scenarios"]),
-        "bounds": {name: tuple(values) for name, values in told["bounds"].items()},
-    }
-    return Report(**{**told, **made})
+def from_json(told: object, name: str) -> Report:
+    """A report as `to_json` wrote it; `name` is whose, for the error.
+
+    Raises:  ConfigError: it is none, or of another version.
+    """
+    version = told.get("version") if isinstance(told, dict) else None
+    if isinstance(version, int) and version != VERSION:
+        raise ConfigError(f"{name} is a report of version {version}, and this reads {VERSION}")
+    try:
+        report: Report = _value(Report, told, "report")
+    except _Unfit as error:
+        raise ConfigError(f"{name} is not a report of `dataplane bench`: {error}") from error
+    return report
 
 
-def _scenario(told: Mapping[str, Any]) -> ScenarioResult:
-    return ScenarioResult(**{**told, "cases": tuple(_case(one) for one in told["cases"])})
+class _Unfit(Exception):
+    """A value is not of its type; says where."""
 
 
-def _case(told: Mapping[str, Any]) -> CaseResult:
-    return CaseResult(
-        wire.case_of(told["case"]),
-        tuple(_system(one) for one in told["systems"]),
-        tuple(Bound(one["name"], tuple(one["samples_per_s"])) for one in told["bounds"]),
-    )
+def _value(kind: Any, told: Any, at: str) -> Any:
+    """`told`, as JSON gave it, as a value of type `kind`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or (origin is types.UnionType and told is None and type(None) in arguments):
+        return told
+    if origin is types.UnionType:
+        return _value(arguments[0], told, at)
+    if dataclasses.is_dataclass(kind):
+        return _fields(kind, _expect(told, dict, at), at)
+    if origin is tuple:
+        each = _expect(told, list, at)
+        return tuple(_value(arguments[0], one, f"{at}[{index}]") for index, one in enumerate(each))
+    if origin is Mapping:
+        pairs = _expect(told, dict, at)
+        return {name: _value(arguments[1], one, f"{at}.{name}") for name, one in pairs.items()}
+    if kind is float:
+        # What was not a number was written as null.
+        return math.nan if told is None else float(_expect(told, int | float, at))
+    if kind is Path or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        try:
+            return kind(_expect(told, str, at))
+        except ValueError as error:
+            raise _Unfit(f"{at}: {error}") from error
+    return _expect(told, kind, at)
 
 
-def _system(told: Mapping[str, Any]) -> SystemResult:
-    made = {
-        "sweep": tuple(Tried(**one) for one in told["sweep"]),
-        "trials": tuple(told["trials"]),
-    }
-    names = {one.name for one in dataclasses.fields(SystemResult)}
-    return SystemResult(**{name: one for name, one in {**told, **made}.items() if name in names})
+def _fields(kind: Any, told: Mapping[str, Any], at: str) -> Any:
+    # A field that this version does not know is left out: a newer one may have added it.
+    types_of = typing.get_type_hints(kind)
+    required = dataclasses.MISSING
+    found = {}
+    for one in dataclasses.fields(kind):
+        if one.name in told:
+            found[one.name] = _value(types_of[one.name], told[one.name], f"{at}.{one.name}")
+        elif one.default is required and one.default_factory is required:
+            raise _Unfit(f"{at} has no {one.name}")
+    return kind(**found)
+
+
+def _expect(told: Any, kind: Any, at: str) -> Any:
+    if not isinstance(told, kind) or (isinstance(told, bool) and kind is not bool):
+        raise _Unfit(f"{at} is {type(told).__name__}")
+    return told

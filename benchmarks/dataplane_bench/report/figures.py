@@ -1,0 +1,340 @@
+"""What the trials of a report amount to: medians, spreads, ratios. Pure; no wording.
+
+A figure of a system in a case is the median of its rounds. Ratios are taken pair by pair, within
+a round, and then their median: what slows a whole round slows both sides of it. A ratio says how
+many times as fast Dataplane was: above 1 it was faster. What is not known is None: of a system
+that refused, failed or was not measured, of a figure that the mode does not give, and of a ratio
+between systems that did not deliver the same samples.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dataplane_bench.model import Case, Mode, Workload
+from dataplane_bench.peers.registry import HARNESS, OURS
+from dataplane_bench.report.results import Bound, CaseResult, Figures, Report, SystemResult
+
+NOISY = 0.15
+"""A round this far from the median, as a share of it, is told to the reader."""
+HEADROOM = 3.0
+"""The harness alone must be so many times as fast as the fastest system, or it is told."""
+
+Rounds = Mapping[int, float]
+"""A value of each round that has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over the rounds, in their order."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+    @property
+    def relative(self) -> float | None:
+        """How far the farthest round is from the median, as a share of it; None of one round."""
+        if len(self.values) < 2 or not self.median:
+            return None
+        return max(self.high - self.median, self.median - self.low) / abs(self.median)
+
+
+class Standing(enum.StrEnum):
+    """What became of a system in a case."""
+
+    MEASURED = "measured"
+    REFUSED = "refused"
+    FAILED = "failed"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class SystemFigures:
+    """One system in one case. `reason` is why it was not measured, "" where it was.
+
+    `speed` is what systems are sorted and compared by: samples a second, or starts a second.
+    `typical` is the trial whose speed is the median, for what is drawn over time.
+    """
+
+    result: SystemResult
+    standing: Standing
+    reason: str = ""
+    speed: Spread | None = None
+    samples_per_s: Spread | None = None
+    first_batch_s: Spread | None = None
+    gb_per_s: float | None = None
+    of_bound: float | None = None
+    ratio: Spread | None = None
+    cpu_s: float | None = None
+    cpu_s_per_million: float | None = None
+    memory_peak: float | None = None
+    stall_share: float | None = None
+    step_ms: float | None = None
+    wait_p50_ms: float | None = None
+    wait_p99_ms: float | None = None
+    trainer_cpu_share: float | None = None
+    by: str = ""
+    typical: Figures | None = None
+
+    @property
+    def main(self) -> Spread | None:
+        """The figure that its case is about: samples/s, or seconds to the first batch."""
+        return self.samples_per_s or self.first_batch_s
+
+    @property
+    def is_ours(self) -> bool:
+        return self.result.name == OURS
+
+    @property
+    def is_harness(self) -> bool:
+        return self.result.name == HARNESS
+
+    @property
+    def is_peer(self) -> bool:
+        return not (self.is_ours or self.is_harness)
+
+    @property
+    def is_noisy(self) -> bool:
+        return self.main is not None and (self.main.relative or 0.0) > NOISY
+
+
+@dataclass(frozen=True, slots=True)
+class CaseFigures:
+    """One case. `measured` is sorted by speed, the harness at the end; `absent` are the others.
+
+    `bounds` has the tightest one first. `best_peer` is the fastest one with the same samples.
+    """
+
+    scenario: str
+    question: str
+    case: Case
+    workload: Workload | None
+    measured: tuple[SystemFigures, ...]
+    absent: tuple[SystemFigures, ...]
+    bounds: tuple[tuple[str, Spread], ...]
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the case is about seconds until a first batch, and not about rates."""
+        return is_start(self.case)
+
+    @property
+    def systems(self) -> tuple[SystemFigures, ...]:
+        return self.measured + self.absent
+
+    @property
+    def ours(self) -> SystemFigures | None:
+        return next((one for one in self.measured if one.is_ours), None)
+
+    @property
+    def harness(self) -> SystemFigures | None:
+        return next((one for one in self.measured if one.is_harness), None)
+
+    @property
+    def best_peer(self) -> SystemFigures | None:
+        peers = (one for one in self.measured if one.is_peer and is_comparable(one.result))
+        return next(peers, None)
+
+    @property
+    def harness_headroom(self) -> float | None:
+        """How many times as fast as the fastest system the harness alone is; None where a trainer
+        computes, since that is as fast as anything can be.
+        """
+        harness, fastest = self.harness, self.measured[:1]
+        if self.case.step_ms or not fastest or fastest[0].is_harness:
+            return None
+        if harness is None or harness.speed is None or fastest[0].speed is None:
+            return None
+        return harness.speed.median / fastest[0].speed.median
+
+
+def is_start(case: Case) -> bool:
+    """Whether its figure is the seconds until a first batch."""
+    return case.mode in (Mode.FIRST, Mode.RESUME)
+
+
+def is_comparable(result: SystemResult) -> bool:
+    """Whether nothing is known against its samples being the same as everybody's."""
+    return result.same_samples is not False
+
+
+def case_figures(report: Report) -> tuple[CaseFigures, ...]:
+    """Every case of the report, in its order."""
+    workloads = {workload.name: workload for workload in report.workloads}
+    return tuple(
+        _case(
+            *(scenario.name, scenario.question, case, workloads.get(case.case.workload)),
+            known(report.sample_bytes.get(case.case.workload)),
+        )
+        for scenario in report.scenarios
+        for case in scenario.cases
+    )
+
+
+def _case(
+    scenario: str,
+    question: str,
+    found: CaseResult,
+    workload: Workload | None,
+    sample_bytes: float | None,
+) -> CaseFigures:
+    bounds = sorted(
+        (bound for bound in found.bounds if spread(bound.samples_per_s)),
+        key=lambda bound: statistics.median(_finite(bound.samples_per_s)),
+    )
+    ours = next((one for one in found.systems if one.name == OURS), None)
+    systems = [
+        _system(one, ours, found.case, bounds[0] if bounds else None, sample_bytes)
+        for one in found.systems
+    ]
+    measured = [one for one in systems if one.speed is not None]
+    measured.sort(key=lambda one: (one.is_harness, -one.speed.median if one.speed else 0.0))
+    return CaseFigures(
+        scenario=scenario,
+        question=question,
+        case=found.case,
+        workload=workload,
+        measured=tuple(measured),
+        absent=tuple(one for one in systems if one.speed is None),
+        bounds=tuple((bound.name, Spread(_finite(bound.samples_per_s))) for bound in bounds),
+    )
+
+
+def _system(
+    result: SystemResult,
+    ours: SystemResult | None,
+    case: Case,
+    bound: Bound | None,
+    sample_bytes: float | None,
+) -> SystemFigures:
+    standing, reason = _standing(result)
+    speeds = speeds_of(result, case)
+    if standing is not Standing.MEASURED or not speeds:
+        standing = standing if reason else Standing.NOT_MEASURED
+        return SystemFigures(result, standing, reason or "no round was completed")
+    rates = {} if is_start(case) else speeds
+    limits = dict(enumerate(bound.samples_per_s)) if bound else {}
+    rate = spread(rates.values())
+    ratio = None
+    if ours is not None and result.name not in (OURS, HARNESS):
+        ratio = ratio_of(ours, result, case)
+    return SystemFigures(
+        result,
+        standing,
+        speed=spread(speeds.values()),
+        samples_per_s=rate,
+        first_batch_s=spread(_rounds(result, "first_batch_s").values()),
+        gb_per_s=rate.median * sample_bytes / 1e9 if rate and sample_bytes else None,
+        of_bound=_median(_quotients(rates, limits).values()),
+        ratio=ratio,
+        by=next((str(trial["by"]) for trial in result.trials if trial.get("by")), ""),
+        typical=_typical(result, speeds),
+        cpu_s=_middle(result, "cpu_s"),
+        cpu_s_per_million=_middle(result, "cpu_s_per_million"),
+        memory_peak=_middle(result, "memory_peak"),
+        stall_share=_middle(result, "stall_share"),
+        step_ms=_middle(result, "step_ms"),
+        wait_p50_ms=_middle(result, "wait_p50_ms"),
+        wait_p99_ms=_middle(result, "wait_p99_ms"),
+        trainer_cpu_share=_middle(result, "trainer_cpu_share"),
+    )
+
+
+def _standing(result: SystemResult) -> tuple[Standing, str]:
+    if result.refused:
+        return Standing.REFUSED, result.refused
+    if result.error:
+        return Standing.FAILED, result.error
+    return Standing.MEASURED, ""
+
+
+def speeds_of(result: SystemResult, case: Case) -> Rounds:
+    """Samples, or starts, a second of each round; none of a system that refused or failed."""
+    if result.refused or result.error:
+        return {}
+    if is_start(case):
+        seconds = _rounds(result, "first_batch_s")
+        return {at: 1 / value for at, value in seconds.items() if value > 0}
+    return _rounds(result, "samples_per_s")
+
+
+def ratio_of(ours: SystemResult, other: SystemResult, case: Case) -> Spread | None:
+    """How many times as fast as `other` ours was, in each round that both have."""
+    if not (is_comparable(ours) and is_comparable(other)):
+        return None
+    return spread(_quotients(speeds_of(ours, case), speeds_of(other, case)).values())
+
+
+def spread(values: Iterable[object]) -> Spread | None:
+    """Of the values that are known."""
+    found = _finite(values)
+    return Spread(found) if found else None
+
+
+def known(value: object) -> float | None:
+    """A finite number, or None: a report may come from anywhere."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _finite(values: Iterable[object]) -> tuple[float, ...]:
+    return tuple(number for value in values if (number := known(value)) is not None)
+
+
+def _median(values: Iterable[object]) -> float | None:
+    found = spread(values)
+    return found.median if found else None
+
+
+def _middle(result: SystemResult, name: str) -> float | None:
+    return _median(_rounds(result, name).values())
+
+
+def _rounds(result: SystemResult, name: str) -> dict[int, float]:
+    """A figure of each round that has it. A trial without a round's number has its place's."""
+    found = {}
+    for place, trial in enumerate(result.trials):
+        number = known(trial.get(name))
+        if number is not None:
+            found[_round_of(trial, place)] = number
+    return found
+
+
+def _round_of(trial: Mapping[str, Any], place: int) -> int:
+    number = known(trial.get("round"))
+    return place if number is None else int(number)
+
+
+def _quotients(above: Rounds, below: Mapping[int, object]) -> dict[int, float]:
+    found = {}
+    for at, value in above.items():
+        divisor = known(below.get(at))
+        if divisor:
+            found[at] = value / divisor
+    return found
+
+
+def _typical(result: SystemResult, speeds: Rounds) -> Figures:
+    middle = statistics.median_low(speeds.values())
+    return next(
+        trial
+        for place, trial in enumerate(result.trials)
+        if speeds.get(_round_of(trial, place)) == middle
+    )

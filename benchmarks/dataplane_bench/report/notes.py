@@ -1,0 +1,232 @@
+"""What a reader is told in sentences: what a case is, who was not measured, the notes, the gist."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from dataplane.commands.output import counted
+from dataplane_bench.model import Case, Mode, Store, Workload
+from dataplane_bench.report.cells import number, off, rate, settings_told, size, times, title
+from dataplane_bench.report.figures import (
+    HEADROOM,
+    NOISY,
+    CaseFigures,
+    Spread,
+    Standing,
+    SystemFigures,
+    is_comparable,
+    known,
+    spread,
+)
+from dataplane_bench.report.results import Report, SystemResult, Tried
+
+_REASON_LENGTH = 160
+_BOUNDS = {"memcpy_gb_per_s": "memory copy, one core, GB/s"}
+
+
+def one_line(text: str) -> str:
+    """The gist of an error: its first line and, of a loader's last words, the last."""
+    printable = "".join(one if one.isprintable() or one == "\n" else " " for one in text)
+    lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    gist = lines[0].removesuffix("; its last words:")
+    if len(lines) > 1 and lines[-1] != gist:
+        gist = f"{gist} - {lines[-1]}"
+    return gist if len(gist) <= _REASON_LENGTH else gist[: _REASON_LENGTH - 1] + "…"
+
+
+def about(case: CaseFigures) -> str:
+    """What is loaded, how, and what the hardware allows."""
+    told = [_mode(case.case)]
+    if case.workload is not None:
+        told.append(_samples(case.workload))
+    if case.bounds:
+        limits = (f"{rate(limit.median)} samples/s ({name})" for name, limit in case.bounds)
+        told.append(f"bound: {', '.join(limits)}")
+    steps = {one.step_ms for one in case.measured if one.step_ms}
+    if steps and not case.case.step_ms:
+        told.append(f"stall of a trainer with steps of {max(steps):g} ms")
+    return "; ".join(told)
+
+
+def _mode(case: Case) -> str:
+    where = {Store.LOCAL: "local disk", Store.S3: "S3"}[case.store]
+    served = ", a daemon being there before" if case.served else ""
+    match case.mode:
+        case Mode.STEADY:
+            what = "steady rates"
+        case Mode.EPOCH:
+            what = "an epoch, its first batch included"
+        case Mode.FIRST:
+            what = "the first batch"
+        case Mode.RESUME:
+            what = f"the first batch after a restart at {case.fraction:.0%} of an epoch"
+        case Mode.VERIFY:
+            what = "every byte of an epoch"
+    told = f"{what}, from {where}{', caches empty' if case.cold else ', warm'}{served}"
+    if case.ranks > 1:
+        told += f", {case.ranks} ranks"
+    if case.jobs > 1:
+        told += f", {case.jobs} jobs"
+    return told + (f", a step computes for {case.step_ms:g} ms" if case.step_ms else "")
+
+
+def _samples(workload: Workload) -> str:
+    own = f" of {', '.join(workload.urls)}" if workload.urls else f" of {workload.name}"
+    return f"{counted(workload.sample_count, 'sample')}{own} in batches of {workload.batch_size:,}"
+
+
+def absent(case: CaseFigures) -> list[tuple[str, str]]:
+    """Who was not measured: a name, and why in one line."""
+    word = {Standing.REFUSED: "no part in it", Standing.FAILED: "failed"}
+    return [
+        (one.result.title, f"{word.get(one.standing, 'not measured')}: {one_line(one.reason)}")
+        for one in case.absent
+    ]
+
+
+def notes(case: CaseFigures) -> list[str]:
+    """What a reader must know before believing a case."""
+    told = []
+    differing = [one.result.title for one in case.measured if not is_comparable(one.result)]
+    if differing:
+        told.append(f"samples differ! {', '.join(differing)}: not the source's, so not compared")
+    unknown = [
+        one.result.title
+        for one in case.measured
+        if one.result.same_samples is None and not one.is_harness
+    ]
+    if unknown:
+        told.append(f"nobody looked whether the samples are the source's: {', '.join(unknown)}")
+    noisy = [f"{one.result.title} {off(one.main)}" for one in case.measured if one.is_noisy]
+    if noisy:
+        told.append(f"noisy, a round more than {NOISY:.0%} off the median: {', '.join(noisy)}")
+    headroom = case.harness_headroom
+    if headroom is not None and headroom < HEADROOM:
+        told.append(
+            f"the harness alone is only {times(headroom)} as fast as the fastest system:"
+            " it may be what is measured"
+        )
+    if case.ours is None:
+        told.append("Dataplane was not measured here, so there are no ratios")
+    return told
+
+
+def gist(cases: Sequence[CaseFigures]) -> list[str]:
+    """The report in two or three sentences."""
+    against = [
+        (case, peer, peer.ratio)
+        for case in cases
+        if (peer := case.best_peer) is not None and peer.ratio is not None
+    ]
+    if not against:
+        return ["No peer was measured beside Dataplane."]
+    faster = sum(ratio.low > 1 for _, _, ratio in against)
+    slower = sum(ratio.high < 1 for _, _, ratio in against)
+    level = len(against) - faster - slower
+    ordered = sorted(against, key=lambda one: one[2].median)
+    middle = statistics.median(ratio.median for _, _, ratio in against)
+
+    def told(case: CaseFigures, peer: SystemFigures, ratio: Spread) -> str:
+        return f"{times(ratio.median)} ({title(case)}, {peer.result.title})"
+
+    first = (
+        f"Against the best peer of each case, Dataplane was faster in {faster}, slower in {slower}"
+        f" and level, within the spread of the rounds, in {level} of"
+        f" {counted(len(against), 'case')}."
+    )
+    if len(against) == 1:
+        return [first, f"The ratio is {told(*ordered[0])}."]
+    ends = f"{told(*ordered[0])} to {told(*ordered[-1])}"
+    return [first, f"The ratio's median is {times(middle)}; it goes from {ends}."]
+
+
+def machine(report: Report) -> str:
+    """When and where, in a line."""
+    facts = report.machine
+    told = [f"{report.created[:16].replace('T', ' ')} UTC" if report.created else ""]
+    told += [str(facts[name]) for name in ("cpu",) if facts.get(name)]
+    cores, memory = known(facts.get("cores")), known(facts.get("memory_bytes"))
+    told.append(counted(int(cores), "core") if cores else "")
+    told.append(size(memory) if memory else "")
+    told += [f"{name} {facts[name]}" for name in ("kernel", "python", "storage") if facts.get(name)]
+    told.append(f"{report.seconds / 60:.0f} min" if known(report.seconds) else "")
+    return ", ".join(part for part in told if part)
+
+
+def machine_bounds(report: Report) -> list[tuple[str, str]]:
+    """What the machine can do: a name and the median of its rounds."""
+    return [
+        (_BOUNDS.get(name, name.replace("_", " ")), f"{number(limit.median)} {off(limit)}".strip())
+        for name, values in report.bounds.items()
+        if (limit := spread(values)) is not None
+    ]
+
+
+def versions(report: Report) -> list[str]:
+    """A line a system: its packages."""
+    return [
+        f"{name}: " + ", ".join(f"{package} {version}" for package, version in packages.items())
+        for name, packages in report.versions.items()
+        if packages
+    ]
+
+
+def sweeps(cases: Sequence[CaseFigures]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Of each system: for which cases, its format, what was chosen and what else was tried."""
+    found: dict[str, dict[str, list[CaseFigures]]] = {}
+    for case in cases:
+        for one in case.systems:
+            told = _sweep(one.result)
+            if told:
+                found.setdefault(_who(one.result), {}).setdefault(told, []).append(case)
+    return [
+        (system, [(_titles(of, each.values()), told) for told, of in each.items()])
+        for system, each in found.items()
+    ]
+
+
+def _titles(cases: Sequence[CaseFigures], every: Iterable[Sequence[CaseFigures]]) -> str:
+    """The cases' titles; a scenario's name alone stands for all of its cases."""
+    known_of = [case for of in every for case in of]
+    told = []
+    for case in cases:
+        siblings = [one for one in known_of if one.scenario == case.scenario]
+        is_whole = len(siblings) > 1 and all(one in cases for one in siblings)
+        told.append(case.scenario if is_whole else title(case))
+    return ", ".join(dict.fromkeys(told))
+
+
+def _who(result: SystemResult) -> str:
+    return f"{result.title} {result.version}".strip()
+
+
+def _sweep(result: SystemResult) -> str:
+    told = _choice(result)
+    return f"{result.describes}; {told}" if result.describes and told else told or result.describes
+
+
+def _choice(result: SystemResult) -> str:
+    if not result.sweep and not result.settings:
+        return ""
+    chosen = [one for one in result.sweep if one.settings == result.settings]
+    told = settings_told(result.settings)
+    if len(result.sweep) < 2:
+        return told
+    told += f" ({_tried(chosen[0])})" if chosen else ""
+    others = [one for one in result.sweep if one not in chosen]
+    tried = "; ".join(f"{settings_told(one.settings)} ({_tried(one)})" for one in others)
+    return f"{told}; tried: {tried}" if tried else told
+
+
+def _tried(one: Tried) -> str:
+    return f"failed: {one_line(one.error)}" if one.error else f"{rate(one.samples_per_s)}/s"
+
+
+def plain(value: object) -> str:
+    """A value of an option, as people write it."""
+    if isinstance(value, list | tuple):
+        return ", ".join(str(one) for one in value) or "none"
+    return "none" if value is None else str(value)

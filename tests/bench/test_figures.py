@@ -1,0 +1,316 @@
+"""What trials amount to, by hand and at random; a report survives being written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+
+import bench_report
+import pytest
+from dataplane_bench.model import Case, Mode, Store
+from dataplane_bench.report import results
+from dataplane_bench.report.figures import Spread, Standing, case_figures, known, ratio_of, spread
+from dataplane_bench.report.results import Bound, CaseResult, Tried
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.errors import ConfigError
+
+
+def only(report):
+    (case,) = case_figures(report)
+    return case, {one.result.name: one for one in case.systems}
+
+
+def of(*systems, bounds=(), **case):
+    report = bench_report.report(
+        bench_report.scenario(CaseResult(Case("local", "tokens", **case), systems, bounds))
+    )
+    return only(report)
+
+
+def test_figures_are_medians_of_the_rounds():
+    _, found = only(bench_report.small())
+    ours = found["dataplane"]
+    assert ours.samples_per_s == Spread((400.0, 360.0, 550.0))
+    assert ours.samples_per_s.median == 400
+    assert (ours.samples_per_s.low, ours.samples_per_s.high) == (360, 550)
+    assert ours.samples_per_s.relative == pytest.approx(150 / 400)
+    assert ours.gb_per_s == pytest.approx(400 * 4000 / 1e9)
+
+
+def test_a_ratio_is_taken_within_each_round_and_then_its_median():
+    _, found = only(bench_report.small())
+    assert found["torch"].ratio.values == pytest.approx((4.0, 3.0, 5.0))
+    assert found["grain"].ratio.values == pytest.approx((2.0, 0.9, 550 / 210))
+    assert found["grain"].ratio.median == pytest.approx(2.0)
+    assert found["dataplane"].ratio is None
+    assert found["noop"].ratio is None
+
+
+def test_the_tightest_bound_of_the_same_round_is_what_counts():
+    case, found = only(bench_report.small())
+    assert [name for name, _ in case.bounds] == ["gather", "server"]
+    assert found["dataplane"].of_bound == pytest.approx(
+        statistics.median((400 / 800, 360 / 1200, 550 / 1000))
+    )
+
+
+def test_systems_are_sorted_by_speed_and_the_harness_comes_last():
+    case, _ = only(bench_report.small())
+    names = [one.result.name for one in case.measured]
+    assert names == ["webdataset", "dataplane", "grain", "torch", "noop"]
+    assert [one.result.name for one in case.absent] == ["ray", "litdata"]
+
+
+def test_who_delivers_other_samples_has_no_ratio_and_is_not_the_best_peer():
+    case, found = only(bench_report.small())
+    assert found["webdataset"].samples_per_s.median == 900
+    assert found["webdataset"].ratio is None
+    assert case.best_peer.result.name == "grain"
+
+
+def test_nobody_has_a_ratio_where_our_own_samples_differ():
+    ours = bench_report.system("dataplane", (2.0,), same_samples=False)
+    case, found = of(ours, bench_report.system("torch", (1.0,)))
+    assert found["torch"].ratio is None
+    assert case.best_peer.result.name == "torch"
+
+
+def test_what_refused_or_failed_has_no_figures_but_a_reason():
+    _, found = only(bench_report.small())
+    assert found["ray"].standing is Standing.REFUSED
+    assert found["litdata"].standing is Standing.FAILED
+    assert found["litdata"].reason.startswith("RuntimeError")
+    for name in ("ray", "litdata"):
+        figures = dataclasses.asdict(dataclasses.replace(found[name], result=None))
+        told = {"result", "standing", "reason", "by"}
+        assert all(value is None for field, value in figures.items() if field not in told)
+
+
+def test_a_system_that_failed_in_a_later_round_has_no_figures():
+    late = bench_report.system("torch", (1.0, 2.0), error="it broke in round 3")
+    _, found = of(late, bench_report.system("dataplane", (1.0, 2.0, 3.0)))
+    assert found["torch"].speed is None
+    assert found["torch"].standing is Standing.FAILED
+
+
+def test_a_system_without_a_completed_round_is_told_so():
+    _, found = of(bench_report.system("torch"))
+    assert found["torch"].standing is Standing.NOT_MEASURED
+    assert found["torch"].reason
+
+
+def test_rounds_are_paired_by_their_number_and_not_by_their_place():
+    ours = bench_report.system("dataplane", (10.0, 20.0, 30.0))
+    late = bench_report.system("torch", (None, 10.0, 10.0))
+    bounds = (Bound("memory", (100.0, 100.0, 100.0)),)
+    _, found = of(ours, late, bounds=bounds)
+    assert found["torch"].ratio.values == (2.0, 3.0)
+    assert found["torch"].of_bound == pytest.approx(0.1)
+
+
+def test_trials_without_a_round_are_paired_by_their_place():
+    first, second = (
+        bench_report.system(name, trials=tuple({"samples_per_s": rate} for rate in rates))
+        for name, rates in (("dataplane", (4.0, 9.0)), ("torch", (2.0, 3.0)))
+    )
+    _, found = of(first, second)
+    assert found["torch"].ratio.values == (2.0, 3.0)
+
+
+def test_starts_are_compared_by_their_seconds():
+    case, found = only(bench_report.starts())
+    assert case.is_start
+    assert [one.result.name for one in case.measured] == ["dataplane", "torch"]
+    assert found["dataplane"].first_batch_s.median == 0.25
+    assert found["dataplane"].main is found["dataplane"].first_batch_s
+    assert found["torch"].ratio.values == pytest.approx((10.0, 8.0, 4.0))
+    assert (found["dataplane"].by, found["torch"].by) == ("state", "replay")
+    assert found["torch"].samples_per_s is None
+
+
+def test_a_round_far_from_the_median_is_noisy():
+    _, found = only(bench_report.small())
+    assert found["grain"].is_noisy
+    assert not found["torch"].is_noisy
+    assert not found["noop"].is_noisy
+
+
+def test_the_headroom_of_the_harness_is_of_the_fastest_system():
+    case, _ = only(bench_report.small())
+    assert case.harness_headroom == pytest.approx(5000 / 900)
+
+
+def test_there_is_no_headroom_where_a_trainer_computes():
+    systems = (bench_report.system("dataplane", (1.0,)), bench_report.system("noop", (1.0,)))
+    case, _ = of(*systems, step_ms=5.0)
+    assert case.harness_headroom is None
+
+
+def test_the_trial_that_is_drawn_is_of_the_median_round():
+    _, found = only(bench_report.small())
+    assert found["dataplane"].typical["samples_per_s"] == 400
+    even, _ = of(bench_report.system("torch", (4.0, 1.0)))
+    assert even.measured[0].typical["samples_per_s"] == 1
+
+
+@pytest.mark.parametrize("value", [None, "12", True, math.nan, math.inf, [1]])
+def test_what_is_no_number_is_unknown(value):
+    assert known(value) is None
+    _, found = of(bench_report.system("torch", trials=({"samples_per_s": value},)))
+    assert found["torch"].standing is Standing.NOT_MEASURED
+
+
+rates = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=7)
+
+
+@given(rates, rates)
+def test_a_ratio_lies_between_the_extremes_and_turns_with_its_sides(ours, theirs):
+    mine, peer = bench_report.system("dataplane", ours), bench_report.system("torch", theirs)
+    case = Case("local", "tokens")
+    ratio, turned = ratio_of(mine, peer, case), ratio_of(peer, mine, case)
+    assert len(ratio.values) == min(len(ours), len(theirs))
+    assert min(ours) / max(theirs) <= ratio.median * (1 + 1e-9)
+    assert ratio.median <= max(ours) / min(theirs) * (1 + 1e-9)
+    assert ratio.low == pytest.approx(1 / turned.high)
+    assert ratio_of(mine, mine, case).median == 1
+
+
+@given(rates)
+def test_a_spread_holds_its_rounds(values):
+    found = spread(values)
+    assert found.low <= found.median <= found.high
+    if len(values) > 1:
+        reach = found.relative * found.median * (1 + 1e-9) + 1e-9
+        assert all(abs(value - found.median) <= reach for value in values)
+    else:
+        assert found.relative is None
+
+
+@pytest.mark.parametrize(
+    "report",
+    [bench_report.small(), bench_report.starts(), bench_report.full(), bench_report.report()],
+)
+def test_a_report_is_the_same_after_being_written_and_read(report, tmp_path):
+    path = tmp_path / "report.json"
+    results.write(report, path)
+    assert results.read(path) == report
+
+
+names = st.text(max_size=20)
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+)
+values = st.recursive(
+    leaves | names, lambda inner: st.lists(inner) | st.dictionaries(names, inner), max_leaves=5
+)
+mappings = st.dictionaries(names, values, max_size=4)
+systems = st.builds(
+    results.SystemResult,
+    *(names, names, names, names),
+    settings=mappings,
+    sweep=st.lists(st.builds(Tried, mappings, st.floats(0, 1e9), names), max_size=2).map(tuple),
+    same_samples=st.none() | st.booleans(),
+    trials=st.lists(mappings, max_size=3).map(tuple),
+    refused=names,
+    error=names,
+)
+cases = st.builds(
+    CaseResult,
+    st.builds(
+        *(Case, names, names, st.sampled_from(Mode), st.sampled_from(Store)),
+        ranks=st.integers(1, 9),
+        step_ms=st.floats(0, 1e3),
+    ),
+    st.lists(systems, max_size=3).map(tuple),
+    st.lists(st.builds(Bound, names, st.lists(st.floats(0, 1e9)).map(tuple)), max_size=2).map(
+        tuple
+    ),
+)
+
+
+@given(st.lists(cases, max_size=3), mappings)
+def test_any_report_is_the_same_after_being_written_and_read(found, machine):
+    report = bench_report.report(bench_report.scenario(*found), machine=machine)
+    again = results.from_json(json.loads(results.to_json(report)), "it")
+    assert again == report
+    assert len(case_figures(again)) == len(found)
+
+
+def test_what_json_cannot_say_is_unknown_after_reading(tmp_path):
+    system = bench_report.system("torch", (math.inf, 2.0))
+    report = bench_report.report(
+        bench_report.scenario(
+            CaseResult(Case("local", "tokens"), (system,), (Bound("memory", (math.nan,)),))
+        )
+    )
+    path = tmp_path / "report.json"
+    results.write(report, path)
+    assert "Infinity" not in path.read_text()
+    case, found = only(results.read(path))
+    assert found["torch"].samples_per_s.values == (2.0,)
+    assert case.bounds == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "not a report"),
+        ("[]", "not a report"),
+        ('"text"', "not a report"),
+        ("{}", "no created"),
+        ('{"version": 1}', "no created"),
+        ('{"version": 99}', "version 99"),
+        ("\xff\xfe", "not a report"),
+        ("[" * 100_000, "not a report"),
+        ('{"created": 3}', "report.created is int"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_says_what_is_wrong(text, told, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=told) as caught:
+        results.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        results.read(tmp_path / "none.json")
+
+
+def replaced(told, path, value):
+    """The same JSON with another value at one place."""
+    if not path:
+        return value
+    if isinstance(told, dict):
+        return {**told, path[0]: replaced(told[path[0]], path[1:], value)}
+    return [replaced(one, path[1:], value) if at == path[0] else one for at, one in enumerate(told)]
+
+
+def places(told, path=()):
+    yield path
+    for at, one in (
+        told.items()
+        if isinstance(told, dict)
+        else enumerate(told)
+        if isinstance(told, list)
+        else ()
+    ):
+        yield from places(one, (*path, at))
+
+
+SMALL = json.loads(results.to_json(bench_report.small()))
+PLACES = list(places(SMALL))
+
+
+@given(st.sampled_from(PLACES), st.sampled_from([None, 3, -1.5, "x", True, [], {}, [None]]))
+def test_a_damaged_report_is_an_error_of_ours_or_still_makes_sense(path, value):
+    try:
+        report = results.from_json(replaced(SMALL, path, value), "it")
+    except ConfigError:
+        return
+    case_figures(report)
