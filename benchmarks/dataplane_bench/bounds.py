@@ -1,0 +1,113 @@
+"""What the machine allows, measured in the same run as the loaders: a bound on their rates.
+
+Each measurement takes about 0.3 s, in a process of its own, and gives its best pass: a bound is
+what nothing can beat. One core gathers, copies or decodes; what scales with cores is multiplied
+by them, which is more than they give when they share a memory or a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from dataplane_bench import processes
+from dataplane_bench.model import Kind, Place, Store, Workload
+from dataplane_bench.trial import wire
+from dataplane_bench.trial.launch import TrialFailed
+
+COMMAND = ("-m", "dataplane_bench.measure")
+TIMEOUT_S = 120.0
+
+MEMCPY = "memcpy_gb_per_s"
+PAGE_CACHE = "page_cache_gb_per_s"
+GATHER = "gather_gb_per_s"
+COLUMN_GATHER = "column_gather_gb_per_s"
+PARQUET = "parquet_gb_per_s"
+JPEG_DECODE = "jpeg_decode_per_s"
+JPEG_CROP = "jpeg_decode_resize_per_s"
+LISTS = "padded_lists_per_s"
+STRINGS = "string_rows_per_s"
+S3 = "s3_gb_per_s"
+
+
+def names(workload: Workload, store: Store) -> tuple[str, ...]:
+    """What is worth measuring for cases of this workload."""
+    found = [MEMCPY, PAGE_CACHE]
+    match workload.shape:
+        case "tokens":
+            found += [GATHER, PARQUET]
+        case "tabular":
+            found += [COLUMN_GATHER, PARQUET]
+        case "images":
+            found += [JPEG_DECODE, JPEG_CROP]
+        case _:
+            found += [PARQUET]
+    if workload.of_kind(Kind.RAGGED):
+        found.append(LISTS)
+    if workload.of_kind(Kind.STRING):
+        found.append(STRINGS)
+    if store is Store.S3:
+        found.append(S3)
+    return tuple(found)
+
+
+def measure(names: Sequence[str], workload: Workload, place: Place | None) -> dict[str, float]:
+    """Each of these, by name, on the workload's source shards; `place` is where they are in S3.
+
+    A process measures, so that its memory and its threads are nobody else's.
+    Raises:  TrialFailed: it failed, or took too long.
+    """
+    order = wire.line({"names": names, "workload": workload, "place": place})
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    try:
+        done = subprocess.run(
+            [*processes.dies_with_us(), sys.executable, *COMMAND],
+            input=order,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=True,
+            env={**kept, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TrialFailed(f"the bounds were not measured within {TIMEOUT_S:g} s") from error
+    except subprocess.CalledProcessError as error:
+        raise TrialFailed(f"the bounds cannot be measured:\n{error.stderr.strip()}") from error
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def bound_of(
+    workload: Workload, store: Store, found: Mapping[str, float]
+) -> list[tuple[str, float]]:
+    """Samples/s that nothing of this kind can beat, with what bounds them; the tightest first.
+
+    What reads the shards counts the bytes of the source: a loader whose own shards are smaller, or
+    which decodes only what a crop needs, does less than the bound assumes.
+    """
+    cores = len(os.sched_getaffinity(0))
+    fixed = sum(column.sample_bytes for column in workload.of_kind(Kind.FIXED))
+    limits = [
+        (f"JPEG decode and resize x {cores} cores", found.get(JPEG_CROP, math.inf) * cores),
+        ("gather, one core", _samples(found, GATHER, fixed)),
+        ("gather of columns, one core", _samples(found, COLUMN_GATHER, fixed)),
+        ("gather and padding of lists, one core", found.get(LISTS, math.inf)),
+        ("making strings, one core", found.get(STRINGS, math.inf)),
+    ]
+    if store is Store.S3:
+        shards = workload.source.glob("*.parquet")
+        stored = sum(path.stat().st_size for path in shards) / workload.sample_count
+        limits.append(("S3 server's own ceiling", _samples(found, S3, stored)))
+    known = [(name, limit) for name, limit in limits if math.isfinite(limit)]
+    return sorted(known, key=lambda one: one[1])
+
+
+def _samples(found: Mapping[str, float], name: str, sample_bytes: float) -> float:
+    """Samples/s at a rate in GB/s."""
+    if name not in found or not sample_bytes:
+        return math.inf
+    return found[name] * 1e9 / sample_bytes

@@ -1,0 +1,291 @@
+"""The process that measures what the machine allows: see bounds.py.
+
+python -m dataplane_bench.measure      (its order comes on stdin, its findings go to stdout)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dataplane_bench import bounds
+from dataplane_bench.model import Kind, Place, Workload
+from dataplane_bench.trial import wire
+
+MEASURE_S = 0.3
+_PASSES_MIN = 3
+_COPY_BYTES = 64 << 20
+_WARM_BYTES = 8 << 20
+"""A buffer that batches are written to again and again, as a loader's are."""
+_ROWS_BYTES = 256 << 20
+"""Rows to gather from: more than the caches of most processors hold."""
+_SOURCE_BYTES = 64 << 20
+_GET_BYTES, _GETS_AT_ONCE, _GETS = 8 << 20, 8, 16
+_JPEGS = 24
+_DRAWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured on: a workload's shards, and where they are in S3."""
+
+    workload: Workload
+    place: Place | None
+
+    @property
+    def shards(self) -> list[Path]:
+        return sorted(self.workload.source.glob("*.parquet"))
+
+
+def best_rate(work: Callable[[], object], amount: float) -> float:
+    """`amount` over the seconds of the best pass, once warm."""
+    work()
+    clock = time.perf_counter
+    end, best, passes = clock() + MEASURE_S, float("inf"), 0
+    while passes < _PASSES_MIN or clock() < end:
+        start = clock()
+        work()
+        best = min(best, clock() - start)
+        passes += 1
+    return amount / best
+
+
+def memcpy(subject: Subject) -> float:
+    """GB/s of one core between two buffers that no cache holds."""
+    del subject
+    source, target = (np.ones(_COPY_BYTES, np.uint8) for _ in range(2))
+    return best_rate(lambda: np.copyto(target, source), _COPY_BYTES) / 1e9
+
+
+def page_cache(subject: Subject) -> float:
+    """GB/s of one core reading a source shard into a warm buffer."""
+    buffer = memoryview(bytearray(_WARM_BYTES))
+    buffer[:] = bytes(_WARM_BYTES)
+    fd = os.open(max(subject.shards, key=lambda path: path.stat().st_size), os.O_RDONLY)
+    try:
+        size = min(os.fstat(fd).st_size, _SOURCE_BYTES)
+
+        def read() -> None:
+            at = 0
+            while at < size:
+                at += os.preadv(fd, [buffer[: size - at]], at)
+
+        return best_rate(read, size) / 1e9
+    finally:
+        os.close(fd)
+
+
+def gather(subject: Subject) -> float:
+    """GB/s of one core taking random rows of the widest column into a warm buffer."""
+    column = max(subject.workload.of_kind(Kind.FIXED), key=lambda one: one.sample_bytes)
+    rows = _numbers(_start(subject, [column.name])[column.name]).astype(column.dtype, copy=False)
+    return _row_gather(rows.reshape(-1, max(int(np.prod(column.shape)), 1))) / 1e9
+
+
+def _row_gather(rows: NDArray[Any]) -> float:
+    """Bytes/s.   Shapes:  rows: [n, width]."""
+    rows = np.tile(rows, (-(-_ROWS_BYTES // max(rows.nbytes, 1)), 1))
+    count = max(_WARM_BYTES // (rows.itemsize * rows.shape[1]), 1)
+    buffer = np.zeros((count, rows.shape[1]), rows.dtype)
+    draws = _draws(len(rows), count)
+    return best_rate(
+        lambda: np.take(rows, next(draws), axis=0, out=buffer, mode="clip"), buffer.nbytes
+    )
+
+
+def column_gather(subject: Subject) -> float:
+    """GB/s of one core taking a random batch's rows of every column."""
+    fixed = subject.workload.of_kind(Kind.FIXED)
+    table = _start(subject, [column.name for column in fixed])
+    columns = [
+        _numbers(table[column.name]).astype(column.dtype, copy=False).reshape(-1, *column.shape)
+        for column in fixed
+    ]
+    count = subject.workload.batch_size
+    buffers = [np.zeros((count, *each.shape[1:]), each.dtype) for each in columns]
+    draws = _draws(len(table), count)
+
+    def batch() -> None:
+        rows = next(draws)
+        for values, buffer in zip(columns, buffers, strict=True):
+            np.take(values, rows, axis=0, out=buffer, mode="clip")
+
+    return best_rate(batch, sum(buffer.nbytes for buffer in buffers)) / 1e9
+
+
+def parquet(subject: Subject) -> float:
+    """GB/s, as decoded, of one core decoding a row group of a source shard."""
+    # A file is used by one pass after another; Arrow's own threads are off.
+    with pq.ParquetFile(subject.shards[0]) as file:
+        decoded = file.read_row_group(0, use_threads=False).nbytes
+        return best_rate(lambda: file.read_row_group(0, use_threads=False), decoded) / 1e9
+
+
+def jpeg_decode(subject: Subject) -> float:
+    """Images/s of one core, decoded whole."""
+    import simplejpeg  # type: ignore[import-untyped]
+
+    images = _images(subject)
+    return best_rate(lambda: [simplejpeg.decode_jpeg(one, "RGB") for one in images], len(images))
+
+
+def jpeg_crop(subject: Subject) -> float:
+    """Images/s of one core, decoded whole, cropped at random, resized and flipped."""
+    from dataplane_bench.peers.images import random_resized_crop_flip
+
+    images = _images(subject)
+
+    def batch() -> None:
+        # The same crops in each pass, else the best pass would be that of the smallest ones.
+        random = np.random.default_rng(0)
+        for one in images:
+            random_resized_crop_flip(one, random)
+
+    return best_rate(batch, len(images))
+
+
+def padded_lists(subject: Subject) -> float:
+    """Samples/s of one core writing random lists into zeroed batches.
+
+    Each list has the mean length, and each batch the mean width of real ones: the same bytes move,
+    without a call for every list, whose cost is not the hardware's.
+    """
+    seconds = 0.0
+    for column in subject.workload.of_kind(Kind.RAGGED):
+        lists = _start(subject, [column.name])[column.name].combine_chunks()
+        lengths = np.diff(np.asarray(lists.offsets))
+        count = min(subject.workload.batch_size, len(lengths))
+        draws = _draws(len(lengths), count)
+        width = int(np.mean([lengths[next(draws)].max() for _ in range(_DRAWS)]))
+        mean = max(int(lengths.mean()), 1)
+        values = np.asarray(lists.flatten()).astype(column.dtype, copy=False)
+        rows = np.resize(values, (max(len(values) // mean, 1), mean))
+        buffer = np.zeros((count, max(width, 1)), column.dtype)
+        zero = best_rate(functools.partial(buffer.fill, 0), count)
+        seconds += 1 / zero + rows.itemsize * mean / _row_gather(rows)
+    return 1 / seconds
+
+
+def string_rows(subject: Subject) -> float:
+    """Samples/s of one core making Python's strings of UTF-8."""
+    seconds = 0.0
+    for column in subject.workload.of_kind(Kind.STRING):
+        texts = _start(subject, [column.name])[column.name].slice(0, 10_000)
+        encoded = texts.cast(pa.binary()).to_pylist()
+        seconds += 1 / best_rate(functools.partial(_decoded, encoded), len(encoded))
+    return 1 / seconds
+
+
+def s3(subject: Subject) -> float:
+    """GB/s of ranged GETs, several at once, whose bytes are thrown away."""
+    import obstore
+    from obstore.store import S3Store
+
+    place = subject.place
+    assert place is not None
+    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
+    store = S3Store(
+        bucket,
+        endpoint=place.endpoint,
+        access_key_id=place.access_key,
+        secret_access_key=place.secret_key,
+        region="us-east-1",
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+    )
+    ranges = [
+        (f"{prefix}/{path.name}", at, min(_GET_BYTES, path.stat().st_size - at))
+        for path in subject.shards
+        for at in range(0, path.stat().st_size, _GET_BYTES)
+    ]
+    ranges = [ranges[index % len(ranges)] for index in range(_GETS)]
+
+    def get(one: tuple[str, int, int]) -> int:
+        key, start, length = one
+        return len(obstore.get_range(store, key, start=start, length=length))
+
+    with ThreadPoolExecutor(_GETS_AT_ONCE) as pool:
+        total = sum(length for _, _, length in ranges)
+        return best_rate(lambda: list(pool.map(get, ranges)), total) / 1e9
+
+
+MEASURES: dict[str, Callable[[Subject], float]] = {
+    bounds.MEMCPY: memcpy,
+    bounds.PAGE_CACHE: page_cache,
+    bounds.GATHER: gather,
+    bounds.COLUMN_GATHER: column_gather,
+    bounds.PARQUET: parquet,
+    bounds.JPEG_DECODE: jpeg_decode,
+    bounds.JPEG_CROP: jpeg_crop,
+    bounds.LISTS: padded_lists,
+    bounds.STRINGS: string_rows,
+    bounds.S3: s3,
+}
+
+
+def _start(subject: Subject, names: Sequence[str]) -> pa.Table:
+    """The first samples, about _SOURCE_BYTES of them."""
+    groups, size = [], 0
+    for path in subject.shards:
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                groups.append(file.read_row_group(group, columns=list(names)))
+                size += groups[-1].nbytes
+                if size >= _SOURCE_BYTES:
+                    return pa.concat_tables(groups)
+    return pa.concat_tables(groups)
+
+
+def _images(subject: Subject) -> list[bytes]:
+    name = subject.workload.of_kind(Kind.IMAGE)[0].name
+    with pq.ParquetFile(subject.shards[0]) as file:
+        rows = next(file.iter_batches(_JPEGS, columns=[name]))
+    found: list[bytes] = rows[name].to_pylist()
+    return found
+
+
+def _numbers(column: pa.ChunkedArray) -> NDArray[Any]:
+    """All numbers of a column, one after the other."""
+    values = column.combine_chunks()
+    while not pa.types.is_primitive(values.type):
+        values = values.flatten()
+    return np.asarray(values)
+
+
+def _decoded(encoded: Sequence[bytes]) -> list[str]:
+    return [one.decode() for one in encoded]
+
+
+def _draws(size: int, count: int) -> Iterator[NDArray[np.int64]]:
+    """Random rows, again and again, without the cost of drawing them."""
+    random = np.random.default_rng(0)
+    drawn = [random.integers(0, size, count) for _ in range(_DRAWS)]
+    while True:
+        yield from drawn
+
+
+def main() -> None:
+    """As the module says."""
+    order = json.loads(sys.stdin.readline())
+    told = order["place"]
+    place = Place(**{**told, "folder": Path(told["folder"])}) if told else None
+    subject = Subject(wire.workload_of(order["workload"]), place)
+    found = {name: MEASURES[name](subject) for name in order["names"]}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
