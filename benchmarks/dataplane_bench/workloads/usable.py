@@ -1,0 +1,217 @@
+"""Which columns of a user's samples every loader can take, and their rows as source shards.
+
+What Dataplane makes of a column (see dataplane/transforms/columns.py) is what everybody gets: dates
+are integers, a null among floats is NaN, a null list is empty. A column that has no such form, or
+whose nulls have none, is left out, and a note says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataplane.commands.datasets import read_block, schema_of
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import ColumnSpec, ListPolicy
+from dataplane.model import Kind as Form
+from dataplane.plan.manifest import Manifest
+from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
+from dataplane_bench.model import Column, Kind
+from dataplane_bench.workloads.recipe import SHARD_COUNT
+
+_SHARD_BYTES = 64 << 20
+_GROUP_BYTES = 4 << 20
+_LEAF = b"dataplane.leaf"
+_COLOURS = ("YCbCr", "RGB", "Gray")
+"""Of a JPEG that every decoder turns into RGB; CMYK is not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """A column as the benchmark has it, and what of the shards it is made of."""
+
+    column: Column
+    leaf: ColumnPlan
+
+    @property
+    def field(self) -> pa.Field:
+        return pa.field(
+            self.column.name,
+            _stored_type(self.column),
+            nullable=False,
+            metadata={_LEAF: self.leaf.specs[0].name},
+        )
+
+
+class _Unfit(Exception):
+    """A value that not every loader can take; says which kind."""
+
+
+def leaves(source: Path) -> dict[str, str]:
+    """Of source shards that `write_source` wrote: each column, and what Dataplane calls it."""
+    schema = pq.read_schema(min(source.glob("*.parquet")))
+    return {field.name: field.metadata[_LEAF].decode() for field in schema}
+
+
+def write_source(manifest: Manifest, folder: Path) -> tuple[tuple[Column, ...], list[str]]:
+    """All samples as source shards in this empty folder, and notes on what was left out.
+
+    Raises:  ConfigError: no column is usable.  CorruptShard and what else reading can raise.
+    """
+    chosen, notes = _usable(manifest)
+    while chosen:
+        unfit = _write(manifest, chosen, folder)
+        if not unfit:
+            return tuple(one.column for one in chosen), notes
+        # Seldom: it was only seen on the way that a column has nulls.
+        notes += [_note(leaf, why) for leaf, why in unfit.items()]
+        chosen = [one for one in chosen if one.leaf.specs[0].name not in unfit]
+        for path in folder.glob("*.parquet"):
+            path.unlink()
+    raise ConfigError("no column of these samples is one that loaders share: " + "; ".join(notes))
+
+
+def _usable(manifest: Manifest) -> tuple[list[_Usable], list[str]]:
+    schema = schema_of(manifest)
+    plan = plan_columns(schema, (), ListPolicy.RAGGED)
+    first = read_block(manifest, 0, schema, plan.top_level)
+    found: list[_Usable] = []
+    notes: list[str] = []
+    taken: set[str] = set()
+    for index, spec in enumerate(plan.specs):
+        leaf = ColumnPlan(
+            (plan.places[index][0],),
+            (spec,),
+            pa.schema([plan.schema.field(index)]),
+            (plan.places[index],),
+        )
+        try:
+            column = _column(spec, leaf, first, manifest.shards[0].url)
+            if column.name in taken:
+                raise _Unfit(f"another column is called {column.name} too")
+        except _Unfit as error:
+            notes.append(_note(spec.name, str(error)))
+        else:
+            taken.add(column.name)
+            found.append(_Usable(column, leaf))
+    return found, notes
+
+
+def _note(leaf: str, why: str) -> str:
+    return f"column {leaf} is left out: {why}"
+
+
+def _column(spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch, url: str) -> Column:
+    """Raises:  _Unfit."""
+    # Peers name files and keys after columns.
+    name = re.sub(r"[^a-z0-9]+", "_", spec.name.lower()).strip("_") or "column"
+    match spec.kind:
+        case Form.FIXED if 0 in spec.shape:
+            raise _Unfit("it is empty in every sample")
+        case Form.FIXED:
+            return Column(name, Kind.FIXED, spec.dtype, spec.shape)
+        case Form.RAGGED:
+            return Column(name, Kind.RAGGED, spec.dtype)
+        case Form.STRING:
+            return Column(name, Kind.STRING)
+        case Form.BYTES:
+            column = Column(name, Kind.IMAGE)
+            _check(column, canonical(first, leaf, {}, url).column(0).slice(0, 1))
+            return column
+        case _:
+            raise _Unfit(f"it is neither numbers nor text nor JPEGs, but {leaf.schema.types[0]}")
+
+
+def _write(manifest: Manifest, chosen: Sequence[_Usable], folder: Path) -> dict[str, str]:
+    """The source shards; or columns that are not usable after all, by leaf, and why."""
+    schema = pa.schema([one.field for one in chosen])
+    total = int(manifest.block_decoded.sum())
+    shard_count = max(SHARD_COUNT, total // _SHARD_BYTES)
+    shard_rows = max(-(-manifest.sample_count // shard_count), 1)
+    group_rows = max(_GROUP_BYTES * manifest.sample_count // max(total, 1), 1)
+    batches = _batches(manifest, chosen, schema)
+    shard, rows = 0, []
+    for batch in batches:
+        if isinstance(batch, dict):
+            return batch
+        rows.append(batch)
+        while (held := sum(len(one) for one in rows)) >= shard_rows:
+            table = pa.Table.from_batches(rows, schema)
+            _write_shard(table.slice(0, shard_rows), folder, shard, group_rows)
+            rows = table.slice(shard_rows).to_batches() if held > shard_rows else []
+            shard += 1
+    if rows:
+        _write_shard(pa.Table.from_batches(rows, schema), folder, shard, group_rows)
+    return {}
+
+
+def _write_shard(table: pa.Table, folder: Path, shard: int, group_rows: int) -> None:
+    pq.write_table(table, folder / f"shard-{shard:05d}.parquet", row_group_size=group_rows)
+
+
+def _batches(
+    manifest: Manifest, chosen: Sequence[_Usable], schema: pa.Schema
+) -> Iterator[pa.RecordBatch | dict[str, str]]:
+    """Block after block; or a block's unfit columns."""
+    whole = schema_of(manifest)
+    top_level = tuple(dict.fromkeys(one.leaf.top_level[0] for one in chosen))
+    for block in range(manifest.block_count):
+        read = read_block(manifest, block, whole, top_level)
+        url = manifest.shards[int(manifest.block_shard[block])].url
+        arrays, unfit = [], {}
+        for one in chosen:
+            try:
+                arrays.append(_values(one, read, url))
+            except _Unfit as error:
+                unfit[one.leaf.specs[0].name] = str(error)
+        yield unfit or pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _values(one: _Usable, read: pa.RecordBatch, url: str) -> pa.Array:
+    """Raises:  _Unfit."""
+    try:
+        values = canonical(read, one.leaf, {}, url).column(0)
+    except CorruptShard as error:
+        if error.nouns.get("found") != "null":
+            raise
+        raise _Unfit("it has nulls, which tensors of whole numbers have not") from error
+    _check(one.column, values)
+    return values.cast(_stored_type(one.column))
+
+
+def _check(column: Column, values: pa.Array) -> None:
+    """Raises:  _Unfit."""
+    if values.null_count:
+        raise _Unfit("it has nulls")
+    if column.kind is not Kind.IMAGE:
+        return
+    import simplejpeg  # type: ignore[import-untyped]
+
+    for value in values:
+        encoded = memoryview(value.as_buffer()).cast("B")
+        if encoded[:2].tobytes() != b"\xff\xd8":
+            raise _Unfit("it is bytes, but not of JPEGs")
+        try:
+            colour = simplejpeg.decode_jpeg_header(encoded)[2]
+        except ValueError as error:
+            raise _Unfit(f"one of its JPEGs is broken: {error}") from error
+        if colour not in _COLOURS:
+            raise _Unfit(f"not every decoder turns a {colour} JPEG into RGB")
+
+
+def _stored_type(column: Column) -> pa.DataType:
+    match column.kind:
+        case Kind.STRING:
+            return pa.string()
+        case Kind.IMAGE:
+            return pa.binary()
+    number = pa.bool_() if column.dtype == "bool" else pa.from_numpy_dtype(column.dtype)
+    if column.kind is Kind.RAGGED:
+        return pa.list_(number)
+    return pa.list_(number, int(np.prod(column.shape))) if column.shape else number
