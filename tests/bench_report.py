@@ -5,12 +5,14 @@ large one with everything that a report can hold.
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dataplane_bench.model import Case, Column, Kind, Mode, Store, Workload
 from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
+from dataplane_bench.report import results
 from dataplane_bench.report.results import (
     Bound,
     CaseResult,
@@ -21,6 +23,7 @@ from dataplane_bench.report.results import (
 )
 from dataplane_bench.scenarios.base import Scale
 from dataplane_bench.scenarios.registry import SCENARIOS
+from hypothesis import strategies as st
 
 TITLES = {
     "dataplane": "Dataplane",
@@ -234,3 +237,27 @@ def _trial(at: int, name: str, case: Case, dice: random.Random, rate: float) -> 
     if case.mode is Mode.STEADY:
         found |= {"stall_share": min(1.0, wait / 5), "step_ms": case.step_ms or 5.0}
     return found
+
+
+def damaged() -> st.SearchStrategy[object]:
+    """The small report as JSON, with another value at one place."""
+    told = json.loads(results.to_json(small()))
+    wrong = st.sampled_from([None, 3, -1.5, "x", True, [], {}, [None]])
+    return st.builds(_replaced, st.just(told), st.sampled_from(list(_places(told))), wrong)
+
+
+def _replaced(told, path, value):
+    if not path:
+        return value
+    if isinstance(told, dict):
+        return {**told, path[0]: _replaced(told[path[0]], path[1:], value)}
+    return [
+        _replaced(one, path[1:], value) if at == path[0] else one for at, one in enumerate(told)
+    ]
+
+
+def _places(told, path=()) -> Iterator[tuple]:
+    yield path
+    inner = told if isinstance(told, list | dict) else ()
+    for at, one in inner.items() if isinstance(inner, dict) else enumerate(inner):
+        yield from _places(one, (*path, at))

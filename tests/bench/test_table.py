@@ -9,12 +9,14 @@ import re
 import bench_report
 import pytest
 from dataplane_bench.model import Case
-from dataplane_bench.report import cells, notes, table
+from dataplane_bench.report import cells, notes, results, table
 from dataplane_bench.report.figures import case_figures
 from dataplane_bench.report.results import CaseResult, Tried
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+
+from dataplane.errors import ConfigError
 
 HOSTILE = "[bold]<script>alert(1)</script>|`*_\\ \x1b[31m"
 
@@ -228,6 +230,16 @@ def test_the_gist_of_an_error_is_one_line(text):
     told = notes.one_line(text)
     assert len(told) <= 160
     assert told.isprintable()
+
+
+@given(bench_report.damaged())
+def test_whatever_can_be_read_can_be_printed(told):
+    try:
+        report = results.from_json(told, "it")
+    except ConfigError:
+        return
+    printed(report)
+    table.markdown(report)
 
 
 def test_a_report_of_ones_own_samples_names_them():

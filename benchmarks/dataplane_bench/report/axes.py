@@ -1,0 +1,153 @@
+"""The parts that plots are drawn with: axes, lines, notes, in Plotly's words.
+
+All text is escaped, since Plotly reads a part of HTML in its labels. Colours are names of CSS
+variables, which page.js looks up.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_ROW, _FRAME = 27, 62
+_NAME_WIDTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """`about` is for those who cannot see it. `kind` is a name for its place on the page."""
+
+    kind: str
+    heading: str
+    about: str
+    height: int
+    drawing: Mapping[str, Any]
+    is_over_time: bool = False
+
+
+def height_of(rows: int) -> int:
+    """Of a plot with so many systems below each other, pixels."""
+    return _FRAME + _ROW * rows
+
+
+def note(text: str, x: float | None = None, row: int = 0) -> dict[str, Any]:
+    at_edge = {"xref": "paper", "x": 1.0} if x is None else {"x": shortened(x)}
+    return at_edge | {
+        "text": escaped(text),
+        "xanchor": "right",
+        "yref": "paper",
+        "y": 1,
+        "yanchor": "bottom",
+        "yshift": 15 * row,
+        "showarrow": False,
+        "font": {"size": 11, "color": "--muted"},
+    }
+
+
+def line(x: float, colour: str, dash: str) -> dict[str, Any]:
+    ends = {"x0": shortened(x), "x1": shortened(x), "yref": "paper", "y0": 0, "y1": 1}
+    return {"type": "line", **ends, "line": {"color": colour, "dash": dash, "width": 1.4}}
+
+
+def layout(
+    across: dict[str, Any], up: dict[str, Any], labels: Sequence[str] = ()
+) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "autosize": True,
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "--ink"},
+        "showlegend": False,
+        "dragmode": False,
+        "bargap": 0.3,
+        "hoverlabel": {
+            "bgcolor": "--card",
+            "bordercolor": "--line",
+            "font": {"color": "--ink", "size": 12},
+        },
+        "xaxis": across,
+        "yaxis": up,
+    }
+    if labels:
+        # The figures stand in a column of their own, at the right: never below a whisker.
+        same = {
+            "overlaying": "y",
+            "side": "right",
+            "matches": "y",
+            "ticktext": [*map(escaped, labels)],
+        }
+        made["yaxis2"] = up | same
+    return made
+
+
+def anchor() -> dict[str, Any]:
+    """Plotly draws an axis only where a trace refers to it."""
+    return {"type": "scatter", "x": [None], "y": [None], "yaxis": "y2", "hoverinfo": "skip"}
+
+
+def axis(title: str) -> dict[str, Any]:
+    """From 0 on."""
+    return {
+        "title": {"text": escaped(title), "standoff": 6, "font": {"size": 11, "color": "--muted"}},
+        "gridcolor": "--grid",
+        "zerolinecolor": "--line",
+        "tickfont": {"color": "--muted", "size": 11},
+        "fixedrange": True,
+        "automargin": True,
+        "nticks": 6,
+        # 20k, but 0.5 and not 500m.
+        "tickformat": "~s" if title == "samples/s" else "~r",
+        "rangemode": "tozero",
+    }
+
+
+def log_axis(title: str, values: Sequence[float], unit: str = "") -> dict[str, Any]:
+    """From the lowest value to the highest: 1, 2, 5 of a decade, or 1 where they are several."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    steps = (1, 2, 5) if high - low < 1.4 else (1,)
+    decades = range(math.floor(low) - 1, math.ceil(high) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    room = max(0.04 * (high - low), 0.05)
+    return axis(title) | {
+        "type": "log",
+        "range": [shortened(low - room), shortened(high + room)],
+        "tickvals": ticks,
+        "tickangle": 0,
+        "ticktext": [f"{tick:g}{unit}" for tick in ticks],
+    }
+
+
+def names(titles: Sequence[str]) -> dict[str, Any]:
+    return {
+        "tickvals": [len(titles) - 1 - place for place in range(len(titles))],
+        "ticktext": [_folded(title) for title in titles],
+        "range": [-0.6, len(titles) - 0.4],
+        "showgrid": False,
+        "zeroline": False,
+        "ticks": "outside",
+        "ticklen": 5,
+        "tickcolor": "rgba(0,0,0,0)",
+        "tickfont": {"color": "--ink", "size": 12},
+        "fixedrange": True,
+        "automargin": True,
+    }
+
+
+def _folded(title: str) -> str:
+    """A long name in two lines."""
+    lines = textwrap.wrap(title, _NAME_WIDTH, break_long_words=False, max_lines=2)
+    return "<br>".join(map(escaped, lines))
+
+
+def escaped(text: str) -> str:
+    return html.escape("".join(one if one.isprintable() else " " for one in text), quote=False)
+
+
+def shortened(value: float) -> float:
+    """Five digits are more than a picture shows."""
+    return float(f"{value:.5g}")

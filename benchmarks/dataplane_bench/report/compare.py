@@ -1,0 +1,271 @@
+"""A report against an older one: what became faster or slower, and what only looks so.
+
+Machines drift: a figure may change because the machine was busier. So ratios to peers, which were
+measured in the same rounds, are compared too. A change is marked where the rounds of the one
+report and those of the other do not overlap; of a single round nothing can be said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dataplane.commands import output
+from dataplane.commands.output import counted
+from dataplane_bench.model import Workload
+from dataplane_bench.report import cells, notes
+from dataplane_bench.report.figures import CaseFigures, Spread, SystemFigures, case_figures
+from dataplane_bench.report.results import Report
+from dataplane_bench.report.table import said
+
+_CHOICES = ("peers", "scenarios", "urls")
+"""Options that say what was measured, and not how: a comparison sees that by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A figure then and now."""
+
+    old: Spread | None
+    new: Spread | None
+
+    @property
+    def change(self) -> float | None:
+        """Now as a multiple of then."""
+        if self.old is None or self.new is None or not self.old.median:
+            return None
+        return self.new.median / self.old.median
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is more than what the rounds of either report differ among themselves."""
+        if self.old is None or self.new is None:
+            return False
+        if min(len(self.old.values), len(self.new.values)) < 2:
+            return False
+        return self.new.low > self.old.high or self.new.high < self.old.low
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One system in one case. `main` is samples/s, or seconds to the first batch; `speed` is what
+    is compared, samples or starts a second; `ratio` is Dataplane's to this peer.
+    """
+
+    case: str
+    system: str
+    is_start: bool
+    main: Pair
+    speed: Pair
+    ratio: Pair
+    notes: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What a reader must see."""
+        found = []
+        if self.speed.is_beyond:
+            found.append("faster" if (self.speed.change or 0) > 1 else "slower")
+        if self.ratio.is_beyond:
+            found.append("ratio up" if (self.ratio.change or 0) > 1 else "ratio down")
+        return (*found, *self.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`cautions` are differences of machine, versions and options; `uncompared` is what only one
+    report has, or has otherwise.
+    """
+
+    old: str
+    new: str
+    changes: tuple[Change, ...]
+    cautions: tuple[str, ...]
+    uncompared: tuple[str, ...]
+
+    @property
+    def ratios(self) -> tuple[tuple[float, Change], ...]:
+        """How far each ratio moved, as a share, the farthest first."""
+        moved = [
+            (abs(change - 1), one)
+            for one in self.changes
+            if (change := one.ratio.change) is not None
+        ]
+        return tuple(sorted(moved, key=lambda one: -one[0]))
+
+
+def compare(old: Report, new: Report) -> Comparison:
+    """Every system of every case that both reports have. Neither needs what the other has."""
+    before = {_key(case): case for case in case_figures(old)}
+    changes: list[Change] = []
+    uncompared: list[str] = []
+    added: list[str] = []
+    for case in case_figures(new):
+        then = before.pop(_key(case), None)
+        if then is None:
+            added.append(cells.title(case))
+        elif differs := _other_case(then, case):
+            uncompared.append(f"{cells.title(case)}: {differs}")
+        else:
+            changes += _changes(then, case)
+    for where, titles in (("new", added), ("old", list(map(cells.title, before.values())))):
+        if titles:
+            uncompared.append(f"only in the {where} report: {', '.join(titles)}")
+    return Comparison(
+        old.created, new.created, tuple(changes), tuple(_cautions(old, new)), tuple(uncompared)
+    )
+
+
+def _key(case: CaseFigures) -> tuple[str, str]:
+    return case.scenario, case.case.label
+
+
+def _other_case(old: CaseFigures, new: CaseFigures) -> str:
+    """Why two cases of one name cannot be compared; "" where they can."""
+    told = [
+        f"{name} {getattr(new.case, name)}, was {getattr(old.case, name)}"
+        for name in (field.name for field in dataclasses.fields(new.case))
+        if getattr(new.case, name) != getattr(old.case, name)
+    ]
+    if told:
+        return f"another case: {'; '.join(told)}"
+    if _samples(old.workload) != _samples(new.workload):
+        return "other samples, or other batches"
+    return ""
+
+
+def _samples(workload: Workload | None) -> tuple[object, ...]:
+    if workload is None:
+        return ()
+    return workload.fingerprint, workload.sample_count, workload.batch_size
+
+
+def _changes(old: CaseFigures, new: CaseFigures) -> Iterator[Change]:
+    before = {one.result.name: one for one in old.systems}
+    for one in new.systems:
+        yield from _change(new, before.pop(one.result.name, None), one)
+    for gone in before.values():
+        yield from _change(new, gone, None)
+
+
+def _change(
+    case: CaseFigures, old: SystemFigures | None, new: SystemFigures | None
+) -> Iterator[Change]:
+    """None of a system of which neither report has a figure."""
+    either = new or old
+    speed = _pair(old, new, lambda one: one.speed)
+    if either is None or (speed.old is None and speed.new is None):
+        return
+    told = []
+    if old is None or new is None:
+        told.append("only new" if old is None else "only old")
+    elif old.standing is not new.standing:
+        told.append(f"{new.standing}, was {old.standing}")
+    elif old.result.settings != new.result.settings:
+        told.append("other settings")
+    yield Change(
+        cells.title(case),
+        either.result.title,
+        case.is_start,
+        _pair(old, new, lambda one: one.main),
+        speed,
+        _pair(old, new, lambda one: one.ratio),
+        tuple(told),
+    )
+
+
+def _pair(
+    old: SystemFigures | None,
+    new: SystemFigures | None,
+    figure: Callable[[SystemFigures], Spread | None],
+) -> Pair:
+    return Pair(None if old is None else figure(old), None if new is None else figure(new))
+
+
+def _cautions(old: Report, new: Report) -> Iterator[str]:
+    yield from (f"machine, {told}" for told in _differences(old.machine, new.machine))
+    for system in sorted({*old.versions, *new.versions}):
+        then, now = old.versions.get(system), new.versions.get(system)
+        if then is not None and now is not None:
+            yield from (f"versions of {system}, {told}" for told in _differences(then, now))
+    then, now = (
+        {name: value for name, value in one.options.items() if name not in _CHOICES}
+        for one in (old, new)
+    )
+    yield from (f"option {told}" for told in _differences(then, now))
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*old, *new}):
+        then, now = old.get(name), new.get(name)
+        if then != now:
+            yield f"{name}: {notes.plain(now)}, was {notes.plain(then)}"
+
+
+def show(old: Report, new: Report, console: Console | None = None) -> None:
+    """Print it."""
+    console = console or output.stdout()
+    console.print(render(compare(old, new)))
+
+
+def render(found: Comparison) -> RenderableType:
+    """Cautions first, then a table a case, then what it amounts to."""
+    parts: list[RenderableType] = [
+        Text(),
+        said(f"compared with the report of {found.old}", "bold"),
+        *(said(f"! {told}", "yellow") for told in found.cautions),
+    ]
+    for case, changes in itertools.groupby(found.changes, lambda one: one.case):
+        parts += [Text(), said(case, "bold cyan"), _table(tuple(changes))]
+    if found.uncompared:
+        parts += [Text(), said("not compared", "bold"), *map(said, found.uncompared)]
+    parts += [Text(), *(said(told) for told in gist(found))]
+    return Group(*parts)
+
+
+def _table(changes: Sequence[Change]) -> Table:
+    unit, word = ("s", cells.number) if changes[0].is_start else ("/s", cells.rate)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("", overflow="fold", width=18)
+    speeds, ratios = (
+        (f"old\n{unit}", f"new\n{unit}", "\nspeed"),
+        ("old\nratio", "new\nratio", "\nchange"),
+    )
+    for heading in (*speeds, *ratios):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+    table.add_column("", overflow="fold")
+    for one in changes:
+        table.add_row(
+            said(one.system),
+            *(word(cells.median(each)) for each in (one.main.old, one.main.new)),
+            cells.times(one.speed.change),
+            *(cells.times(cells.median(each)) for each in (one.ratio.old, one.ratio.new)),
+            cells.times(one.ratio.change),
+            said(", ".join(one.marks), "yellow"),
+        )
+    return table
+
+
+def gist(found: Comparison) -> list[str]:
+    """The comparison in a few sentences."""
+    if not found.changes:
+        return ["The two reports have no case in common."]
+    marked = [one for one in found.changes if one.speed.is_beyond or one.ratio.is_beyond]
+    of = f"{len(marked)} of {counted(len(found.changes), 'figure')}"
+    told = [f"{of} changed by more than the spreads of both reports."]
+    if found.ratios:
+        middle = statistics.median(share for share, _ in found.ratios)
+        farthest, one = found.ratios[0]
+        told.append(
+            f"{counted(len(found.ratios), 'ratio')} to peers moved by {cells.share(middle)} in the"
+            f" median, by {cells.share(farthest)} at most ({one.case}, {one.system})."
+        )
+    return told

@@ -1,0 +1,247 @@
+"""The report as one page that needs nothing but itself: no network, no other file.
+
+The template escapes whatever it is given; what plots are made of is JSON in which no tag can start.
+The page forbids itself to load or run anything but the two scripts that it has, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataplane.errors import ConfigError
+from dataplane_bench.report import cells, notes, plots
+from dataplane_bench.report.axes import Plot
+from dataplane_bench.report.figures import CaseFigures, SystemFigures, case_figures
+from dataplane_bench.report.marks import Marks, marks
+from dataplane_bench.report.results import Report, ScenarioResult
+
+_DASHES = {"solid": "", "dash": "7 4", "dot": "2 4"}
+
+
+def write(report: Report, path: Path) -> None:
+    """Raises:  ConfigError: the file cannot be written, or what draws is not installed."""
+    text = render(report)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A plot, and the id of its place on the page. Keys of `group` show and hide its systems."""
+
+    id: str
+    plot: Plot
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A system in a legend: by its dot where it has a `symbol`, else by its line."""
+
+    name: str
+    title: str
+    colour: str
+    dashes: str
+    width: float
+    symbol: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A system in a case's table."""
+
+    label: str
+    kind: str
+    colour: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What the template says of a case."""
+
+    id: str
+    title: str
+    about: str
+    headings: tuple[cells.Heading, ...]
+    rows: tuple[_Row, ...]
+    absent: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    plots: tuple[_Placed, ...]
+    is_odd: bool
+    over_time: tuple[_Placed, ...]
+    keys: tuple[_Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scenario:
+    """What the template says of a question."""
+
+    id: str
+    name: str
+    question: str
+    bound: str
+    are_starts: bool
+    cases: tuple[_Case, ...]
+
+
+def render(report: Report) -> str:
+    """The page.   Raises:  ConfigError: what draws is not installed."""
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError(
+            f"the page needs {error.name}: pip install 'dataplane-loader[bench]'"
+        ) from error
+    found = case_figures(report)
+    looks = marks(one.result.name for case in found for one in case.systems)
+    scenarios = _scenarios(report, found, looks)
+    overview = plots.overview(found, looks)
+    placed = [_Placed("overview", overview, "overview")] if overview else []
+    every = placed + [
+        one
+        for scenario in scenarios
+        for case in scenario.cases
+        for one in (*case.plots, *case.over_time)
+    ]
+    scripts = [get_plotlyjs(), _part("page.js")]
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(_part("page.html")).render(
+        report=report,
+        style=_part("page.css"),
+        scripts=scripts,
+        hashes=[_hash(script) for script in scripts],
+        drawings=_drawings(every),
+        overview=placed,
+        overview_keys=_overview_keys(found, looks),
+        gist=notes.gist(found),
+        summary_headings=cells.SUMMARY,
+        summary=[(f"case-{place}", row) for place, row in enumerate(cells.summary(found))],
+        scenarios=scenarios,
+        sweeps=notes.sweeps(found),
+        failures=_failures(found),
+        machine=notes.machine(report),
+        bounds=notes.machine_bounds(report),
+        versions=notes.versions(report),
+        options=[f"{name}: {notes.plain(one)}" for name, one in report.options.items()],
+    )
+
+
+def _scenarios(report: Report, found: Sequence[CaseFigures], looks: Marks) -> list[_Scenario]:
+    made = []
+    place = 0
+    for number, scenario in enumerate(report.scenarios):
+        own = found[place : place + len(scenario.cases)]
+        made.append(_scenario(number, scenario, own, place, looks))
+        place += len(scenario.cases)
+    return made
+
+
+def _scenario(
+    number: int,
+    scenario: ScenarioResult,
+    found: Sequence[CaseFigures],
+    first: int,
+    looks: Marks,
+) -> _Scenario:
+    return _Scenario(
+        f"scenario-{number}",
+        scenario.name,
+        scenario.question,
+        scenario.bound,
+        all(case.is_start for case in found),
+        tuple(_case(f"case-{first + place}", case, looks) for place, case in enumerate(found)),
+    )
+
+
+def _case(name: str, case: CaseFigures, looks: Marks) -> _Case:
+    placed = [
+        _Placed(f"{name}-{plot.kind}", plot, name if plot.is_over_time else "")
+        for plot in plots.of_case(case, looks)
+    ]
+    plain = tuple(one for one in placed if not one.plot.is_over_time)
+    over_time = tuple(one for one in placed if one.plot.is_over_time)
+    headings = cells.headings(case)
+    drawn = [one for one in case.measured if not one.is_harness] if over_time else []
+    return _Case(
+        id=name,
+        title=cells.title(case),
+        about=notes.about(case),
+        headings=headings,
+        rows=tuple(_row(one, headings, looks) for one in case.measured),
+        absent=tuple(notes.absent(case)),
+        notes=tuple(notes.notes(case)),
+        plots=plain,
+        is_odd=len(plain) % 2 == 1,
+        over_time=over_time,
+        keys=tuple(_key(one, looks) for one in drawn),
+    )
+
+
+def _row(one: SystemFigures, headings: Sequence[cells.Heading], looks: Marks) -> _Row:
+    kind = "ours" if one.is_ours else "harness" if one.is_harness else ""
+    return _Row(
+        cells.label(one),
+        kind,
+        looks[one.result.name].colour,
+        tuple(each.cell(one) for each in headings),
+    )
+
+
+def _key(one: SystemFigures, looks: Marks) -> _Key:
+    mark = looks[one.result.name]
+    name, title = one.result.name, one.result.title
+    return _Key(name, title, mark.colour, _DASHES[mark.dash], mark.width)
+
+
+def _overview_keys(found: Sequence[CaseFigures], looks: Marks) -> list[_Key]:
+    titles = {
+        one.result.name: one.result.title for case in found for one in case.measured if one.ratio
+    }
+    return [
+        _Key(name, title, looks[name].colour, "", 0.0, looks[name].symbol)
+        for name, title in titles.items()
+    ]
+
+
+def _failures(found: Sequence[CaseFigures]) -> list[tuple[str, str]]:
+    """Whole errors, last words included."""
+    return [
+        (f"{cells.title(case)}, {one.result.title}", one.result.error)
+        for case in found
+        for one in case.systems
+        if one.result.error
+    ]
+
+
+def _drawings(placed: Sequence[_Placed]) -> str:
+    """JSON that can stand in a script element: nothing in it ends one."""
+    told: list[dict[str, Any]] = [
+        {"id": one.id, "group": one.group, **one.plot.drawing} for one in placed
+    ]
+    text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+    for mark in "<>&":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text
+
+
+def _part(name: str) -> str:
+    folder = importlib.resources.files("dataplane_bench.report") / "web"
+    return (folder / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    """As a page's policy names a script."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,285 @@
+"""The page, opened in a real browser: its plots are there, and nothing comes from elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import bench_report
+import pytest
+from browser import browser, open_page
+from dataplane_bench.model import Case
+from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
+from dataplane_bench.report import marks, page, results
+from dataplane_bench.report.figures import case_figures
+from dataplane_bench.report.results import Bound, CaseResult, Tried
+from hypothesis import given, settings
+
+from dataplane.errors import ConfigError
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
+SHOWN = ("tokens", "resume", "compute")
+
+
+@pytest.fixture(scope="module")
+def report():
+    found = bench_report.full()
+    return dataclasses.replace(
+        found, scenarios=tuple(one for one in found.scenarios if one.name in SHOWN)
+    )
+
+
+@pytest.fixture(scope="module")
+def opened(report, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    page.write(report, folder / "report.html")
+    return open_page(folder / "report.html")
+
+
+def drawings(text):
+    inside = re.search(r'id="drawings">(.*?)</script>', text, re.DOTALL).group(1)
+    return json.loads(inside)
+
+
+def fills(element):
+    found = [re.search(r"fill: (rgb\([^)]*\))", one.attributes["style"]) for one in element]
+    return {one.group(1) for one in found if one}
+
+
+def plot(opened, name):
+    (found,) = opened.page.all(id=name)
+    return found
+
+
+def labels(element, axis):
+    return [one.text for one in element.all("g", f"{axis}tick")]
+
+
+def dots(element):
+    return [one for layer in element.all(css="scatterlayer") for one in layer.all(css="point")]
+
+
+def drawn(case):
+    return [one for one in case.measured if not one.is_harness]
+
+
+def test_a_missing_browser_fails_where_ci_runs_and_is_skipped_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="no browser"):
+        browser()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="chromium"):
+        browser()
+
+
+def test_no_script_complains(opened):
+    assert opened.said == []
+
+
+def test_every_plot_is_drawn(opened, report):
+    told = drawings(page.render(report))
+    (body,) = opened.page.all("body")
+    assert body.attributes["data-drawn"] == str(len(told))
+    places = opened.page.all(css="plot")
+    assert [one.attributes["id"] for one in places] == [one["id"] for one in told]
+    assert all("js-plotly-plot" in one.classes for one in places)
+
+
+def test_a_case_has_a_plot_of_each_kind(opened, report):
+    steady = {"throughput", "cpu", "memory", "waits", "stall", "first", "rates", "memories"}
+    kinds = {"tokens · local": steady, "tokens · s3": steady - {"stall"}, "resume · 50%": {"first"}}
+    for place, case in enumerate(case_figures(report)):
+        found = {
+            one.attributes["id"].removeprefix(f"case-{place}-")
+            for one in opened.page.all(css="plot")
+            if one.attributes["id"].startswith(f"case-{place}-")
+        }
+        assert found == kinds.get(f"{case.scenario} · {case.case.label}", found)
+        assert found
+
+
+@pytest.mark.parametrize("kind", ["throughput", "cpu", "memory", "stall", "first"])
+def test_there_is_a_bar_for_every_system_with_its_name_and_figure(opened, report, kind):
+    case = case_figures(report)[0]
+    found = plot(opened, f"case-0-{kind}")
+    (layer,) = found.all(css="barlayer")
+    assert len(layer.all(css="point")) == len(drawn(case))
+    names, figures = (labels(found, axis) for axis in ("y", "y2"))
+    assert sorted(names) == sorted(
+        one.result.title + " !" * (one.result.same_samples is False) for one in drawn(case)
+    )
+    assert len(figures) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "title"),
+    [
+        ("throughput", "samples/s"),
+        ("cpu", "CPU seconds, all processes"),
+        ("memory", "GiB (PSS, all processes)"),
+        ("waits", "ms (filled: p50, open: p99)"),
+        ("stall", "% of its time"),
+        ("first", "s"),
+        ("rates", "s"),
+        ("memories", "s"),
+    ],
+)
+def test_axes_have_titles(opened, kind, title):
+    (found,) = plot(opened, f"case-0-{kind}").all(css="xtitle")
+    assert found.text == title
+
+
+def test_bars_have_their_spread_a_dot_a_round_and_the_bound_as_a_line(opened, report):
+    found = plot(opened, "case-0-throughput")
+    case = case_figures(report)[0]
+    rounds = sum(len(one.samples_per_s.values) for one in drawn(case))
+    assert len(found.all(css="errorbar")) == len(drawn(case))
+    assert len(dots(found)) == rounds
+    assert len([one for layer in found.all(css="shapelayer") for one in layer.all("path")]) == 1
+    (bound,) = found.all(css="annotation-text")
+    assert bound.text.startswith("bound: gather, one core")
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("rates", "samples/s"), ("memories", "GiB")])
+def test_there_is_a_line_for_every_system_over_time(opened, report, kind, unit):
+    found = plot(opened, f"case-0-{kind}")
+    assert len(found.all(css="js-line")) == len(drawn(case_figures(report)[0]))
+    (title,) = found.all(css="ytitle")
+    assert title.text == unit
+
+
+def test_waits_have_two_dots_for_every_system(opened, report):
+    assert len(dots(plot(opened, "case-0-waits"))) == 2 * len(drawn(case_figures(report)[0]))
+
+
+def test_the_overview_has_a_dot_for_every_ratio(opened, report):
+    ratios = [one for case in case_figures(report) for one in case.measured if one.ratio]
+    assert len(dots(plot(opened, "overview"))) == len(ratios)
+
+
+def test_starts_are_drawn_in_seconds_with_what_they_were_by(opened):
+    told = " ".join(labels(plot(opened, "case-3-first"), "y2"))
+    assert "state" in told
+    assert "replay" in told
+
+
+def test_a_system_has_one_colour_everywhere(opened, report):
+    """Plotly draws bars in the order of the rows; row 0 is Dataplane's in these."""
+    ours = set()
+    for place, case in enumerate(case_figures(report)[:2]):
+        assert case.measured[0].result.name == OURS
+        for kind in ("throughput", "cpu", "memory"):
+            (layer,) = plot(opened, f"case-{place}-{kind}").all(css="barlayer")
+            ours |= fills(layer.all(css="point")[0].all("path"))
+    assert ours == {"rgb(209, 72, 11)"}
+
+
+def test_tables_have_every_system_of_a_case(opened, report):
+    for place, case in enumerate(case_figures(report)):
+        (card,) = opened.page.all(id=f"case-{place}")
+        assert all(one.result.title in card.text for one in case.systems)
+
+
+def test_a_dark_page_has_colours_of_its_own(tmp_path):
+    page.write(bench_report.small(), tmp_path / "report.html")
+    found = open_page(tmp_path / "report.html", is_dark=True)
+    (layer,) = plot(found, "case-0-throughput").all(css="barlayer")
+    assert found.said == []
+    bars = layer.all(css="point")
+    assert "rgb(255, 138, 76)" in {colour for bar in bars for colour in fills(bar.all("path"))}
+
+
+def test_a_narrow_window_has_narrow_plots(tmp_path):
+    page.write(bench_report.small(), tmp_path / "report.html")
+    found = open_page(tmp_path / "report.html", width=500)
+    widths = [float(one.attributes["width"]) for one in found.page.all("svg", "main-svg")]
+    assert widths
+    assert max(widths) <= 500
+
+
+def hostile():
+    found = CaseResult(
+        Case(HOSTILE, HOSTILE),
+        (
+            bench_report.system("dataplane", (3.0, 4.0), version=HOSTILE),
+            bench_report.system(
+                HOSTILE,
+                (1.0, 2.0),
+                title=HOSTILE,
+                describes=HOSTILE,
+                settings={HOSTILE: HOSTILE},
+                sweep=(Tried({HOSTILE: HOSTILE}, 1.0),),
+            ),
+            bench_report.system("torch", refused=HOSTILE, title=HOSTILE),
+            bench_report.system("ray", error=HOSTILE + "\n" + HOSTILE),
+        ),
+        (Bound(HOSTILE, (5.0, 5.0)),),
+    )
+    scenario = dataclasses.replace(
+        bench_report.scenario(found), name=HOSTILE, question=HOSTILE, bound=HOSTILE
+    )
+    return bench_report.report(
+        scenario,
+        created=HOSTILE,
+        command=HOSTILE,
+        machine={HOSTILE: HOSTILE, "cpu": HOSTILE},
+        versions={HOSTILE: {HOSTILE: HOSTILE}},
+        options={HOSTILE: [HOSTILE]},
+        workloads=(bench_report.workload(HOSTILE, fingerprint=HOSTILE, urls=(HOSTILE,)),),
+        bounds={HOSTILE: (1.0,)},
+        missing={HOSTILE: HOSTILE},
+    )
+
+
+def test_names_that_look_like_markup_stay_text(tmp_path):
+    page.write(hostile(), tmp_path / "report.html")
+    found = open_page(tmp_path / "report.html")
+    assert found.said == []
+    assert len(found.page.all("script")) == 3
+    assert found.page.all("img") == []
+    assert HOSTILE in found.page.text
+    assert next(one.text for one in found.page.all("title")).startswith("dataplane bench")
+    assert any("<img" in name for name in labels(plot(found, "case-0-throughput"), "y"))
+
+
+def test_the_page_needs_nothing_from_elsewhere(report):
+    text = page.render(report)
+    ours = re.sub(r"<script>/\*\*\n\* plotly\.js.*?</script>", "", text, flags=re.DOTALL)
+    assert len(text) - len(ours) > 1_000_000
+    assert re.findall(r"https?:|//[a-z]|@import|url\(|\bsrc=|<link|<iframe|javascript:", ours) == []
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', ours))
+    assert "default-src 'none'" in ours
+
+
+def test_the_page_is_the_same_for_the_same_report():
+    assert page.render(bench_report.small()) == page.render(bench_report.small())
+
+
+def test_a_report_without_cases_is_a_page_too():
+    assert "No peer was measured" in page.render(bench_report.report())
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_ours(tmp_path):
+    with pytest.raises(ConfigError, match="cannot write"):
+        page.write(bench_report.small(), tmp_path / "none" / "report.html")
+
+
+def test_every_system_looks_different_and_ours_like_nobody_else():
+    found = marks.marks([*PEERS, "mine:Loader"])
+    looks = {name: (one.colour, one.dash, one.pattern, one.symbol) for name, one in found.items()}
+    assert len(set(looks.values())) == len(looks) == len(PEERS) + 3
+    assert all(one.colour != found[OURS].colour for name, one in found.items() if name != OURS)
+    assert found[HARNESS].dash == "dot"
+    assert marks.marks([])["torch"] == found["torch"]
+
+
+@settings(max_examples=40)
+@given(bench_report.damaged())
+def test_whatever_can_be_read_can_be_drawn(told):
+    try:
+        report = results.from_json(told, "it")
+    except ConfigError:
+        return
+    page.render(report)
