@@ -45,7 +45,7 @@ class Streamed(IterableDataset[Packed]):
         self.task = task
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
-        self._files: _Files | None = None
+        self._files: Files | None = None
 
     @property
     def epoch(self) -> int:
@@ -58,14 +58,14 @@ class Streamed(IterableDataset[Packed]):
     def __iter__(self) -> _Pass:
         # Each process has a client of its own: none survives a fork.
         if self._files is None:
-            self._files = _Files(self.task)
+            self._files = Files(self.task)
         return _Pass(self.task, self._files, self.epoch)
 
 
 class _Pass:
     """A worker's batches of one epoch; StatefulDataLoader asks it for its state."""
 
-    def __init__(self, task: Task, files: _Files, epoch: int) -> None:
+    def __init__(self, task: Task, files: Files, epoch: int) -> None:
         self._task, self._files, self._epoch = task, files, epoch
         self._done = 0
         self._batches: Iterator[Packed] | None = None
@@ -92,7 +92,7 @@ class _Pass:
         task, size = self._task, self._task.workload.batch_size
         dealt = self._files.blocks(task, self._epoch, count)[index::count]
         windows = []
-        for number, window in enumerate(_windows(dealt, math.ceil(SHUFFLE_BUFFER / count))):
+        for number, window in enumerate(windowed(dealt, math.ceil(SHUFFLE_BUFFER / count))):
             batches = sum(-(-(end - start) // size) for start, end in window)
             if skipped < batches:
                 windows.append((number, window, skipped))
@@ -110,7 +110,7 @@ Block = tuple[int, int]
 Window = Sequence[Block]
 
 
-def _windows(blocks: Sequence[Block], row_count: int) -> Iterator[Window]:
+def windowed(blocks: Sequence[Block], row_count: int) -> Iterator[Window]:
     """Blocks to be shuffled together: one, twice as many, and so on, up to `row_count` rows."""
     at, count = 0, 1
     while at < len(blocks):
@@ -133,7 +133,7 @@ def _ahead(
             yield number, coming.pop(0).result(), first
 
 
-class _Files:
+class Files:
     """The files of a workload in S3."""
 
     def __init__(self, task: Task) -> None:
