@@ -18,7 +18,10 @@ from hypothesis import given, settings
 
 from dataplane.errors import ConfigError
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
+    "<b>bold</b><a href='https://example.com'>link</a>"
+)
 SHOWN = ("tokens", "resume", "compute")
 
 
@@ -241,7 +244,10 @@ def test_names_that_look_like_markup_stay_text(tmp_path):
     assert found.page.all("img") == []
     assert HOSTILE in found.page.text
     assert next(one.text for one in found.page.all("title")).startswith("dataplane bench")
-    assert any("<img" in name for name in labels(plot(found, "case-0-throughput"), "y"))
+    told = " ".join(labels(plot(found, "case-0-throughput"), "y"))
+    assert "<b>" in " ".join(one.text for one in found.page.all(css="annotation-text"))
+    assert "</script>" in told
+    assert all(link.attributes["href"].startswith("#") for link in found.page.all("a"))
 
 
 def test_the_page_needs_nothing_from_elsewhere(report):
@@ -251,6 +257,38 @@ def test_the_page_needs_nothing_from_elsewhere(report):
     assert re.findall(r"https?:|//[a-z]|@import|url\(|\bsrc=|<link|<iframe|javascript:", ours) == []
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', ours))
     assert "default-src 'none'" in ours
+
+
+def test_bars_whiskers_dots_and_bounds_are_where_the_figures_are():
+    told = {one["id"]: one for one in drawings(page.render(bench_report.small()))}
+    found = told["case-0-throughput"]
+    bars = [one for one in found["data"] if one["type"] == "bar"]
+    assert [(one["meta"], one["x"], one["y"]) for one in bars] == [
+        ("webdataset", [900.0], [3]),
+        ("dataplane", [400.0], [2]),
+        ("grain", [210.0], [1]),
+        ("torch", [110.0], [0]),
+    ]
+    whiskers = bars[1]["error_x"]
+    assert (whiskers["array"], whiskers["arrayminus"]) == ([150.0], [40.0])
+    points = [one for one in found["data"] if one.get("mode") == "markers"]
+    assert (points[1]["x"], points[1]["y"]) == ([400.0, 360.0, 550.0], [2, 2, 2])
+    assert [one["x0"] for one in found["layout"]["shapes"]] == [1000.0]
+    assert found["layout"]["yaxis"]["ticktext"][0] == "WebDataset !"
+    assert found["layout"]["yaxis2"]["ticktext"][1] == "400 ±38%"
+
+
+def test_a_bound_far_away_is_named_at_the_edge():
+    systems = (bench_report.system("dataplane", (10.0, 10.0)),)
+    case = CaseResult(Case("local", "tokens"), systems, (Bound("memory", (1000.0,)),))
+    told = {
+        one["id"]: one
+        for one in drawings(page.render(bench_report.report(bench_report.scenario(case))))
+    }
+    layout = told["case-0-throughput"]["layout"]
+    assert layout["shapes"] == []
+    assert layout["annotations"][0]["text"] == "bound: memory 1.00k, 100x the fastest →"
+    assert layout["xaxis"]["range"] == [0, 10.6]
 
 
 def test_the_page_is_the_same_for_the_same_report():
