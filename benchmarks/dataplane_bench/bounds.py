@@ -21,6 +21,8 @@ from dataplane_bench.trial.launch import TrialFailed
 
 COMMAND = ("-m", "dataplane_bench.measure")
 TIMEOUT_S = 120.0
+MEASURE_S = 0.3
+"""How long each measurement repeats itself."""
 
 MEMCPY = "memcpy_gb_per_s"
 PAGE_CACHE = "page_cache_gb_per_s"
@@ -55,13 +57,15 @@ def names(workload: Workload, store: Store) -> tuple[str, ...]:
     return tuple(found)
 
 
-def measure(names: Sequence[str], workload: Workload, place: Place | None) -> dict[str, float]:
+def measure(
+    names: Sequence[str], workload: Workload, place: Place | None, seconds: float = MEASURE_S
+) -> dict[str, float]:
     """Each of these, by name, on the workload's source shards; `place` is where they are in S3.
 
     A process measures, so that its memory and its threads are nobody else's.
     Raises:  TrialFailed: it failed, or took too long.
     """
-    order = wire.line({"names": names, "workload": workload, "place": place})
+    order = wire.line({"names": names, "workload": workload, "place": place, "seconds": seconds})
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     try:
         done = subprocess.run(

@@ -25,7 +25,6 @@ from dataplane_bench import bounds
 from dataplane_bench.model import Kind, Place, Workload
 from dataplane_bench.trial import wire
 
-MEASURE_S = 0.3
 _PASSES_MIN = 3
 _COPY_BYTES = 64 << 20
 _WARM_BYTES = 8 << 20
@@ -40,21 +39,22 @@ _DRAWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured on: a workload's shards, and where they are in S3."""
+    """What is measured on: a workload's shards, and where they are in S3; and how long."""
 
     workload: Workload
     place: Place | None
+    seconds: float
 
     @property
     def shards(self) -> list[Path]:
         return sorted(self.workload.source.glob("*.parquet"))
 
 
-def best_rate(work: Callable[[], object], amount: float) -> float:
-    """`amount` over the seconds of the best pass, once warm."""
+def best_rate(work: Callable[[], object], amount: float, seconds: float) -> float:
+    """`amount` over the seconds of the best pass, once warm; passes go on for `seconds`."""
     work()
     clock = time.perf_counter
-    end, best, passes = clock() + MEASURE_S, float("inf"), 0
+    end, best, passes = clock() + seconds, float("inf"), 0
     while passes < _PASSES_MIN or clock() < end:
         start = clock()
         work()
@@ -65,9 +65,8 @@ def best_rate(work: Callable[[], object], amount: float) -> float:
 
 def memcpy(subject: Subject) -> float:
     """GB/s of one core between two buffers that no cache holds."""
-    del subject
     source, target = (np.ones(_COPY_BYTES, np.uint8) for _ in range(2))
-    return best_rate(lambda: np.copyto(target, source), _COPY_BYTES) / 1e9
+    return best_rate(lambda: np.copyto(target, source), _COPY_BYTES, subject.seconds) / 1e9
 
 
 def page_cache(subject: Subject) -> float:
@@ -83,7 +82,7 @@ def page_cache(subject: Subject) -> float:
             while at < size:
                 at += os.preadv(fd, [buffer[: size - at]], at)
 
-        return best_rate(read, size) / 1e9
+        return best_rate(read, size, subject.seconds) / 1e9
     finally:
         os.close(fd)
 
@@ -92,17 +91,17 @@ def gather(subject: Subject) -> float:
     """GB/s of one core taking random rows of the widest column into a warm buffer."""
     column = max(subject.workload.of_kind(Kind.FIXED), key=lambda one: one.sample_bytes)
     rows = _numbers(_start(subject, [column.name])[column.name]).astype(column.dtype, copy=False)
-    return _row_gather(rows.reshape(-1, max(int(np.prod(column.shape)), 1))) / 1e9
+    return _row_gather(rows.reshape(-1, max(int(np.prod(column.shape)), 1)), subject.seconds) / 1e9
 
 
-def _row_gather(rows: NDArray[Any]) -> float:
+def _row_gather(rows: NDArray[Any], seconds: float) -> float:
     """Bytes/s.   Shapes:  rows: [n, width]."""
     rows = np.tile(rows, (-(-_ROWS_BYTES // max(rows.nbytes, 1)), 1))
     count = max(_WARM_BYTES // (rows.itemsize * rows.shape[1]), 1)
     buffer = np.zeros((count, rows.shape[1]), rows.dtype)
     draws = _draws(len(rows), count)
     return best_rate(
-        lambda: np.take(rows, next(draws), axis=0, out=buffer, mode="clip"), buffer.nbytes
+        lambda: np.take(rows, next(draws), axis=0, out=buffer, mode="clip"), buffer.nbytes, seconds
     )
 
 
@@ -123,15 +122,15 @@ def column_gather(subject: Subject) -> float:
         for values, buffer in zip(columns, buffers, strict=True):
             np.take(values, rows, axis=0, out=buffer, mode="clip")
 
-    return best_rate(batch, sum(buffer.nbytes for buffer in buffers)) / 1e9
+    return best_rate(batch, sum(buffer.nbytes for buffer in buffers), subject.seconds) / 1e9
 
 
 def parquet(subject: Subject) -> float:
     """GB/s, as decoded, of one core decoding a row group of a source shard."""
-    # A file is used by one pass after another; Arrow's own threads are off.
     with pq.ParquetFile(subject.shards[0]) as file:
         decoded = file.read_row_group(0, use_threads=False).nbytes
-        return best_rate(lambda: file.read_row_group(0, use_threads=False), decoded) / 1e9
+        decode = functools.partial(file.read_row_group, 0, use_threads=False)
+        return best_rate(decode, decoded, subject.seconds) / 1e9
 
 
 def jpeg_decode(subject: Subject) -> float:
@@ -139,7 +138,12 @@ def jpeg_decode(subject: Subject) -> float:
     import simplejpeg  # type: ignore[import-untyped]
 
     images = _images(subject)
-    return best_rate(lambda: [simplejpeg.decode_jpeg(one, "RGB") for one in images], len(images))
+
+    def batch() -> None:
+        for one in images:
+            simplejpeg.decode_jpeg(one, "RGB")
+
+    return best_rate(batch, len(images), subject.seconds)
 
 
 def jpeg_crop(subject: Subject) -> float:
@@ -154,7 +158,7 @@ def jpeg_crop(subject: Subject) -> float:
         for one in images:
             random_resized_crop_flip(one, random)
 
-    return best_rate(batch, len(images))
+    return best_rate(batch, len(images), subject.seconds)
 
 
 def padded_lists(subject: Subject) -> float:
@@ -174,8 +178,8 @@ def padded_lists(subject: Subject) -> float:
         values = np.asarray(lists.flatten()).astype(column.dtype, copy=False)
         rows = np.resize(values, (max(len(values) // mean, 1), mean))
         buffer = np.zeros((count, max(width, 1)), column.dtype)
-        zero = best_rate(functools.partial(buffer.fill, 0), count)
-        seconds += 1 / zero + rows.itemsize * mean / _row_gather(rows)
+        zero = best_rate(functools.partial(buffer.fill, 0), count, subject.seconds)
+        seconds += 1 / zero + rows.itemsize * mean / _row_gather(rows, subject.seconds)
     return 1 / seconds
 
 
@@ -185,7 +189,9 @@ def string_rows(subject: Subject) -> float:
     for column in subject.workload.of_kind(Kind.STRING):
         texts = _start(subject, [column.name])[column.name].slice(0, 10_000)
         encoded = texts.cast(pa.binary()).to_pylist()
-        seconds += 1 / best_rate(functools.partial(_decoded, encoded), len(encoded))
+        seconds += 1 / best_rate(
+            functools.partial(_decoded, encoded), len(encoded), subject.seconds
+        )
     return 1 / seconds
 
 
@@ -219,7 +225,7 @@ def s3(subject: Subject) -> float:
 
     with ThreadPoolExecutor(_GETS_AT_ONCE) as pool:
         total = sum(length for _, _, length in ranges)
-        return best_rate(lambda: list(pool.map(get, ranges)), total) / 1e9
+        return best_rate(lambda: list(pool.map(get, ranges)), total, subject.seconds) / 1e9
 
 
 MEASURES: dict[str, Callable[[Subject], float]] = {
@@ -282,7 +288,7 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     told = order["place"]
     place = Place(**{**told, "folder": Path(told["folder"])}) if told else None
-    subject = Subject(wire.workload_of(order["workload"]), place)
+    subject = Subject(wire.workload_of(order["workload"]), place, order["seconds"])
     found = {name: MEASURES[name](subject) for name in order["names"]}
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -1,0 +1,297 @@
+"""The user's own samples: copied as they are, and as source shards of what every loader can take."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+from dataplane_bench.model import Column, Kind
+from dataplane_bench.workloads.own import own
+from dataplane_bench.workloads.usable import leaves
+from shards import parquet_bytes
+
+from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch, ShardNotFound
+from dataplane.node.index import index_dataset
+
+ROWS = 1000
+
+
+def source(workload):
+    return pa.concat_tables(
+        pq.read_table(path) for path in sorted(workload.source.glob("*.parquet"))
+    )
+
+
+def kinds(workload):
+    return {one.name: (str(one.kind), one.dtype, one.shape) for one in workload.columns}
+
+
+def write(folder, shard_count=4, rows=ROWS, **columns):
+    """Shards of a table; every column is a function of the row."""
+    folder.mkdir(exist_ok=True)
+    for shard in range(shard_count):
+        numbers = range(shard * rows, (shard + 1) * rows)
+        table = pa.table(
+            {"id": pa.array(numbers), **{name: pa.array([of(i) for i in numbers], kind) for name, (kind, of) in columns.items()}}
+        )  # fmt: skip
+        pq.write_table(table, folder / f"train-{shard}.parquet", row_group_size=300)
+    return str(folder)
+
+
+# --- what becomes of columns ------------------------------------------------------------------
+
+
+def test_every_value_is_as_dataplane_gives_it(tmp_path):
+    day = dt.date(2024, 1, 1)
+    folder = write(
+        tmp_path / "shards",
+        flag=(pa.bool_(), lambda i: i % 3 == 0),
+        small=(pa.uint16(), lambda i: i * 7 % 65536),
+        half=(pa.float16(), lambda i: np.float16(i % 100)),
+        gap=(pa.float32(), lambda i: None if i % 5 == 0 else i / 2),
+        day=(pa.date32(), lambda i: day + dt.timedelta(days=i)),
+        pair=(pa.list_(pa.int16(), 2), lambda i: [i, -i]),
+        grid=(pa.list_(pa.list_(pa.float64(), 2), 3), lambda i: [[i, 0], [0, i], [1, 1]]),
+        flags=(pa.list_(pa.bool_()), lambda i: [True] * (i % 4)),
+        tokens=(pa.list_(pa.int64()), lambda i: None if i % 11 == 0 else list(range(i % 7))),
+        text=(pa.large_string(), lambda i: f"no. {i} é"),
+        choice=(pa.dictionary(pa.int8(), pa.string()), lambda i: "ab"[i % 2]),
+        meta=(pa.struct([("Wide", pa.int32())]), lambda i: {"Wide": i}),
+    )
+    workload, notes = own([folder], tmp_path / "own")
+    assert notes == ()
+    assert kinds(workload) == {
+        "id": ("fixed", "int64", ()),
+        "flag": ("fixed", "bool", ()),
+        "small": ("fixed", "uint16", ()),
+        "half": ("fixed", "float16", ()),
+        "gap": ("fixed", "float32", ()),
+        "day": ("fixed", "int32", ()),
+        "pair": ("fixed", "int16", (2,)),
+        "grid": ("fixed", "float64", (3, 2)),
+        "flags": ("ragged", "bool", ()),
+        "tokens": ("ragged", "int64", ()),
+        "text": ("string", "", ()),
+        "choice": ("string", "", ()),
+        "meta_wide": ("fixed", "int32", ()),
+    }
+    rows = source(workload)
+    assert rows.num_rows == workload.sample_count == 4 * ROWS
+    assert all(column.null_count == 0 for column in rows.columns)
+    row = rows.slice(3005, 1).to_pylist()[0]
+    assert np.isnan(row.pop("gap"))
+    assert row == {
+        "id": 3005, "flag": False, "small": 21035, "half": 5.0, "day": (day - dt.date(1970, 1, 1)).days + 3005,
+        "pair": [3005, -3005], "grid": [3005, 0, 0, 3005, 1, 1], "flags": [True], "tokens": [0, 1],
+        "text": "no. 3005 é", "choice": "b", "meta_wide": 3005,
+    }  # fmt: skip
+    assert rows["tokens"][11].as_py() == []
+    assert leaves(workload.source)["meta_wide"] == "meta.Wide"
+
+
+def test_what_no_loader_can_take_is_left_out_and_named(tmp_path):
+    folder = write(
+        tmp_path / "shards",
+        late=(pa.int32(), lambda i: None if i == 3999 else i),
+        text=(pa.string(), lambda i: None if i == 2000 else "x"),
+        blob=(pa.binary(), lambda i: b"\x89PNG"),
+        words=(pa.list_(pa.string()), lambda i: ["a"]),
+        price=(pa.decimal128(9, 2), lambda i: i),
+        ID=(pa.int8(), lambda i: 1),
+    )
+    workload, notes = own([folder], tmp_path / "own")
+    assert kinds(workload) == {"id": ("fixed", "int64", ())}
+    assert source(workload)["id"].to_pylist() == list(range(4 * ROWS))
+    assert {note.split()[1] for note in notes} == {"late", "text", "blob", "words", "price", "ID"}
+    told = {note.split()[1]: note.partition(": ")[2] for note in notes}
+    assert "nulls" in told["late"]
+    assert "nulls" in told["text"]
+    assert "JPEG" in told["blob"]
+    assert "decimal" in told["price"]
+
+
+def test_nothing_usable_is_an_error_that_says_why(tmp_path):
+    pq.write_table(pa.table({"words": [["a"]], "blob": [b"\x00"]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"words.*blob"):
+        own([str(tmp_path / "a.parquet")], tmp_path / "own")
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["jpeg-truncated.jpg", "not-an-image.jpg"])
+def test_images_that_are_none_are_left_out(data_dir, tmp_path, name):
+    good = next((data_dir / "images").iterdir()).read_bytes()
+    bad = (data_dir / "bad" / name).read_bytes()[:3]
+    content = parquet_bytes(pa.table({"image": [good, bad], "label": [1, 2]}))
+    (tmp_path / "a.parquet").write_bytes(content)
+    workload, notes = own([str(tmp_path / "a.parquet")], tmp_path / "own")
+    assert [one.name for one in workload.columns] == ["label"]
+    assert notes[0].startswith("column image is left out: ")
+
+
+# --- which shards -----------------------------------------------------------------------------
+
+
+def test_the_copies_are_the_shards_as_they_are(tmp_path):
+    folder = write(tmp_path / "shards")
+    workload, _ = own([folder], tmp_path / "own")
+    originals = sorted((tmp_path / "shards").iterdir())
+    assert len(workload.urls) == len(originals)
+    for copy, original in zip(workload.urls, originals, strict=True):
+        assert Path(copy).read_bytes() == original.read_bytes()
+    assert index_dataset(workload.urls).sample_count == workload.sample_count
+
+
+def test_whole_shards_are_taken_up_to_the_limit_and_one_at_least(tmp_path):
+    folder = write(tmp_path / "shards")
+    size = sum(path.stat().st_size for path in (tmp_path / "shards").iterdir()) // 4
+    half, notes = own([folder], tmp_path / "own", byte_limit=int(2.5 * size))
+    assert len(half.urls) == 2
+    assert half.sample_count == 2 * ROWS
+    assert "of 4 shards" in notes[0]
+    one, _ = own([folder], tmp_path / "own", byte_limit=1)
+    assert len(one.urls) == 1
+    assert one.fingerprint != half.fingerprint
+
+
+def test_the_same_shards_are_copied_once_and_changed_ones_anew(tmp_path):
+    folder = write(tmp_path / "shards", rows=20)
+    first, _ = own([folder], tmp_path / "own")
+    before = first.source.stat().st_mtime_ns
+    again, _ = own([folder], tmp_path / "own")
+    assert again == first
+    assert again.source.stat().st_mtime_ns == before
+    write(tmp_path / "shards", rows=21)
+    changed, _ = own([folder], tmp_path / "own")
+    assert changed.fingerprint != first.fingerprint
+    assert changed.sample_count == 84
+
+
+def test_a_saved_manifest_stands_for_its_shards(tmp_path):
+    folder = write(tmp_path / "shards")
+    manifest = index_dataset([folder])
+    (tmp_path / "train.manifest").write_bytes(manifest.to_bytes())
+    by_name, _ = own([folder], tmp_path / "own")
+    saved, _ = own([str(tmp_path / "train.manifest")], tmp_path / "own")
+    assert saved == by_name
+
+
+def test_shards_of_an_object_store_are_copied(s3_server, tmp_path, monkeypatch):
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = s3_server.bucket()
+    write(tmp_path / "shards", rows=50)
+    s3_server.put(
+        bucket,
+        {f"train/{path.name}": path.read_bytes() for path in (tmp_path / "shards").iterdir()},
+    )
+    workload, _ = own([f"s3://{bucket}/train/"], tmp_path / "own")
+    assert workload.sample_count == 200
+    assert source(workload)["id"].to_pylist() == list(range(200))
+
+
+# --- how they are loaded ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "name", "batch_size"),
+    [
+        ((pa.list_(pa.int32(), 128), lambda i: [i] * 128), "tokens", 32),
+        ((pa.float32(), float), "tabular", 1000),  # a quarter of the samples, instead of 8,192
+        ((pa.string(), str), "text", 64),
+    ],
+)
+def test_the_batch_is_as_the_shape_of_samples_asks(tmp_path, column, name, batch_size):
+    workload, _ = own([write(tmp_path / "shards", value=column)], tmp_path / "own")
+    assert (workload.name, workload.shape, workload.batch_size) == (name, name, batch_size)
+    assert workload.step_ms > 0
+    chosen, _ = own([str(tmp_path / "shards")], tmp_path / "own", batch_size=7)
+    assert chosen == dataclasses.replace(workload, batch_size=7)
+
+
+def test_a_batch_larger_than_all_samples_is_refused(tmp_path):
+    folder = write(tmp_path / "shards", rows=2)
+    with pytest.raises(ConfigError, match="--batch-size"):
+        own([folder], tmp_path / "own", batch_size=9)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_errors_name_the_users_shards(tmp_path):
+    with pytest.raises(ShardNotFound, match="nowhere"):
+        own([str(tmp_path / "nowhere")], tmp_path / "own")
+    pq.write_table(pa.table({"id": pa.array([], pa.int64())}), tmp_path / "empty.parquet")
+    with pytest.raises(ConfigError, match="sample"):
+        own([str(tmp_path / "empty.parquet")], tmp_path / "own")
+    (tmp_path / "half.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(CorruptShard) as caught:
+        own([str(tmp_path / "half.parquet")], tmp_path / "own")
+    assert caught.value.shard == f"file://{tmp_path}/half.parquet"
+    assert str(caught.value).startswith(f"file://{tmp_path}/half.parquet")
+    folder = write(tmp_path / "shards", rows=5)
+    pq.write_table(pa.table({"other": [1]}), tmp_path / "shards" / "train-9.parquet")
+    with pytest.raises(SchemaMismatch, match=r"shards/train-9\.parquet"):
+        own([folder], tmp_path / "own")
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    folder = write(tmp_path / "shards", rows=5)
+    (tmp_path / "own").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot copy"):
+        own([folder], tmp_path / "own")
+
+
+# --- files of other people's tools ------------------------------------------------------------
+
+ID, TEXT, LABEL = (
+    Column("id", Kind.FIXED, "int64"),
+    Column("text", Kind.STRING),
+    Column("label", Kind.FIXED, "int64"),
+)
+REAL = {
+    "parquet/shakespeare-zstd.parquet": ("text", 7222, [ID, TEXT, Column("tokens", Kind.RAGGED, "int32")]),
+    "parquet/images-huggingface.parquet": ("images", 20, [Column("image_bytes", Kind.IMAGE), LABEL]),
+    "huggingface-disk": ("images", 8, [Column("image_bytes", Kind.IMAGE), LABEL]),
+    "arrow/tokens-zstd.arrow": ("tokens", 4357, [Column("input_ids", Kind.FIXED, "int32", (256,))]),
+    "tfrecord/images-0000*.tfrecord": ("images", 40, [Column("image_encoded", Kind.IMAGE)]),
+    "tfrecord/images-gzip.tfrecord.gz": ("images", 8, [Column("image_encoded", Kind.IMAGE)]),
+    "tfrecord/ragged.tfrecord": ("text", 1000, [ID, Column("score", Kind.FIXED, "float32")]),
+    "webdataset/images-0000*.tar": ("images", 40, [Column("key", Kind.STRING), Column("jpg", Kind.IMAGE)]),
+    "webdataset/images-gz.tar.gz": ("images", 12, [Column("jpg", Kind.IMAGE), Column("txt", Kind.STRING)]),
+    "jsonl/shakespeare.jsonl": ("text", 7222, [ID, TEXT]),
+    "jsonl/shakespeare.jsonl.gz": ("text", 7222, [ID, TEXT]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_shards_become_source_shards(data_dir, tmp_path, name):
+    shape, count, columns = REAL[name]
+    workload, _ = own([str(data_dir / name)], tmp_path / "own")
+    assert (workload.shape, workload.sample_count) == (shape, count)
+    assert set(columns) <= set(workload.columns)
+    rows = source(workload)
+    assert rows.num_rows == count
+    assert rows.column_names == [column.name for column in workload.columns]
+
+
+def test_real_samples_are_those_of_the_file(data_dir, tmp_path):
+    lines = (data_dir / "jsonl" / "shakespeare.jsonl").read_text().splitlines()
+    workload, _ = own([str(data_dir / "jsonl" / "shakespeare.jsonl")], tmp_path / "own")
+    assert source(workload).select(["id", "text"]).to_pylist() == [
+        {name: json.loads(line)[name] for name in ("id", "text")} for line in lines
+    ]
+    images = pq.read_table(data_dir / "parquet" / "images-huggingface.parquet")["image"].to_pylist()
+    workload, _ = own([str(data_dir / "parquet" / "images-huggingface.parquet")], tmp_path / "own")
+    assert source(workload)["image_bytes"].to_pylist() == [one["bytes"] for one in images]
+    with pyarrow.ipc.open_file(data_dir / "arrow" / "tokens-plain.arrow") as file:
+        tokens = file.read_all()["input_ids"].to_pylist()
+    workload, _ = own([str(data_dir / "arrow" / "tokens-plain.arrow")], tmp_path / "own")
+    assert source(workload)["input_ids"].to_pylist() == tokens
