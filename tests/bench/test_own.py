@@ -13,8 +13,8 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from dataplane_bench.model import Column, Kind
+from dataplane_bench.workloads.about import leaves, shared_names
 from dataplane_bench.workloads.own import own
-from dataplane_bench.workloads.usable import leaves
 from shards import parquet_bytes
 
 from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch, ShardNotFound
@@ -93,7 +93,7 @@ def test_every_value_is_as_dataplane_gives_it(tmp_path):
         "text": "no. 3005 é", "choice": "b", "meta_wide": 3005,
     }  # fmt: skip
     assert rows["tokens"][11].as_py() == []
-    assert leaves(workload.source)["meta_wide"] == "meta.Wide"
+    assert leaves(workload)["meta_wide"] == "meta.Wide"
 
 
 def test_what_no_loader_can_take_is_left_out_and_named(tmp_path):
@@ -104,17 +104,31 @@ def test_what_no_loader_can_take_is_left_out_and_named(tmp_path):
         blob=(pa.binary(), lambda i: b"\x89PNG"),
         words=(pa.list_(pa.string()), lambda i: ["a"]),
         price=(pa.decimal128(9, 2), lambda i: i),
-        ID=(pa.int8(), lambda i: 1),
     )
     workload, notes = own([folder], tmp_path / "own")
     assert kinds(workload) == {"id": ("fixed", "int64", ())}
     assert source(workload)["id"].to_pylist() == list(range(4 * ROWS))
-    assert {note.split()[1] for note in notes} == {"late", "text", "blob", "words", "price", "ID"}
+    assert {note.split()[1] for note in notes} == {"late", "text", "blob", "words", "price"}
     told = {note.split()[1]: note.partition(": ")[2] for note in notes}
     assert "nulls" in told["late"]
     assert "nulls" in told["text"]
     assert "JPEG" in told["blob"]
     assert "decimal" in told["price"]
+
+
+def test_every_column_has_a_name_that_files_keys_and_code_can_have():
+    names = ["__key__", "image/class/label", "image.bytes", "Image.Bytes", "2d", "größe", "..."]
+    assert shared_names(names) == [
+        *(
+            "key",
+            "image_class_label",
+            "image_bytes",
+            "image_bytes_2",
+            "column_2d",
+            "gr_e",
+            "column",
+        ),
+    ]
 
 
 def test_nothing_usable_is_an_error_that_says_why(tmp_path):

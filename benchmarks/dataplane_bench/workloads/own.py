@@ -24,7 +24,8 @@ from dataplane.node.index import MANIFEST_SUFFIX, choose_shards, index_dataset, 
 from dataplane.store.connect import connect
 from dataplane.store.expand import expand
 from dataplane.store.urls import normalise
-from dataplane_bench.model import Column, Kind, Workload
+from dataplane_bench.model import Workload
+from dataplane_bench.workloads.about import read_about, write_about
 from dataplane_bench.workloads.generate import BATCHES_MIN, RECIPES
 from dataplane_bench.workloads.usable import write_source
 
@@ -32,7 +33,6 @@ VERSION = 1
 """Of what is made of the same shards."""
 BYTE_LIMIT = 1 << 30
 _COPIES_AT_ONCE = 4
-_ABOUT = "about.json"
 
 
 def own(
@@ -57,7 +57,8 @@ def own(
             _make(chosen, taken, folder)
         except OSError as error:
             raise ConfigError(f"cannot copy shards into {root}: {error}") from error
-    columns, count, notes = _read_about(folder)
+    about = read_about(folder)
+    columns, count, notes = about.columns, about.sample_count, about.notes
     if len(taken) < len(listed):
         sizes = [sum(one.size_bytes for one in some) / (1 << 20) for some in (taken, listed)]
         first = (
@@ -113,13 +114,7 @@ def _make(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> None:
         copies = _copied(chosen, taken, new / "shards")
         with _blaming(taken, copies):
             manifest = index_dataset(copies, format_name=chosen.name, workers=_COPIES_AT_ONCE)
-            columns, notes = write_source(manifest, new / "source")
-        about = {
-            "columns": [[one.name, one.kind, one.dtype, one.shape] for one in columns],
-            "sample_count": manifest.sample_count,
-            "notes": notes,
-        }
-        (new / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            write_about(write_source(manifest, new / "source"), new)
         new.chmod(0o755)
         # Another process may have been faster: its folder is there, and as good.
         with contextlib.suppress(OSError):
@@ -165,12 +160,3 @@ def _copied(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> list[P
 
     with ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="bench-copy") as pool:
         return list(pool.map(copy, range(len(taken))))
-
-
-def _read_about(folder: Path) -> tuple[tuple[Column, ...], int, tuple[str, ...]]:
-    about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-    columns = tuple(
-        Column(name, Kind(kind), dtype, tuple(shape))
-        for name, kind, dtype, shape in about["columns"]
-    )
-    return columns, about["sample_count"], tuple(about["notes"])

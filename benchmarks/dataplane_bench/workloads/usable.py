@@ -7,7 +7,6 @@ whose nulls have none, is left out, and a note says so.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,11 @@ from dataplane.model import Kind as Form
 from dataplane.plan.manifest import Manifest
 from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
 from dataplane_bench.model import Column, Kind
+from dataplane_bench.workloads.about import About, shared_names
 from dataplane_bench.workloads.recipe import SHARD_COUNT
 
 _SHARD_BYTES = 64 << 20
 _GROUP_BYTES = 4 << 20
-_LEAF = b"dataplane.leaf"
 _COLOURS = ("YCbCr", "RGB", "Gray")
 """Of a JPEG that every decoder turns into RGB; CMYK is not among them."""
 
@@ -40,12 +39,16 @@ class _Usable:
     leaf: ColumnPlan
 
     @property
+    def name(self) -> str:
+        """What Dataplane calls it."""
+        return self.leaf.specs[0].name
+
+    @property
     def field(self) -> pa.Field:
         return pa.field(
             self.column.name,
             _stored_type(self.column),
             nullable=False,
-            metadata={_LEAF: self.leaf.specs[0].name},
         )
 
 
@@ -53,14 +56,8 @@ class _Unfit(Exception):
     """A value that not every loader can take; says which kind."""
 
 
-def leaves(source: Path) -> dict[str, str]:
-    """Of source shards that `write_source` wrote: each column, and what Dataplane calls it."""
-    schema = pq.read_schema(min(source.glob("*.parquet")))
-    return {field.name: field.metadata[_LEAF].decode() for field in schema}
-
-
-def write_source(manifest: Manifest, folder: Path) -> tuple[tuple[Column, ...], list[str]]:
-    """All samples as source shards in this empty folder, and notes on what was left out.
+def write_source(manifest: Manifest, folder: Path) -> About:
+    """All samples as source shards in this empty folder.
 
     Raises:  ConfigError: no column is usable.  CorruptShard and what else reading can raise.
     """
@@ -68,10 +65,15 @@ def write_source(manifest: Manifest, folder: Path) -> tuple[tuple[Column, ...], 
     while chosen:
         unfit = _write(manifest, chosen, folder)
         if not unfit:
-            return tuple(one.column for one in chosen), notes
+            return About(
+                tuple(one.column for one in chosen),
+                tuple(one.name for one in chosen),
+                manifest.sample_count,
+                tuple(notes),
+            )
         # Seldom: it was only seen on the way that a column has nulls.
         notes += [_note(leaf, why) for leaf, why in unfit.items()]
-        chosen = [one for one in chosen if one.leaf.specs[0].name not in unfit]
+        chosen = [one for one in chosen if one.name not in unfit]
         for path in folder.glob("*.parquet"):
             path.unlink()
     raise ConfigError("no column of these samples is one that loaders share: " + "; ".join(notes))
@@ -83,8 +85,8 @@ def _usable(manifest: Manifest) -> tuple[list[_Usable], list[str]]:
     first = read_block(manifest, 0, schema, plan.top_level)
     found: list[_Usable] = []
     notes: list[str] = []
-    taken: set[str] = set()
-    for index, spec in enumerate(plan.specs):
+    names = shared_names([spec.name for spec in plan.specs])
+    for index, (spec, name) in enumerate(zip(plan.specs, names, strict=True)):
         leaf = ColumnPlan(
             (plan.places[index][0],),
             (spec,),
@@ -92,13 +94,10 @@ def _usable(manifest: Manifest) -> tuple[list[_Usable], list[str]]:
             (plan.places[index],),
         )
         try:
-            column = _column(spec, leaf, first, manifest.shards[0].url)
-            if column.name in taken:
-                raise _Unfit(f"another column is called {column.name} too")
+            column = _column(name, spec, leaf, first)
         except _Unfit as error:
             notes.append(_note(spec.name, str(error)))
         else:
-            taken.add(column.name)
             found.append(_Usable(column, leaf))
     return found, notes
 
@@ -107,10 +106,8 @@ def _note(leaf: str, why: str) -> str:
     return f"column {leaf} is left out: {why}"
 
 
-def _column(spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch, url: str) -> Column:
+def _column(name: str, spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch) -> Column:
     """Raises:  _Unfit."""
-    # Peers name files and keys after columns.
-    name = re.sub(r"[^a-z0-9]+", "_", spec.name.lower()).strip("_") or "column"
     match spec.kind:
         case Form.FIXED if 0 in spec.shape:
             raise _Unfit("it is empty in every sample")
@@ -122,7 +119,7 @@ def _column(spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch, url: str)
             return Column(name, Kind.STRING)
         case Form.BYTES:
             column = Column(name, Kind.IMAGE)
-            _check(column, canonical(first, leaf, {}, url).column(0).slice(0, 1))
+            _check(column, canonical(first, leaf, {}, "").column(0).slice(0, 1))
             return column
         case _:
             raise _Unfit(f"it is neither numbers nor text nor JPEGs, but {leaf.schema.types[0]}")
@@ -169,7 +166,7 @@ def _batches(
             try:
                 arrays.append(_values(one, read, url))
             except _Unfit as error:
-                unfit[one.leaf.specs[0].name] = str(error)
+                unfit[one.name] = str(error)
         yield unfit or pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
