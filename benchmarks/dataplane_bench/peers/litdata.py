@@ -1,0 +1,170 @@
+"""LitData: packed shards that are mapped where they lie, or cached, and read nearly in order."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
+from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
+from dataplane_bench.peers.rows import Collate, Row, announce, record_type, rows, sources
+
+SHARD_BYTES = "64MB"
+"""Its documentation's choice."""
+
+
+class LitData:
+    """`StreamingDataset` behind a `StreamingDataLoader`; tokens through its `TokensLoader`."""
+
+    name = "litdata"
+    title = "LitData"
+    requirements: tuple[str, ...] = ("litdata",)
+    distribution = "litdata"
+
+    def refuses(self, workload: Workload, case: Case) -> str:
+        del case
+        if workload.shape == "tabular":
+            return "no columnar format; one record a row is not how tables are stored"
+        return ""
+
+    def layout(self, workload: Workload) -> str:
+        del workload
+        return "litdata"
+
+    def describe(self, workload: Workload) -> str:
+        form = "records for its TokensLoader" if _is_records(workload) else "samples"
+        return (
+            f"{form} in shards of 64 MB; shards in random order, shuffled inside"
+            f" in blocks of {SHUFFLE_BUFFER:,}"
+        )
+
+    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+        del workload
+        ahead: Settings = {"num_workers": cores, "max_pre_download": 8}
+        return (
+            {"num_workers": cores},
+            *((ahead,) if case.store is Store.S3 else ()),
+            {"num_workers": 1},
+            {"num_workers": 0},
+        )
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        from litdata import TokensLoader, optimize
+
+        shards = sources(workload)
+        optimize(
+            functools.partial(_samples, workload),
+            inputs=list(range(len(shards))),
+            output_dir=str(folder),
+            chunk_bytes=SHARD_BYTES,
+            num_workers=min(len(os.sched_getaffinity(0)), len(shards)),
+            item_loader=TokensLoader() if _is_records(workload) else None,
+            verbose=False,
+        )
+
+    def open(self, task: Task) -> _Opened:
+        return _Opened(task)
+
+
+class _Opened:
+    def __init__(self, task: Task) -> None:
+        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+
+        announce(task)
+        workload, settings = task.workload, dict(task.settings)
+        workers = settings.pop("num_workers")
+        loader = None
+        collate: Any = Collate(workload)
+        if _is_records(workload):
+            loader = TokensLoader(block_size=record_type(workload.columns).itemsize)
+            collate = functools.partial(_columns, workload)
+        if task.case.store is Store.S3:
+            settings |= {
+                "cache_dir": str(task.cache / f"litdata-{task.run}"),
+                "storage_options": {
+                    "endpoint_url": task.place.endpoint or None,
+                    "aws_access_key_id": task.place.access_key,
+                    "aws_secret_access_key": task.place.secret_key,
+                },
+            }
+        dataset = StreamingDataset(
+            task.place.url,
+            item_loader=loader,
+            shuffle=True,
+            drop_last=False,
+            seed=task.seed,
+            # As many are decoded together as are shuffled together: fewer would be decoded anew
+            # for each sample, and more would only take memory.
+            item_shuffle_window=SHUFFLE_BUFFER,
+            batch_decode=SHUFFLE_BUFFER,
+            **settings,
+        )
+        self._loader: Any = StreamingDataLoader(
+            dataset,
+            batch_size=workload.batch_size,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=collate,
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        del number  # it counts
+        return iter(self._loader)
+
+    def state(self) -> Any:
+        return self._loader.state_dict()
+
+    def resume(self, state: Any) -> Iterator[Batch]:
+        self._loader.load_state_dict(state)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader = None
+
+
+def _is_records(workload: Workload) -> bool:
+    """Whether all samples have the same size, as the TokensLoader wants it."""
+    return all(column.kind is Kind.FIXED for column in workload.columns)
+
+
+def _samples(workload: Workload, shard: int) -> Iterator[Any]:
+    """What becomes of one shard of the source."""
+    found = rows(workload, sources(workload)[shard : shard + 1])
+    if not _is_records(workload):
+        yield from map(_leaves, found)
+        return
+    record = np.zeros(1, record_type(workload.columns))
+    for row in found:
+        for name, value in row.items():
+            record[name] = value
+        yield record.view(np.uint8).copy()
+
+
+def _leaves(row: Row) -> dict[str, Any]:
+    """The row with its texts and images as arrays.
+
+    Of numbers, bytes and texts alone it would make Arrow batches of 256 rows, and decode one anew
+    for each sample that is not in the same batch as the sample before.
+    """
+    leaves = dict(row)
+    for name, value in row.items():
+        if isinstance(value, str | bytes):
+            encoded = value.encode() if isinstance(value, str) else value
+            leaves[name] = np.frombuffer(encoded, np.uint8)
+    return leaves
+
+
+def _columns(workload: Workload, records: Sequence[Any]) -> Batch:
+    """A batch of records.   Shapes:  records: uint8[record_type.itemsize]."""
+    import torch
+
+    together = np.stack(records).view(record_type(workload.columns))[:, 0]
+    return {
+        column.name: torch.from_numpy(np.ascontiguousarray(together[column.name]))
+        for column in workload.columns
+    }

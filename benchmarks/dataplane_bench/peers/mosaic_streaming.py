@@ -1,0 +1,149 @@
+"""MosaicML Streaming: MDS shards, a shuffled order of all samples that its workers share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dataplane_bench.model import Case, Column, Kind, Settings, Store, Task, Workload
+from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.rows import Collate, announce, plain, rows, sources
+
+
+class MosaicStreaming:
+    """`StreamingDataset` behind a `StreamingDataLoader`."""
+
+    name = "mosaic"
+    title = "MosaicML Streaming"
+    requirements: tuple[str, ...] = ("mosaicml-streaming",)
+    distribution = "mosaicml-streaming"
+
+    def refuses(self, workload: Workload, case: Case) -> str:
+        del case
+        if workload.shape == "tabular":
+            return "no columnar format; one record a row is not how tables are stored"
+        return ""
+
+    def layout(self, workload: Workload) -> str:
+        del workload
+        return "mds"
+
+    def describe(self, workload: Workload) -> str:
+        del workload
+        return (
+            "MDS shards of 64 MiB; shards in random order, samples shuffled in blocks of 262,144"
+            " (py1e); ranks get equal shares, for which it repeats a sample or two"
+        )
+
+    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+        del case
+        return (
+            {"num_workers": cores},
+            {"num_workers": cores, "predownload": 64 * workload.batch_size},
+            {"num_workers": 1},
+            {"num_workers": 0},
+        )
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        streaming = _streaming()
+        encodings = {column.name: _encoding(column) for column in workload.columns}
+        with streaming.MDSWriter(out=str(folder), columns=encodings) as shards:
+            for row in rows(workload, sources(workload)):
+                shards.write(plain(row))
+
+    def open(self, task: Task) -> _Opened:
+        return _Opened(task)
+
+
+class _Opened:
+    def __init__(self, task: Task) -> None:
+        streaming = _streaming()
+        announce(task)
+        workload, settings = task.workload, dict(task.settings)
+        workers = settings.pop("num_workers")
+        local = str(task.place.folder)
+        remote = None
+        if task.case.store is Store.S3:
+            local, remote = str(task.cache / f"mds-{task.run}"), task.place.url
+        with _ranks_together(task):
+            dataset = streaming.StreamingDataset(
+                local=local,
+                remote=remote,
+                batch_size=workload.batch_size,
+                shuffle=True,
+                shuffle_algo="py1e",
+                shuffle_seed=task.seed,
+                **settings,
+            )
+        self._loader: Any = streaming.StreamingDataLoader(
+            dataset,
+            batch_size=workload.batch_size,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=Collate(workload),
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        del number  # it counts
+        return iter(self._loader)
+
+    def state(self) -> Any:
+        return self._loader.state_dict()
+
+    def resume(self, state: Any) -> Iterator[Batch]:
+        self._loader.load_state_dict(state)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader = None
+
+
+def _encoding(column: Column) -> str:
+    """MDS' name for how a column of plain rows is stored."""
+    if column.kind is not Kind.FIXED or column.shape:
+        return "bytes"
+    return "uint8" if column.dtype == "bool" else column.dtype
+
+
+@contextlib.contextmanager
+def _ranks_together(task: Task) -> Iterator[None]:
+    """The ranks of a job meet, and the jobs of a trial take turns: the library looks for names in
+    shared memory that nobody has, and two that look at the same time find the same.
+    """
+    import torch.distributed as dist
+
+    def meet() -> None:
+        if task.size > 1:
+            dist.barrier()
+
+    if task.size > 1:
+        meeting = f"file://{task.cache}/ranks-{task.run}"
+        dist.init_process_group("gloo", meeting, rank=task.rank, world_size=task.size)
+    with (task.cache / "mosaic.lock").open("w") as lock:
+        if task.rank == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        meet()
+        yield
+        meet()
+    if task.size > 1:
+        dist.destroy_process_group()
+
+
+def _streaming() -> Any:
+    """The library, which imports torchvision.
+
+    PyPI's torchvision is built for CUDA's torch; with another one it finds no operators, and ends
+    on their names. We need none of them, so the names will do.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        library: Any = importlib.import_module("torch.library")
+        names = library.Library("torchvision", "DEF")
+        names.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        names.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module("streaming")

@@ -1,0 +1,145 @@
+"""Sample by sample: rows of the source for formats that store them so, and rows to batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dataplane_bench.model import Column, Kind, Task, Workload
+from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.images import random_resized_crop_flip
+from dataplane_bench.peers.padding import padded
+
+_ROWS_AT_ONCE = 1024
+
+Row = Mapping[str, Any]
+"""A sample by column: FIXED is a number or an array, RAGGED an array, STRING str, IMAGE bytes."""
+
+
+def sources(workload: Workload) -> list[Path]:
+    """The source's shards, in order."""
+    return sorted(workload.source.glob("*.parquet"))
+
+
+def rows(workload: Workload, shards: Sequence[Path]) -> Iterator[Row]:
+    """The samples of these shards of the source, in order."""
+    names = [column.name for column in workload.columns]
+    for shard in shards:
+        for table in pq.ParquetFile(shard).iter_batches(_ROWS_AT_ONCE, columns=names):
+            values = [_values(column, table[column.name]) for column in workload.columns]
+            for row in zip(*values, strict=True):
+                yield dict(zip(names, row, strict=True))
+
+
+def _values(column: Column, values: pa.Array) -> Sequence[Any]:
+    if column.kind is Kind.RAGGED:
+        flat = np.array(values.flatten(), dtype=column.dtype)
+        return np.split(flat, np.cumsum(np.diff(values.offsets))[:-1])
+    if column.kind is Kind.FIXED and column.shape:
+        while pa.types.is_fixed_size_list(values.type):
+            values = values.flatten()
+        array = np.array(values, dtype=column.dtype)
+        return array.reshape(-1, *column.shape)  # type: ignore[return-value]
+    pylist: list[Any] = values.to_pylist()
+    return pylist
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """The row with its arrays and texts as bytes, which every format holds without a mistake."""
+    made: dict[str, Any] = {}
+    for name, value in row.items():
+        match value:
+            case np.ndarray():
+                made[name] = value.tobytes()
+            case str():
+                made[name] = value.encode()
+            case _:
+                made[name] = value
+    return made
+
+
+class Collate:
+    """One batch of rows, their images decoded and cropped. What is not a number may be bytes, or an
+    array of them.
+
+    Each process that it is called in draws crops from a generator of its own.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._columns = workload.columns
+        self._random: np.random.Generator | None = None
+
+    def __call__(self, batch_rows: Sequence[Row]) -> Batch:
+        import torch
+
+        batch: dict[str, Any] = {}
+        for column in self._columns:
+            name = column.name
+            values = [row[name] for row in batch_rows]
+            match column.kind:
+                case Kind.FIXED if not column.shape:
+                    batch[name] = torch.from_numpy(np.array(values, column.dtype))
+                case Kind.FIXED:
+                    batch[name] = _stacked(_arrays(column, values))
+                case Kind.RAGGED:
+                    batch[name], batch[f"{name}.length"] = padded(_arrays(column, values))
+                case Kind.STRING:
+                    batch[name] = [_text(one) for one in values]
+                case Kind.IMAGE:
+                    batch[name] = self._crops(values)
+        return batch
+
+    def _crops(self, encoded: Sequence[bytes]) -> Any:
+        if self._random is None:
+            import torch
+
+            # torch gives every DataLoader worker a seed of its own.
+            self._random = np.random.default_rng(torch.initial_seed())
+        return _stacked([random_resized_crop_flip(one, self._random) for one in encoded])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else bytes(value).decode()
+
+
+def _arrays(column: Column, values: Sequence[Any]) -> Sequence[NDArray[Any]]:
+    if isinstance(values[0], np.ndarray):
+        return values
+    arrays = [np.frombuffer(one, column.dtype) for one in values]
+    if len(column.shape) > 1:
+        return [one.reshape(column.shape) for one in arrays]
+    return arrays
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    """In a DataLoader's worker torch gathers into shared memory: no second copy on the way."""
+    from torch.utils.data import default_collate, get_worker_info
+
+    if get_worker_info() is None:
+        import torch
+
+        return torch.from_numpy(np.stack(values))
+    return default_collate(list(values))
+
+
+def record_type(columns: Sequence[Column]) -> np.dtype[np.void]:
+    """All numbers of a row as one packed record, the widest first, for formats that take bytes."""
+    wide_first = sorted(columns, key=lambda column: -column.sample_bytes)
+    return np.dtype([(column.name, column.dtype, column.shape) for column in wide_first])
+
+
+def announce(task: Task) -> None:
+    """Put what launchers tell each rank into this process' environment, where loaders look for it:
+    torchrun's names, and GLOBAL_RANK, which is Lightning's.
+    """
+    rank, size = str(task.rank), str(task.size)
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, GLOBAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
+    )

@@ -1,0 +1,156 @@
+"""WebDataset: tar shards that are read from one end to the other, shuffled in a buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataplane_bench.model import Case, Column, Kind, Settings, Task, Workload
+from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
+from dataplane_bench.peers.rows import Collate, Row, announce, record_type, rows, sources
+
+SHARD_COUNT = 32
+"""Or more: each is read by one worker of one rank, so there must be enough for all."""
+SHARD_BYTES = 256 << 20
+"""Or less."""
+
+
+class WebDataset:
+    """`wds.WebDataset(...).shuffle(...).map(...).batched(...)` behind a `wds.WebLoader`."""
+
+    name = "webdataset"
+    title = "WebDataset"
+    requirements: tuple[str, ...] = ("webdataset",)
+    distribution = "webdataset"
+
+    def refuses(self, workload: Workload, case: Case) -> str:
+        del case
+        if workload.shape == "tabular":
+            return "no columnar format; one record a row is not how tables are stored"
+        return ""
+
+    def layout(self, workload: Workload) -> str:
+        del workload
+        return "webdataset"
+
+    def describe(self, workload: Workload) -> str:
+        del workload
+        return (
+            "tar shards, the numbers of a sample in one file; shards in random order, then a"
+            f" shuffle buffer of {SHUFFLE_BUFFER:,} samples a worker"
+        )
+
+    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+        del workload, case
+        return (
+            {"num_workers": cores},
+            {"num_workers": cores, "prefetch_factor": 8},
+            {"num_workers": 1},
+            {"num_workers": 0},
+        )
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        import webdataset as wds
+
+        shards = sources(workload)
+        source_bytes = sum(shard.stat().st_size for shard in shards)
+        shard_count = max(SHARD_COUNT, -(-source_bytes // SHARD_BYTES))
+        per_shard = math.ceil(workload.sample_count / shard_count)
+        files = _Files(workload)
+        with wds.ShardWriter(
+            str(folder / "shard-%06d.tar"),
+            maxcount=per_shard,
+            encoder=False,
+            mtime=0,  # a fraction of a second would cost a second header for each file
+            verbose=0,
+        ) as shard:
+            for index, row in enumerate(rows(workload, shards)):
+                shard.write({"__key__": f"{index:012d}", **files.pack(row)})
+
+    def open(self, task: Task) -> _Opened:
+        return _Opened(task)
+
+
+class _Opened:
+    def __init__(self, task: Task) -> None:
+        import webdataset as wds
+
+        announce(task)
+        workload = task.workload
+        urls = [f"{task.place.url}/{one.name}" for one in sorted(task.place.folder.glob("*.tar"))]
+        samples = (
+            wds.WebDataset(
+                urls,
+                shardshuffle=len(urls),
+                detshuffle=True,
+                seed=task.seed,
+                nodesplitter=wds.split_by_node,
+                empty_check=False,
+            )
+            .shuffle(SHUFFLE_BUFFER)
+            .map(_Files(workload).unpack)
+            .batched(workload.batch_size, collation_fn=Collate(workload))
+        )
+        # Workers that stay count the epochs; new ones would read in the order of the first.
+        stay = task.settings["num_workers"] > 0
+        self._loader: Any = wds.WebLoader(
+            samples, batch_size=None, persistent_workers=stay, **task.settings
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        del number
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader = None
+
+
+class _Files:
+    """What files a sample consists of: one of all its numbers, one for each text and each image.
+
+    The numbers are a record of the fixed columns and the lengths of the lists, then the lists.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._fixed = workload.of_kind(Kind.FIXED)
+        self._ragged = workload.of_kind(Kind.RAGGED)
+        lengths = [Column(_length(one), Kind.FIXED, "int64") for one in self._ragged]
+        self._record = record_type((*self._fixed, *lengths))
+        # Numbered, since tar suffixes know neither upper case nor every character.
+        texts, images = workload.of_kind(Kind.STRING), workload.of_kind(Kind.IMAGE)
+        self._texts = {one.name: f"{index}.txt" for index, one in enumerate(texts)}
+        self._images = {one.name: f"{index}.jpg" for index, one in enumerate(images)}
+
+    def pack(self, row: Row) -> dict[str, bytes]:
+        """The files by suffix."""
+        record = np.zeros(1, self._record)
+        for column in self._fixed:
+            record[column.name] = row[column.name]
+        for column in self._ragged:
+            record[_length(column)] = len(row[column.name])
+        lists = [row[column.name].tobytes() for column in self._ragged]
+        files: dict[str, bytes] = {"bin": b"".join([record.tobytes(), *lists])}
+        files |= {suffix: row[name].encode() for name, suffix in self._texts.items()}
+        return files | {suffix: row[name] for name, suffix in self._images.items()}
+
+    def unpack(self, sample: Mapping[str, Any]) -> Row:
+        """The row that `pack` made files of."""
+        numbers = sample["bin"]
+        record = np.frombuffer(numbers, self._record, 1)[0]
+        row = {column.name: record[column.name] for column in self._fixed}
+        offset = self._record.itemsize
+        for column in self._ragged:
+            count = int(record[_length(column)])
+            values = np.frombuffer(numbers, column.dtype, count, offset)
+            row[column.name] = values
+            offset += values.nbytes
+        row |= {name: sample[suffix].decode() for name, suffix in self._texts.items()}
+        return row | {name: sample[suffix] for name, suffix in self._images.items()}
+
+
+def _length(column: Column) -> str:
+    return f"{column.name}.length"
