@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import json
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -69,20 +70,12 @@ def to_proto(value: object) -> Message:
     if isinstance(value, errors.DataplaneError):
         return error_to_proto(value)
     cls: _Class = type(value)
-    message = _message_class(cls)()
-    for name, is_set, put in _writers(cls):
-        field_value = getattr(value, name)
-        if is_set(field_value):
-            put(message, field_value)
-    return message
+    return _message_class(cls)(**_writer(cls)(value))
 
 
 def from_proto(cls: type[T], message: Message) -> T:
     """The value that says the same as this message."""
-    if issubclass(cls, errors.DataplaneError):
-        return cast(T, error_from_proto(message))
-    readers = _readers(cast(_Class, cls))
-    return cls(**{name: read(message) for name, read in readers})
+    return cast(T, _reader(cast(_Class, cls))(message))
 
 
 def error_to_proto(error: errors.DataplaneError) -> Message:
@@ -107,57 +100,64 @@ def _message_class(cls: _Class) -> type[Message]:
     raise TypeError(f"no proto file defines {name}")
 
 
-def _value_class(descriptor: Descriptor) -> type[Any]:
+def _value_class(descriptor: Descriptor) -> _Class:
     if descriptor.name == "Error":
         return errors.DataplaneError
     if descriptor.name in _SHARED:
         return _SHARED[descriptor.name]
     room = _VALUES[descriptor.file.name.rpartition("/")[2]]
-    return cast(type, getattr(room, descriptor.name))
+    return getattr(room, descriptor.name)
 
 
 @functools.cache
-def _writers(cls: _Class) -> tuple[tuple[str, Callable[[Any], bool], Callable[..., None]], ...]:
+def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
+    """Takes a value apart into what its message's constructor takes: a message in it is a dict,
+    None is absent.
+    """
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
-    return tuple(
-        (field.name, _is_set, _envelope_writer(cls))
-        if field.name == _ENVELOPE
-        else (field.name, _is_set, _writer(by_name[field.name]))
-        for field in dataclasses.fields(cls)
-    )
+    names = [field.name for field in dataclasses.fields(cls) if field.name != _ENVELOPE]
+    converts = [(name, _field_writer(by_name[name])) for name in names]
+    plain = [name for name, convert in converts if convert is _same]
+    others = [(name, convert) for name, convert in converts if convert is not _same]
+    bodies = {kind: (name, _part_writer(by_name[name])) for kind, name in _bodies(cls)}
 
-
-def _is_set(value: Any) -> bool:
-    return value is not None
-
-
-def _envelope_writer(cls: type) -> Callable[[Any, Any], None]:
-    fields = {
-        _value_class(field.message_type): field.name
-        for field in _message_class(cls).DESCRIPTOR.oneofs_by_name[_ENVELOPE].fields
-    }
-
-    def write(message: Any, value: Any) -> None:
-        kind = errors.DataplaneError if isinstance(value, errors.DataplaneError) else type(value)
-        getattr(message, fields[kind]).CopyFrom(to_proto(value))
+    def write(value: Any) -> dict[str, Any]:
+        fields = {name: getattr(value, name) for name in plain}
+        for name, convert in others:
+            part = getattr(value, name)
+            fields[name] = None if part is None else convert(part)
+        if bodies:
+            kind = type(value.body)
+            if isinstance(value.body, errors.DataplaneError):
+                kind = errors.DataplaneError
+            name, convert = bodies[kind]
+            fields[name] = convert(value.body)
+        return fields
 
     return write
 
 
-def _writer(field: FieldDescriptor) -> Callable[[Any, Any], None]:
-    name, convert = field.name, _scalar_to_proto(field)
-    if field.is_repeated:
-        return lambda message, values: getattr(message, name).extend(map(convert, values))
-    if field.message_type is not None:
-        return lambda message, value: getattr(message, name).CopyFrom(convert(value))
-    return lambda message, value: setattr(message, name, convert(value))
+def _bodies(cls: _Class) -> list[tuple[_Class, str]]:
+    """Which classes an envelope carries, each in the field of that name."""
+    oneof = _message_class(cls).DESCRIPTOR.oneofs_by_name.get(_ENVELOPE)
+    fields = () if oneof is None else oneof.fields
+    return [(_value_class(field.message_type), field.name) for field in fields]
 
 
-def _scalar_to_proto(field: FieldDescriptor) -> _Convert:
+def _field_writer(field: FieldDescriptor) -> _Convert:
+    convert = _part_writer(field)
+    if field.is_repeated and convert is not _same:
+        return lambda values: [convert(value) for value in values]
+    return convert
+
+
+def _part_writer(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
         if field.message_type.name == "FillNull":
-            return lambda pair: types_pb2.FillNull(column=pair[0], value=pair[1])
-        return to_proto
+            return lambda pair: {"column": pair[0], "value": pair[1]}
+        if field.message_type.name == "Error":
+            return error_to_proto
+        return _writer(_value_class(field.message_type))
     if field.enum_type is not None:
         numbers = field.enum_type.values_by_name
         prefix = _enum_prefix(field)
@@ -175,50 +175,59 @@ def _enum_prefix(field: FieldDescriptor) -> str:
 
 
 @functools.cache
-def _readers(cls: _Class) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+def _reader(cls: _Class) -> Callable[[Any], Any]:
+    """Makes the value of a message."""
+    if issubclass(cls, errors.DataplaneError):
+        return error_from_proto
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
     hints = typing.get_type_hints(cls)
-    return tuple(
-        (field.name, _envelope_reader(cls))
-        if field.name == _ENVELOPE
-        else (field.name, _reader(by_name[field.name], _optional(hints[field.name])))
-        for field in dataclasses.fields(cls)
-    )
+    names = [field.name for field in dataclasses.fields(cls)]
+    reads = [
+        _body_reader(cls)
+        if name == _ENVELOPE
+        else _field_reader(by_name[name], _optional(hints[name]))
+        for name in names
+    ]
+    if len(names) > 1 and all(isinstance(read, operator.attrgetter) for read in reads):
+        together = operator.attrgetter(*names)
+        return lambda message: cls(*together(message))
+    return lambda message: cls(*[read(message) for read in reads])
 
 
 def _optional(hint: Any) -> bool:
     return isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint)
 
 
-def _envelope_reader(cls: type) -> Callable[[Any], Any]:
-    kinds = {
-        field.name: _value_class(field.message_type)
-        for field in _message_class(cls).DESCRIPTOR.oneofs_by_name[_ENVELOPE].fields
-    }
+def _body_reader(cls: _Class) -> Callable[[Any], Any]:
+    reads = {name: _reader(kind) for kind, name in _bodies(cls)}
 
     def read(message: Any) -> Any:
         name = message.WhichOneof(_ENVELOPE)
         if name is None:
             raise errors.ConfigError(f"an empty {cls.__name__} message")
-        return from_proto(kinds[name], getattr(message, name))
+        return reads[name](getattr(message, name))
 
     return read
 
 
-def _reader(field: FieldDescriptor, optional: bool) -> Callable[[Any], Any]:
-    name, convert = field.name, _scalar_from_proto(field)
+def _field_reader(field: FieldDescriptor, optional: bool) -> Callable[[Any], Any]:
+    name, convert = field.name, _part_reader(field)
     if field.is_repeated:
-        return lambda message: tuple(map(convert, getattr(message, name)))
+        if convert is _same:
+            return lambda message: tuple(getattr(message, name))
+        return lambda message: tuple([convert(part) for part in getattr(message, name)])
     if optional:
         return lambda message: convert(getattr(message, name)) if message.HasField(name) else None
+    if convert is _same:
+        return operator.attrgetter(name)
     return lambda message: convert(getattr(message, name))
 
 
-def _scalar_from_proto(field: FieldDescriptor) -> _Convert:
+def _part_reader(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
         if field.message_type.name == "FillNull":
             return lambda pair: (pair.column, pair.value)
-        return functools.partial(from_proto, _value_class(field.message_type))
+        return _reader(_value_class(field.message_type))
     if field.enum_type is not None:
         members: Mapping[int, enum.Enum] = _enum_members(field)
         return lambda number: members[number]
