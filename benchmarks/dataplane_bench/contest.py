@@ -219,7 +219,11 @@ class Contest:
         if case.store is Store.S3:
             place = self._prepared.source(workload)
         names = bounds.names(workload, case.store)
-        found = bounds.measure(names, workload, place)
+        try:
+            found = bounds.measure(names, workload, place)
+        except TrialFailed as error:
+            self._show.note(f"a bound was not measured: {str(error).splitlines()[0]}")
+            return
         for name, value in found.items():
             self.measured.setdefault(name, []).append(value)
         for name, value in bounds.bound_of(workload, case.store, found):
