@@ -12,7 +12,7 @@ from dataplane_bench.report import results
 from dataplane_bench.report.compare import Pair, compare, gist, show
 from dataplane_bench.report.figures import Spread, spread
 from dataplane_bench.report.results import CaseResult
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -200,6 +200,7 @@ def test_nothing_is_said_of_what_is_unknown():
     assert Pair(Spread((0.0, 0.0)), Spread((1.0, 1.0))).change is None
 
 
+@settings(max_examples=40)
 @given(bench_report.damaged())
 def test_whatever_can_be_read_can_be_compared(told):
     try:

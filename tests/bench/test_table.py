@@ -12,7 +12,7 @@ from dataplane_bench.model import Case
 from dataplane_bench.report import cells, notes, results, table
 from dataplane_bench.report.figures import case_figures
 from dataplane_bench.report.results import CaseResult, Tried
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -232,6 +232,7 @@ def test_the_gist_of_an_error_is_one_line(text):
     assert told.isprintable()
 
 
+@settings(max_examples=40)
 @given(bench_report.damaged())
 def test_whatever_can_be_read_can_be_printed(told):
     try:
@@ -240,6 +241,16 @@ def test_whatever_can_be_read_can_be_printed(told):
         return
     printed(report)
     table.markdown(report)
+
+
+def test_what_the_machine_can_do_is_told_with_its_unit():
+    bounds = {"gather_gb_per_s": (5.0, 5.0), "jpeg_decode_per_s": (1500.0,), "new_thing": (1.0,)}
+    report = dataclasses.replace(bench_report.small(), bounds=bounds)
+    assert notes.machine_bounds(report) == [
+        ("gather of random rows", "5.00 GB/s ±0%"),
+        ("JPEG decode", "1.50k/s"),
+        ("new thing", "1.00/s"),
+    ]
 
 
 def test_a_report_of_ones_own_samples_names_them():

@@ -22,9 +22,9 @@ from dataplane_bench.report.axes import (
 from dataplane_bench.report.figures import CaseFigures, Spread, SystemFigures
 from dataplane_bench.report.marks import Mark, Marks
 
-BOUND_SHOWN = 3.0
-"""A bound this many times beyond the fastest system is named at the edge: a line there would leave
-no room for the bars."""
+BOUND_SHOWN = 4.0
+"""A bound this many times beyond the fastest system is a line at the edge: at its place it would
+leave no room for the bars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def _dots(place: int, found: Spread) -> dict[str, Any] | None:
 
 
 def _add_bounds(made: dict[str, Any], case: CaseFigures, highest: float) -> None:
-    """A line for each bound, or, where all are far away, the name of the tightest at the edge."""
+    """A line for each bound; where all are far away, one at the edge for the tightest."""
     shown = [one for one in case.bounds if one[1].median <= BOUND_SHOWN * highest]
     made["shapes"] = [line(limit.median, "--ink", "dash") for _, limit in shown]
     made["annotations"] = [
@@ -154,6 +154,7 @@ def _add_bounds(made: dict[str, Any], case: CaseFigures, highest: float) -> None
         times = f", {cells.times(limit.median / highest)} the fastest" if highest else ""
         told = f"bound: {name} {cells.rate(limit.median)}{times} →"
         made["annotations"] = [note(told)]
+        made["shapes"] = [line(1.0, "--ink", "dot") | {"xref": "paper"}]
     most = max([highest, *(limit.median for _, limit in shown)])
     made["xaxis"]["range"] = [0, shortened(most * 1.06)]
     made["margin"]["t"] = 8 + 15 * len(made["annotations"])

@@ -163,6 +163,13 @@ RATES = (
     ),
     _RATIO,
 )
+TRAINER = Heading(
+    "loop CPU",
+    "trainer's own thread",
+    "share of a core that the trainer's loading thread used, of all ranks and jobs together",
+    lambda one: share(one.trainer_cpu_share),
+)
+"""Only where there is room for it."""
 STARTS = (
     Heading(
         "first s",
@@ -193,9 +200,11 @@ STARTS = (
 )
 
 
-def headings(case: CaseFigures) -> tuple[Heading, ...]:
+def headings(case: CaseFigures, *, are_wide: bool = False) -> tuple[Heading, ...]:
     """The columns that say something of this case, after the system's name."""
     columns = STARTS if case.is_start else RATES
+    if are_wide:
+        columns = (*columns[:-1], TRAINER, columns[-1])
     always = (columns[0], _OFF, _RATIO)
     return tuple(
         one

@@ -1,9 +1,9 @@
 """How a system looks, everywhere: one colour, one dash and one pattern of its own.
 
-Hues are of the palette of Okabe and Ito, which people with any colour vision can tell apart;
-Dataplane has one that nobody shares. There are more peers than such hues, so two share one, and the
-second is dashed and hatched. Colours are names of variables of page.css, which has each twice: for
-a light page and for a dark one.
+Hues are those of the palette of Okabe and Ito, darker or lighter where bars need it; people with
+any colour vision can tell them apart, and a test looks. Dataplane has one that nobody shares. There
+are more peers than such hues, so two share one, and the second is dashed and hatched. Colours are
+names of variables of page.css, which has each twice: for a light page and for a dark one.
 
 Source: M. Okabe, K. Ito, Color Universal Design, 2008.
 """

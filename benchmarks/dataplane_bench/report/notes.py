@@ -22,7 +22,18 @@ from dataplane_bench.report.figures import (
 from dataplane_bench.report.results import Report, SystemResult, Tried
 
 _REASON_LENGTH = 160
-_BOUNDS = {"memcpy_gb_per_s": "memory copy, one core, GB/s"}
+_BOUNDS = {
+    "memcpy": "memory copy",
+    "page_cache": "read from the page cache",
+    "gather": "gather of random rows",
+    "column_gather": "gather of columns",
+    "parquet": "Parquet decode",
+    "jpeg_decode": "JPEG decode",
+    "jpeg_decode_resize": "JPEG decode and resize",
+    "padded_lists": "lists padded",
+    "string_rows": "strings made",
+    "s3": "S3 server",
+}
 
 
 def one_line(text: str) -> str:
@@ -157,12 +168,21 @@ def machine(report: Report) -> str:
 
 
 def machine_bounds(report: Report) -> list[tuple[str, str]]:
-    """What the machine can do: a name and the median of its rounds."""
+    """What the machine can do: a name, and the median of its rounds with their spread."""
     return [
-        (_BOUNDS.get(name, name.replace("_", " ")), f"{number(limit.median)} {off(limit)}".strip())
-        for name, values in report.bounds.items()
+        (name, f"{told} {off(limit)}".strip())
+        for each, values in report.bounds.items()
         if (limit := spread(values)) is not None
+        for name, told in (_machine_bound(each, limit.median),)
     ]
+
+
+def _machine_bound(name: str, value: float) -> tuple[str, str]:
+    """("gather_gb_per_s", 5) -> ("gather of random rows", "5.00 GB/s")"""
+    are_bytes = name.endswith("_gb_per_s")
+    what = name.removesuffix("_gb_per_s").removesuffix("_per_s")
+    told = f"{number(value)} GB/s" if are_bytes else f"{rate(value)}/s"
+    return _BOUNDS.get(what, what.replace("_", " ")), told
 
 
 def versions(report: Report) -> list[str]:

@@ -173,7 +173,7 @@ def _case(name: str, case: CaseFigures, looks: Marks) -> _Case:
     ]
     plain = tuple(one for one in placed if not one.plot.is_over_time)
     over_time = tuple(one for one in placed if one.plot.is_over_time)
-    headings = cells.headings(case)
+    headings = cells.headings(case, are_wide=True)
     drawn = [one for one in case.measured if not one.is_harness] if over_time else []
     return _Case(
         id=name,

@@ -140,7 +140,7 @@ def _legend(cases: Sequence[CaseFigures]) -> Iterator[RenderableType]:
 
 def _bounds(report: Report) -> Iterator[RenderableType]:
     if report.bounds:
-        yield said("what the machine can do, measured in the same rounds", "bold")
+        yield said("what one core, or the server, can do, measured in the same rounds", "bold")
         for name, told in notes.machine_bounds(report):
             yield _hanging(name, told)
 
@@ -187,7 +187,7 @@ def markdown(report: Report) -> str:
 
 
 def _markdown_case(case: CaseFigures) -> list[str]:
-    columns = cells.headings(case)
+    columns = cells.headings(case, are_wide=True)
     rows = []
     for each in case.measured:
         row = [_plain(text) for text in (cells.label(each), *(one.cell(each) for one in columns))]
