@@ -1,8 +1,10 @@
 """The contract of an adapter: how one loader is prepared, set, opened and read.
 
-An adapter is a module of this folder with one class; `registry.py` names it. The module itself
-imports nothing but the standard library, numpy, pyarrow and dataplane_bench: what the loader needs
-is imported where it is used, since only `open` and `prepare` run in the loader's own environment.
+An adapter is a module of this folder with one class; `registry.py` names it. A module of your own
+takes part as `--peers package.module:Class`, in the interpreter that runs the benchmark; it is
+imported as from where the command is typed. A module itself imports nothing but the standard
+library, numpy, pyarrow and dataplane_bench: what the loader needs is imported where it is used,
+since only `open` and `prepare` run in the loader's own environment.
 
 What every loader owes, so that they can be compared:
 - batches of `workload.batch_size` samples, dicts of what model.Kind says, as torch tensors on the

@@ -56,7 +56,9 @@ class _Source:
         del number
         names = [column.name for column in self._workload.columns]
         for shard in sorted(self._workload.source.glob("*.parquet")):
-            for rows in pq.ParquetFile(shard).iter_batches(4096, columns=names):
+            for rows in pq.ParquetFile(shard).iter_batches(
+                self._workload.batch_size, columns=names
+            ):
                 batch: dict[str, Any] = {}
                 for column in self._workload.columns:
                     _put(batch, column, rows[column.name])

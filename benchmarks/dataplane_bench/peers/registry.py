@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from dataplane.errors import ConfigError
 
 SYSTEMS = {
     "dataplane": "dataplane:Dataplane",
@@ -26,6 +31,37 @@ PEERS = tuple(name for name in SYSTEMS if name not in (OURS, HARNESS, REFERENCE)
 
 
 def adapter(name: str) -> Any:
-    """The adapter of this name (see base.Peer).   Raises:  KeyError: there is none."""
-    module, _, kind = SYSTEMS[name].partition(":")
-    return getattr(importlib.import_module(f"dataplane_bench.peers.{module}"), kind)()
+    """The adapter of this name, or that of a user: "package.module:Class" (see base.Peer).
+
+    Raises:  ConfigError: there is none.
+    """
+    module, _, kind = SYSTEMS.get(name, name).partition(":")
+    if name in SYSTEMS:
+        found = importlib.import_module(f"dataplane_bench.peers.{module}")
+    elif kind:
+        found = _module_of_user(module)
+    else:
+        raise ConfigError(f"there is no loader {name!r}", field="peers", found=name)
+    if not hasattr(found, kind):
+        raise ConfigError(f"{module} has no class {kind!r}", field="peers", found=name)
+    return getattr(found, kind)()
+
+
+def folder_of(name: str) -> Path | None:
+    """From where the module of a user's adapter is imported; None of one of ours."""
+    if name in SYSTEMS:
+        return None
+    module = _module_of_user(name.partition(":")[0])
+    file = Path(str(module.__file__))
+    depth = module.__name__.count(".") + (file.name == "__init__.py")
+    return file.absolute().parents[depth]
+
+
+def _module_of_user(name: str) -> ModuleType:
+    # As `python -m` finds it: where the user is, too.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{name} cannot be imported: {error}", field="peers") from error

@@ -1,13 +1,13 @@
 """One number for all samples of an epoch, whatever their order: were they the same for everybody?
 
 A sample's hash covers every byte of its columns but images, which every system decodes and crops
-in its own way; of those only shape and type are looked at, and, where the workload generated them,
-that an image has the colour that its label tells. Hashes are added modulo 2^64.
+in its own way; of those only shape and type are looked at, and, where they are our own generated
+ones, that an image has the colour that its label tells. Hashes are added modulo 2^64.
 """
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,31 +17,45 @@ from numpy.typing import NDArray
 from dataplane_bench.model import CROP, Column, Kind, Workload
 
 Words = NDArray[np.uint64]
+Batch = Mapping[str, Any]
 
 
 class BatchRefused(Exception):
     """A batch is not what the contract says."""
 
 
+def check(batch: Batch, workload: Workload) -> None:
+    """Whether a batch is what was asked for, whatever its values.   Raises:  BatchRefused."""
+    count = _sample_count(batch, workload)
+    if not 0 < count <= workload.batch_size:
+        raise BatchRefused(f"{count} samples, not {workload.batch_size}")
+    for column in workload.columns:
+        _check_values(batch, column)
+
+
 class Sum:
     """Adds up the batches of one epoch."""
 
     def __init__(self, workload: Workload) -> None:
-        self._columns = workload.columns
+        from dataplane_bench.workloads import images
+
+        self._workload = workload
+        self._has_colours = not workload.urls and workload.columns == images.RECIPE.columns
         self._sum = 0
         self.sample_count = 0
         self.byte_count = 0
 
-    def add(self, batch: Mapping[str, Any]) -> None:
+    def add(self, batch: Batch) -> None:
         """Raises:  BatchRefused."""
-        counts = {column.name: _count(batch, column) for column in self._columns}
-        count = next(iter(counts.values()))
-        if any(one != count for one in counts.values()):
-            raise BatchRefused(f"columns differ in length: {counts}")
+        count = _sample_count(batch, self._workload)
         rows = np.zeros(count, np.uint64)
-        for index, column in enumerate(self._columns):
-            rows += _mix(self._hashes(batch, column) + np.uint64(index + 1))
-        # A hash is mixed as a whole, so that no column can stand for another.
+        for index, column in enumerate(self._workload.columns):
+            self.byte_count += _check_values(batch, column)
+            # Mixed with the column's place, so that no column can stand for another.
+            rows += _mix(_hashes(batch, column) + np.uint64(index + 1))
+        if self._has_colours:
+            _check_colours(batch)
+        # A sample's hash is mixed as a whole, so that no sample can lend a column to another.
         self._sum = (self._sum + int(_mix(rows).sum(dtype=np.uint64))) % (1 << 64)
         self.sample_count += count
 
@@ -50,36 +64,65 @@ class Sum:
         """16 hexadecimal digits."""
         return f"{self._sum:016x}"
 
-    def _hashes(self, batch: Mapping[str, Any], column: Column) -> Words:
-        values = batch[column.name]
-        match column.kind:
-            case Kind.FIXED:
-                array = _array(values, column.name, column.dtype)
-                if array.shape[1:] != column.shape:
-                    raise BatchRefused(f"{column.name}: shape {array.shape}, not {column.shape}")
-                self.byte_count += array.nbytes
-                return _row_hashes(array)
-            case Kind.RAGGED:
-                array = _array(values, column.name, column.dtype)
-                lengths = np.asarray(batch[f"{column.name}.length"]).astype(np.int64)
-                self.byte_count += array.nbytes
-                return _ragged_hashes(array, lengths)
-            case Kind.STRING:
-                encoded = [one.encode() for one in values]
-                self.byte_count += sum(len(one) for one in encoded)
-                return np.array([zlib.crc32(one) for one in encoded], np.uint64)
-            case Kind.IMAGE:
-                array = _array(values, column.name, "uint8")
-                if array.shape[1:] != (CROP, CROP, 3):
-                    raise BatchRefused(f"{column.name}: shape {array.shape}")
-                self.byte_count += array.nbytes
-                return np.zeros(len(array), np.uint64)
+
+def _sample_count(batch: Batch, workload: Workload) -> int:
+    for column in workload.columns:
+        if column.name not in batch:
+            raise BatchRefused(f"column {column.name} is missing; there are {sorted(batch)}")
+    counts = {column.name: len(batch[column.name]) for column in workload.columns}
+    count = next(iter(counts.values()))
+    if any(one != count for one in counts.values()):
+        raise BatchRefused(f"columns differ in length: {counts}")
+    return count
 
 
-def _count(batch: Mapping[str, Any], column: Column) -> int:
-    if column.name not in batch:
-        raise BatchRefused(f"column {column.name} is missing; there are {sorted(batch)}")
-    return len(batch[column.name])
+def _check_values(batch: Batch, column: Column) -> int:
+    """Their bytes.   Raises:  BatchRefused: a wrong type, shape or padding."""
+    values, name = batch[column.name], column.name
+    match column.kind:
+        case Kind.FIXED:
+            array = _array(values, name, column.dtype)
+            _check_shape(array, name, column.shape)
+        case Kind.RAGGED:
+            array = _array(values, name, column.dtype)
+            _check_padding(array, _lengths(batch, name), name)
+        case Kind.STRING:
+            if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+                raise BatchRefused(f"{name}: not a list of str")
+            return sum(len(one.encode()) for one in values)
+        case Kind.IMAGE:
+            array = _array(values, name, "uint8")
+            _check_shape(array, name, (CROP, CROP, 3))
+    return array.nbytes
+
+
+def _check_shape(array: NDArray[Any], name: str, shape: tuple[int, ...]) -> None:
+    if array.shape[1:] != shape:
+        raise BatchRefused(f"{name}: shape {array.shape}, not {('B', *shape)}")
+
+
+def _check_padding(array: NDArray[Any], lengths: NDArray[np.int64], name: str) -> None:
+    if array.ndim != 2 or len(lengths) != len(array):
+        raise BatchRefused(f"{name}: shape {array.shape} and {len(lengths)} lengths")
+    if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= array.shape[1]:
+        raise BatchRefused(f"{name}: lengths of up to {lengths.max()} in {array.shape[1]} places")
+    outside = np.arange(array.shape[1]) >= lengths[:, None]
+    if np.any(array, where=outside):
+        raise BatchRefused(f"{name}: what pads a list is not 0")
+
+
+def _check_colours(batch: Batch) -> None:
+    from dataplane_bench.workloads import images
+
+    pixels, labels = batch["image"].numpy(), batch["label"].numpy()
+    found = images.label_of_colour(pixels.mean(axis=(1, 2)))
+    wrong = np.flatnonzero(found != labels)
+    if len(wrong):
+        first = int(wrong[0])
+        raise BatchRefused(
+            f"image: sample {int(batch['id'][first])} has the colour of label {found[first]}, and "
+            f"comes with label {labels[first]}; so do {len(wrong)} of {len(labels)}"
+        )
 
 
 def _array(values: Any, name: str, dtype: str) -> NDArray[Any]:
@@ -92,34 +135,59 @@ def _array(values: Any, name: str, dtype: str) -> NDArray[Any]:
     return array
 
 
+def _lengths(batch: Batch, name: str) -> NDArray[np.int64]:
+    found = batch.get(f"{name}.length")
+    if found is None:
+        raise BatchRefused(f"column {name}.length is missing; there are {sorted(batch)}")
+    return _array(found, f"{name}.length", "int64")
+
+
+def _hashes(batch: Batch, column: Column) -> Words:
+    """Shapes:  result: uint64[B]."""
+    values = batch[column.name]
+    match column.kind:
+        case Kind.FIXED:
+            return _row_hashes(values.numpy())
+        case Kind.RAGGED:
+            return _ragged_hashes(values.numpy(), _lengths(batch, column.name))
+        case Kind.STRING:
+            return np.array([_text_hash(one) for one in values], np.uint64)
+        case Kind.IMAGE:
+            return np.zeros(len(values), np.uint64)
+
+
 def _row_hashes(array: NDArray[Any]) -> Words:
-    """Shapes:  array: [n, ...].   result: uint64[n]."""
-    flat = np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
-    short = -flat.shape[1] % 8
-    if short:
-        flat = np.pad(flat, ((0, 0), (0, short)))
-    words = np.ascontiguousarray(flat).view(np.uint64)
+    """Shapes:  array: [B, ...].   result: uint64[B]."""
+    size = int(np.prod(array.shape[1:], dtype=np.int64)) * array.itemsize
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(len(array), size)
+    flat = np.pad(flat, ((0, 0), (0, -size % 8)))
+    return _weighted(flat.view(np.uint64))
+
+
+def _ragged_hashes(array: NDArray[Any], lengths: NDArray[np.int64]) -> Words:
+    """Shapes:  array: [B, T], padded with 0.   lengths: int64[B].   result: uint64[B]."""
+    # Word by word and a 0 for 0, so that the width of the batch is no part of it.
+    wide = np.zeros((*array.shape, 8), np.uint8)
+    flat = np.ascontiguousarray(array).view(np.uint8)
+    wide[..., : array.itemsize] = flat.reshape(*array.shape, array.itemsize)
+    return _weighted(wide.view(np.uint64)[..., 0]) + _mix(lengths.astype(np.uint64))
+
+
+def _text_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _weighted(words: Words) -> Words:
+    """Shapes:  words: uint64[B, n].   result: uint64[B], in which each place has its own weight."""
     weights = _mix(np.arange(1, words.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
     return np.asarray((words * weights).sum(axis=1, dtype=np.uint64))
 
 
-def _ragged_hashes(array: NDArray[Any], lengths: NDArray[np.int64]) -> Words:
-    """Shapes:  array: [n, T], padded.   lengths: int64[n].   result: uint64[n]."""
-    inside = np.arange(array.shape[1]) < lengths[:, None]
-    if array.size and np.any(array[~inside]):
-        raise BatchRefused("what pads a list is not 0")
-    words = _mix(
-        array.astype(np.float64).view(np.uint64)
-        if array.dtype.kind == "f"
-        else array.astype(np.uint64)
-    )
-    weights = _mix(np.arange(1, words.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-    sums = (np.where(inside, words, np.uint64(0)) * weights).sum(axis=1, dtype=np.uint64)
-    return np.asarray(sums + lengths.astype(np.uint64))
-
-
 def _mix(words: Words) -> Words:
-    """splitmix64's finaliser, of each word."""
+    """splitmix64's finaliser, of each word.
+
+    Source:  Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
+    """
     words = np.array(words, np.uint64)
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)

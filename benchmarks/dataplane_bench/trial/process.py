@@ -1,117 +1,153 @@
-"""One process of a trial, in the environment of the loader under test.
+"""One process of a trial, in the environment of the loader under test; its keeper starts it.
 
-    python -m dataplane_bench.trial.process      (its order comes on stdin: see wire.py)
-
-It becomes the reaper of all that it starts, so that the harness finds every process of a loader,
-daemons included, below it.
+It says that it is ready when what every trainer has (torch) is imported, and opens its loader when
+all others are ready too. Then it does what its case's mode says, says what it saw, and waits to be
+told to close the loader: another rank may still need what this one has started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from typing import Any, TextIO
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from dataplane_bench.model import Mode, Task
+from dataplane_bench.model import Mode, Task, Workload
 from dataplane_bench.peers.registry import adapter
 from dataplane_bench.trial import wire
-from dataplane_bench.trial.checksum import Sum
-from dataplane_bench.trial.loop import Loop
+from dataplane_bench.trial.checksum import Sum, check
+from dataplane_bench.trial.loop import Loop, NoBatch
 
-_PR_SET_CHILD_SUBREAPER = 36
+Say = Callable[[object], None]
 
 
 class Ear:
-    """Reads the harness' words while the loop runs. End of file is "end"."""
+    """Reads the harness' words while the loop runs. Without a harness every word is "leave"."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Iterator[str]) -> None:
         self.stop = threading.Event()
-        self._words: list[list[str]] = []
-        self._heard = threading.Condition()
-        threading.Thread(target=self._listen, daemon=True, name="ear").start()
+        self._heard: deque[list[str]] = deque()
+        self._is_over = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._listen, args=(words,), daemon=True, name="ear").start()
 
     def next(self) -> list[str]:
         """The next word with its arguments."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._words)
-            return self._words.pop(0)
+        with self._changed:
+            self._changed.wait_for(lambda: self._heard or self._is_over)
+            return self._heard.popleft() if self._heard else ["leave"]
 
-    def _listen(self) -> None:
-        while True:
-            line = sys.stdin.readline()
-            word = line.split() if line else ["stop", "end"]
-            if word[:1] == ["stop"]:
+    def wait_for(self, word: str) -> None:
+        """Until the harness says so; other words are not for us any more."""
+        while self.next()[0] not in (word, "leave"):
+            pass
+
+    def _listen(self, words: Iterator[str]) -> None:
+        for line in words:
+            word = line.split()
+            if word[0] == "stop":
                 self.stop.set()
-            with self._heard:
-                self._words.append(word if line else ["end"])
-                self._heard.notify_all()
-            if not line:
-                return
+            with self._changed:
+                self._heard.append(word)
+                self._changed.notify_all()
+        self.stop.set()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
 
-def run(task: Task, say: Any, ear: Ear) -> None:
+def run(task: Task, say: Say, ear: Ear) -> None:
     """Do what the task's mode says, and say what was seen."""
     import torch  # noqa: F401 - every trainer has it; its import is no part of anybody's time
 
     peer = adapter(task.system)
+    say({"ready": True})
+    ear.wait_for("open")
     began = time.monotonic()
     loader = peer.open(task)
     with contextlib.closing(loader):
         match task.case.mode:
             case Mode.STEADY:
-                _steady(task, loader, began, say, ear)
+                _steady(task.workload, loader, began, say, ear)
             case Mode.VERIFY:
-                total = Sum(task.workload)
-                for batch in loader.epoch(0):
-                    total.add(batch)
-                say(
-                    {
-                        "digest": total.digest,
-                        "sample_count": total.sample_count,
-                        "byte_count": total.byte_count,
-                    }
-                )
+                say(_sum(task.workload, loader))
             case Mode.FIRST:
-                next(loader.epoch(0))
+                batch = _first(loader.epoch(0))
                 say({"first_batch_s": time.monotonic() - began})
+                check(batch, task.workload)
             case Mode.EPOCH:
-                say(Loop(loader.epoch(0)).whole(began, ear.stop))
+                batches = _checked(loader.epoch(0), task.workload)
+                say(Loop(batches).whole(began, ear.stop))
             case Mode.RESUME:
                 _resume(task, loader, began, say)
+        if task.case.mode is not Mode.STEADY:
+            ear.wait_for("end")
 
 
-def _steady(task: Task, loader: Any, began: float, say: Any, ear: Ear) -> None:
-    loop = Loop(_endless(loader))
-    loop.first()
-    say({"first_batch_s": time.monotonic() - began})
-    while (word := ear.next())[0] != "end":
+def _steady(workload: Workload, loader: Any, began: float, say: Say, ear: Ear) -> None:
+    batches = _endless(loader)
+    batch = next(batches)
+    first_batch_s = time.monotonic() - began
+    check(batch, workload)
+    del batch
+    say({"first_batch_s": first_batch_s})
+    loop = Loop(batches)
+    while (word := ear.next())[0] not in ("end", "leave"):
         if word[0] == "go":
             cpu = loop.run(ear.stop, float(word[1]) / 1000)
-            _, start, end = ear.next()  # the "stop" that ended it
+            stopped = ear.next()
+            if stopped[0] != "stop":
+                return
             ear.stop.clear()
-            say(loop.window(float(start), float(end)) | {"trainer_cpu_share": cpu})
+            seen = loop.window(float(stopped[1]), float(stopped[2]))
+            say(seen | {"trainer_cpu_share": cpu})
+
+
+def _sum(workload: Workload, loader: Any) -> dict[str, Any]:
+    total = Sum(workload)
+    for batch in loader.epoch(0):
+        total.add(batch)
+    if not total.sample_count:
+        raise NoBatch("the epoch has no batch")
+    return {
+        "digest": total.digest,
+        "sample_count": total.sample_count,
+        "byte_count": total.byte_count,
+    }
+
+
+def _first(batches: Iterator[Any]) -> Any:
+    for batch in batches:
+        return batch
+    raise NoBatch("the epoch has no batch")
+
+
+def _checked(batches: Iterator[Any], workload: Workload) -> Iterator[Any]:
+    """The same batches; the first one is looked at."""
+    batch = _first(batches)
+    check(batch, workload)
+    yield batch
+    del batch  # memory that the loader may want to use again
+    yield from batches
 
 
 def _endless(loader: Any) -> Iterator[Any]:
     number = 0
     while True:
-        is_empty = True
+        batch = None
         for batch in loader.epoch(number):
-            is_empty = False
             yield batch
-        if is_empty:
-            raise RuntimeError(f"epoch {number} has no batch")
+        if batch is None:
+            raise NoBatch(f"epoch {number} has no batch")
         number += 1
 
 
-def _resume(task: Task, loader: Any, began: float, say: Any) -> None:
+def _resume(task: Task, loader: Any, began: float, say: Say) -> None:
     """The first process of a case saves, the second goes on. A loader without a state reads its
     way to the place once more, which is what its users do.
     """
@@ -122,15 +158,16 @@ def _resume(task: Task, loader: Any, began: float, say: Any) -> None:
     enough = task.workload.sample_count * task.case.fraction / task.size
     has_state = hasattr(loader, "state")
     if ready.exists() and has_state:
-        next(loader.resume(torch.load(path, weights_only=False)))
+        batch = _first(loader.resume(torch.load(path, weights_only=False)))
         say({"first_batch_s": time.monotonic() - began, "by": "state"})
+        check(batch, task.workload)
         return
-    batches = loader.epoch(0)
+    batches = _checked(loader.epoch(0), task.workload)
     count = 0
     while count < enough:
-        count += len(next(iter(next(batches).values())))
+        count += len(next(iter(_first(batches).values())))
     if ready.exists():
-        next(batches)
+        _first(batches)
         say({"first_batch_s": time.monotonic() - began, "by": "replay"})
         return
     if has_state:
@@ -141,36 +178,41 @@ def _resume(task: Task, loader: Any, began: float, say: Any) -> None:
 
 def main() -> int:
     """Exit status 1: it failed; the reason was said."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a loader prints goes to the log
+    # What a loader starts inherits neither pipe, and what it prints goes to the log.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    words = os.fdopen(os.dup(0))
+    os.dup2(2, 1)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - the shortest way to a descriptor
+        os.dup2(nothing.fileno(), 0)
 
-    def say(value: dict[str, Any]) -> None:
+    def say(value: object) -> None:
         answers.write(wire.line(value))
 
-    order = json.loads(sys.stdin.readline())
-    task = wire.task_of(order["task"])
     try:
-        match order["do"]:
-            case "run":
-                run(task, say, Ear())
-            case "prepare":
-                adapter(task.system).prepare(task.workload, task.place.folder)
-                say({"prepared": True})
-            case "serve":
-                ear = Ear()
-                service, daemon = adapter(task.system).serve(task)
-                with contextlib.closing(daemon):
-                    say({"service": service})
-                    while ear.next()[0] != "end":
-                        pass
+        order = json.loads(words.readline())
+        task = wire.task_of(order["task"])
+        ear = Ear(words)
+        _obey(order["do"], task, say, ear)
+        say({"ended": True})
+        ear.wait_for("leave")
     except Exception as error:  # noqa: BLE001 - whatever a loader raises is told, not lost
         traceback.print_exc()
-        say({"error": f"{type(error).__name__}: {error}"})
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        say({"error": said})
         return 1
-    say({"ended": True})
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _obey(order: str, task: Task, say: Say, ear: Ear) -> None:
+    match order:
+        case "run":
+            run(task, say, ear)
+        case "prepare":
+            adapter(task.system).prepare(task.workload, task.place.folder)
+            say({"prepared": True})
+            ear.wait_for("end")
+        case "serve":
+            service, daemon = adapter(task.system).serve(task)
+            with contextlib.closing(daemon):
+                say({"service": service})
+                ear.wait_for("end")

@@ -1,7 +1,7 @@
 """What the processes of a trial cost: CPU time and memory of whole process trees, from outside.
 
-A trial's processes are reapers of all that they start, so nothing leaves its tree. CPU time of a
-tree is that of its processes and of those that they have waited for.
+The root of each tree is its keeper, to which all come that lose their parent, so nothing leaves
+the tree. CPU time of a tree is that of its processes and of those that they have waited for.
 """
 
 from __future__ import annotations
@@ -10,29 +10,39 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
-
 SAMPLE_S = 0.25
+_LOOKS_MAX = 5
+_PAUSE_SHARE = 19
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
 def cpu_s(roots: Sequence[int]) -> float:
-    """CPU seconds that these process trees have used so far, user and system, ended ones included."""
-    return sum(_cpu_ticks(pid) for pid in _tree(roots)) / _TICKS_PER_S
+    """CPU seconds that these process trees have used so far, user and system, with what has ended.
+
+    A process that ends while we look counts twice or not at all; then we look again.
+    """
+    found = tree(roots)
+    for _ in range(_LOOKS_MAX):
+        before, found = found, tree(roots)
+        if before.keys() == found.keys():
+            break
+    return sum(found.values()) / _TICKS_PER_S
 
 
 def memory(roots: Sequence[int]) -> tuple[int, int]:
-    """Proportional set size of these trees, bytes: in all, and without pages of files.
+    """Proportional set size of what is below these processes, bytes: in all, and without pages of
+    files. Memory that several of them map counts once.
 
-    Memory that several processes map counts once. Source: smaps_rollup in proc(5).
+    Source:  smaps_rollup in proc(5).
     """
     total = files = 0
-    for pid in _tree(roots):
+    for pid in tree(roots).keys() - set(roots):
+        # The file of a process that is ending can be opened, and then not be read.
         with contextlib.suppress(OSError):
             for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
                 name, _, rest = line.partition(":")
@@ -43,43 +53,60 @@ def memory(roots: Sequence[int]) -> tuple[int, int]:
     return total * 1024, (total - files) * 1024
 
 
-def _tree(roots: Sequence[int]) -> set[int]:
-    found = set(roots)
-    for root in roots:
-        with contextlib.suppress(psutil.Error):
-            found.update(one.pid for one in psutil.Process(root).children(recursive=True))
+def tree(roots: Sequence[int]) -> Mapping[int, int]:
+    """These processes and all below them: process id -> CPU ticks, with children waited for."""
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for name in os.listdir(_PROC):  # noqa: PTH208 - names are all that is needed
+        if name.isdigit() and (fields := _stat(name)):
+            pid = int(name)
+            # Fields 4 (parent) and 14 to 17 (utime, stime, cutime, cstime); field 3 is our first.
+            ticks[pid] = sum(map(int, fields[11:15]))
+            children.setdefault(int(fields[1]), []).append(pid)
+    found: dict[int, int] = {}
+    waiting = list(roots)
+    while waiting:
+        pid = waiting.pop()
+        if pid in ticks and pid not in found:
+            found[pid] = ticks[pid]
+            waiting += children.get(pid, ())
     return found
 
 
-def _cpu_ticks(pid: int) -> int:
+def _stat(pid: str) -> list[str]:
     try:
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        # The name in parentheses may hold anything.
+        return (_PROC / pid / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return 0
-    # utime, stime, cutime, cstime: fields 14 to 17, of which the 3rd is the first here.
-    return sum(int(field) for field in fields[11:15])
+        return []
 
 
 @dataclass(slots=True)
 class MemoryWatch:
-    """Samples the memory of trees until it is closed.
+    """Samples the memory of trees until it is closed; takes a twentieth of a core at most.
 
     Shapes:  seen: [monotonic s, bytes, bytes without files] of every sample.
     """
 
+    look: Callable[[Sequence[int]], tuple[int, int]] = memory
     seen: list[tuple[float, int, int]] = field(default_factory=list)
-    _roots: list[int] = field(default_factory=list)
+    _roots: tuple[int, ...] = ()
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def watch(self, roots: Sequence[int]) -> None:
-        """From now on these too."""
-        self._roots += roots
+    def watch(self, root: int) -> None:
+        """From now on this tree too."""
+        self._roots += (root,)
         if self._thread is None:
             self._thread = threading.Thread(target=self._sample, name="memory-watch", daemon=True)
             self._thread.start()
 
+    def forget(self, root: int) -> None:
+        """It has ended: its number may become another's."""
+        self._roots = tuple(pid for pid in self._roots if pid != root)
+
     def close(self) -> None:
+        """May be called twice."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -87,5 +114,7 @@ class MemoryWatch:
     def _sample(self) -> None:
         while not self._over.is_set():
             now = time.monotonic()
-            self.seen.append((now, *memory(tuple(self._roots))))
-            self._over.wait(max(SAMPLE_S - (time.monotonic() - now), SAMPLE_S / 5))
+            self.seen.append((now, *self.look(self._roots)))
+            took = time.monotonic() - now
+            # Looking holds a lock of the process that is looked at, so it must be rare.
+            self._over.wait(max(SAMPLE_S - took, _PAUSE_SHARE * took))

@@ -1,0 +1,336 @@
+"""Trials end, whatever a loader does: with figures or with a reason, and nothing is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from dataplane_bench import processes
+from dataplane_bench.model import Case, Column, Kind, Mode, Place, Store, Task, Workload
+from dataplane_bench.peers.registry import SYSTEMS, adapter, folder_of
+from dataplane_bench.trial import wire
+from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
+
+from dataplane.errors import ConfigError
+
+AWRY = "bench_loaders:Loader"
+QUICK = Timing(settle_s=0.05, window_s=0.2, stall_window_s=0.1, epoch_s=20.0, timeout_s=60.0)
+COLUMNS = (Column("id", Kind.FIXED, "int64"), Column("x", Kind.FIXED, "float32", (4,)))
+
+
+@pytest.fixture
+def workload(tmp_path):
+    return Workload("mine", COLUMNS, 8, 100, tmp_path / "source", "mine-100", 5.0)
+
+
+@pytest.fixture
+def trial(tmp_path, workload):
+    """Runs one trial of the loader that does what it is told."""
+
+    def run(mode=Mode.FIRST, system=AWRY, timing=QUICK, of=workload, settings=None, **case):
+        place = Place(tmp_path / "prepared" / "awry", str(tmp_path / "prepared" / "awry"))
+        who = Contestant(system, sys.executable, place, settings or {})
+        asked = Case("try", workload.name, mode, **case)
+        try:
+            return run_trial(who, asked, of, timing, tmp_path / "trials")
+        finally:
+            assert list((tmp_path / "trials").iterdir()) == []
+
+    return run
+
+
+def failure(trial, does, **more):
+    settings = {"does": does, **more.pop("settings", {})}
+    with pytest.raises(TrialFailed) as caught:
+        trial(settings=settings, **more)
+    return str(caught.value)
+
+
+def test_every_mode_tells_what_its_figures_are(trial, workload):
+    first = trial(Mode.FIRST)
+    assert 0 < first["first_batch_s"] < 5
+    assert first["cpu_s"] >= 0
+    assert first["memory_peak"] > 10_000_000
+
+    epoch = trial(Mode.EPOCH)
+    assert epoch["sample_count"] == 100
+    assert epoch["seconds"] >= epoch["first_batch_s"] > 0
+
+    steady = trial(Mode.STEADY)
+    assert steady["seconds"] == pytest.approx(0.2, abs=0.1)
+    assert steady["samples_per_s"] > 1000
+    assert steady["cpu_s_per_million"] > 0
+    assert steady["step_ms"] == 5.0
+    assert steady["stall_share"] < 0.5
+    assert 0 < steady["trainer_cpu_share"] <= 1.1
+
+    computing = trial(Mode.STEADY, step_ms=20.0)
+    assert computing["step_ms"] == 20.0
+    assert computing["stall_share"] == computing["wait_share"] < 0.5
+    assert computing["samples_per_s"] == pytest.approx(8 / 0.02, rel=0.5)
+
+    verify = trial(Mode.VERIFY)
+    assert verify["sample_count"] == 100
+    assert verify["byte_count"] == 100 * 24
+    assert trial(Mode.VERIFY, ranks=3)["digest"] == verify["digest"]
+
+
+def test_a_resumed_loader_goes_on_from_its_state_or_reads_again(trial, tmp_path):
+    journal = tmp_path / "journal"
+    found = trial(Mode.RESUME, fraction=0.5, settings={"journal": str(journal)})
+    assert found["by"] == "state"
+    assert "resumed at 56" in journal.read_text()
+    assert trial(Mode.RESUME, "bench_loaders:Stateless", fraction=0.5)["by"] == "replay"
+
+
+def test_ranks_and_jobs_are_added_up(trial):
+    ranks = trial(Mode.EPOCH, ranks=2)
+    assert ranks["sample_count"] == 100
+    jobs = trial(Mode.EPOCH, jobs=2)
+    assert jobs["sample_count"] == 200
+    assert trial(Mode.STEADY, ranks=2)["samples_per_s"] > 1000
+
+
+def test_no_rank_closes_before_the_others_have_what_they_need(trial, tmp_path):
+    journal = tmp_path / "journal"
+    settings = {"journal": str(journal), "pause_s": 0.1}
+    assert trial(Mode.VERIFY, ranks=2, settings=settings)["sample_count"] == 100
+    opened, closed = journal.read_text().split("closed", 1)
+    assert opened.count("opened") == 2
+    assert closed.count("closed") == 1
+
+
+def test_an_epoch_ends_when_its_time_is_over(trial):
+    timing = dataclasses.replace(QUICK, epoch_s=0.3)
+    found = trial(Mode.EPOCH, timing=timing, settings={"pause_s": 0.1})
+    assert 8 <= found["sample_count"] < 100
+    assert found["seconds"] == pytest.approx(0.4, abs=0.3)
+
+
+def test_a_daemon_is_there_before_and_found_by_all(trial, tmp_path):
+    journal = tmp_path / "journal"
+    settings = {"journal": str(journal)}
+    trial(Mode.EPOCH, "bench_loaders:Daemon", jobs=2, served=True, settings=settings)
+    served, *others = journal.read_text().splitlines()[:3]
+    assert served == "opened 0 "
+    assert all(line.startswith("opened 0 daemon of ") for line in others)
+    assert journal.read_text().count("closed") == 3
+    # Where there is none, the case is run without.
+    trial(Mode.FIRST, served=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "does", "says"),
+    [
+        (Mode.FIRST, "raise in open", "ValueError: not today"),
+        (Mode.STEADY, "raise in epoch", "ValueError: not today"),
+        (Mode.VERIFY, "raise in second batch", "ValueError: not today"),
+        (Mode.STEADY, "raise in second batch", "ValueError: not today"),
+        (Mode.FIRST, "raise in close", "ValueError: not today"),
+        (Mode.FIRST, "exit in open", "its process ended (exit status 7)"),
+        (Mode.STEADY, "die in second batch", "its process ended (SIGKILL)"),
+        (Mode.FIRST, "share memory and die in open", "its process ended (SIGKILL)"),
+        (Mode.FIRST, "empty epoch", "NoBatch: the epoch has no batch"),
+        (Mode.EPOCH, "empty epoch", "NoBatch: the epoch has no batch"),
+        (Mode.VERIFY, "empty epoch", "NoBatch: the epoch has no batch"),
+        (Mode.STEADY, "empty second epoch", "NoBatch: epoch 1 has no batch"),
+        (Mode.FIRST, "too many", "BatchRefused: 16 samples, not 8"),
+        (Mode.STEADY, "other type", "BatchRefused: id: int32, not int64"),
+        (Mode.EPOCH, "no x", "BatchRefused: column x is missing"),
+        (Mode.RESUME, "no x", "BatchRefused: column x is missing"),
+        (Mode.VERIFY, "other type", "BatchRefused: id: int32, not int64"),
+    ],
+)
+def test_what_a_loader_does_wrong_is_told(trial, mode, does, says):
+    told = failure(trial, does, mode=mode)
+    assert told.splitlines()[0].startswith(says)
+
+
+def test_the_last_words_of_a_loader_are_told(trial):
+    told = failure(trial, "raise in open")
+    assert "its last words:\nTraceback" in told
+    assert told.endswith("ValueError: not today")
+
+
+@pytest.mark.parametrize(
+    "does", ["hang in open", "hang, hear no signal in second batch", "hang in close"]
+)
+def test_a_loader_that_hangs_is_ended_at_the_deadline(trial, does):
+    timing = dataclasses.replace(QUICK, timeout_s=4.0)
+    told = failure(trial, does, mode=Mode.STEADY, timing=timing)
+    assert told.startswith("no answer within 4 s")
+
+
+def test_a_rank_that_fails_is_told_at_once_and_by_its_name(trial):
+    settings = {"rank": 1, "pause_s": 60.0}
+    told = failure(trial, "die in epoch", ranks=2, mode=Mode.VERIFY, settings=settings)
+    assert told.startswith("job 1, rank 1: its process ended (SIGKILL)")
+
+
+def test_what_a_loader_prints_is_no_answer(trial):
+    assert trial(Mode.EPOCH, settings={"does": "print in open"})["sample_count"] == 100
+    assert trial(Mode.EPOCH, settings={"does": "print in second batch"})["sample_count"] == 100
+
+
+def test_a_loader_cannot_read_what_the_harness_says(trial):
+    trial(Mode.EPOCH, settings={"does": "read what the harness says in second batch"})
+
+
+def test_a_daemon_that_a_loader_leaves_counts_and_is_ended(trial, tmp_path):
+    journal = tmp_path / "journal"
+    settings = {"journal": str(journal), "does": "leave a daemon in open", "burn_s": 0.3}
+    found = trial(Mode.EPOCH, settings={**settings, "pause_s": 0.2})
+    assert found["cpu_s"] >= 0.28
+    pid = int(journal.read_text().partition("daemon ")[2].split()[0])
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("does", ["die in second batch", "raise in second batch"])
+def test_a_loader_that_fails_takes_what_it_started_along(trial, does):
+    # hygiene.py looks for what is left.
+    told = failure(trial, does, mode=Mode.EPOCH, jobs=2)
+    assert "job 1, rank 0" in told or "job 2, rank 0" in told
+
+
+def test_a_daemon_of_a_system_that_fails_is_told(trial):
+    told = failure(trial, "raise in serve", system="bench_loaders:Daemon", served=True)
+    assert told.startswith("ValueError: not today")
+
+
+def test_an_interpreter_without_us_is_told(trial, tmp_path, workload):
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho no module named anything >&2\nexit 1\n")
+    bare.chmod(0o755)
+    who = Contestant(AWRY, str(bare), Place(tmp_path / "x", "x"), {})
+    with pytest.raises(TrialFailed, match=r"exit status 1[^\n]*\n[^\n]*named anything"):
+        run_trial(who, Case("try", "mine"), workload, QUICK, tmp_path / "trials")
+
+
+def test_conversion_is_an_order_of_its_own(tmp_path, workload):
+    folder = tmp_path / "awry"
+    folder.mkdir()
+    who = Contestant(AWRY, sys.executable, Place(folder, str(folder)), {})
+    case = Case("prepare", "mine")
+    assert run_order("prepare", who, case, workload, tmp_path / "trials", 60)["prepared"]
+    assert (folder / "shard").read_text() == "mine-100"
+    odd = dataclasses.replace(workload, name="unconvertible")
+    with pytest.raises(TrialFailed, match="ValueError: cannot convert"):
+        run_order("prepare", who, case, odd, tmp_path / "trials", 60)
+
+
+def test_nobodys_settings_or_credentials_reach_a_loader(trial, tmp_path, monkeypatch):
+    for name in ("AWS_PROFILE", "DATAPLANE_WORKER_COUNT", "PYTHONPATH", "RANK", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    journal = tmp_path / "journal"
+    settings = {"journal": str(journal), "does": "tell the environment in open"}
+    found = []
+    for cold in (False, True, True):
+        trial(settings=settings, cold=cold)
+        found.append(json.loads(journal.read_text().splitlines()[0]))
+        journal.unlink()
+    warm, cold, again = found
+    assert not {"AWS_PROFILE", "DATAPLANE_WORKER_COUNT", "RANK", "SLURM_JOB_ID"} & warm.keys()
+    assert warm["PYTHONPATH"] == str(Path(__file__).parents[1])
+    # A warm start finds what an earlier run has kept; a cold one finds nothing.
+    assert Path(warm["XDG_CACHE_HOME"]).parent == tmp_path / "prepared"
+    assert cold["XDG_CACHE_HOME"] != again["XDG_CACHE_HOME"]
+    assert warm["TMPDIR"] != cold["TMPDIR"]
+
+
+HARNESS = """
+import json, sys
+from pathlib import Path
+from dataplane_bench.model import Case, Mode, Place
+from dataplane_bench.trial import wire
+from dataplane_bench.trial.launch import Contestant, Timing, run_trial
+workload, journal, folder = wire.workload_of(json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+settings = {"does": sys.argv[4], "journal": journal}
+who = Contestant("bench_loaders:Loader", sys.executable, Place(folder, "x"), settings)
+run_trial(who, Case("try", "mine", Mode.STEADY, ranks=2), workload, Timing(window_s=100.0), folder)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("does", ["hang in close", "hang, hear no signal in second batch"])
+def test_nothing_outlives_the_harness(workload, tmp_path, number, does):
+    journal = tmp_path / "journal"
+    told = json.dumps(json.loads(wire.line(workload)))
+    harness = subprocess.Popen(
+        [sys.executable, "-c", HARNESS, told, journal, tmp_path, does],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        processes.wait_until(
+            lambda: journal.exists() and journal.read_text().count("opened") == 2,
+            harness,
+            tmp_path / "none",
+            60,
+        )
+        family = psutil.Process(harness.pid).children(recursive=True)
+        assert len(family) >= 4
+        harness.send_signal(number)
+        _, said = harness.communicate(timeout=30)
+    finally:
+        harness.kill()
+        harness.wait()
+    if number == signal.SIGINT:
+        assert said.rstrip().endswith("KeyboardInterrupt")
+        assert not list(tmp_path.glob("trial-*"))
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def test_a_task_goes_over_the_wire_and_back(tmp_path, workload):
+    own = dataclasses.replace(workload, urls=tuple(f"s3://bucket/{i:0200d}" for i in range(2000)))
+    task = Task(
+        *("dataplane", Case("try", "mine", Mode.RESUME, Store.S3, 2, 3, served=True, cold=True)),
+        *(own, Place(tmp_path, "url", "http://x", "a", "b"), {"a": 1}, tmp_path, "token"),
+        *(1, 2, 3, "service"),
+    )
+    assert wire.task_of(json.loads(wire.line(task))) == task
+
+
+def test_an_order_may_be_longer_than_a_pipe(trial, workload):
+    many = tuple(f"s3://bucket/{number:0200d}" for number in range(2000))
+    trial(of=dataclasses.replace(workload, urls=many))
+
+
+def test_a_loader_of_a_user_is_found_by_module_and_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    package = tmp_path / "my_loaders_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Top: pass\n")
+    (package / "deep.py").write_text("class Deep: pass\n")
+    assert type(adapter("my_loaders_of_a_test:Top")).__name__ == "Top"
+    assert type(adapter("my_loaders_of_a_test.deep:Deep")).__name__ == "Deep"
+    assert folder_of("my_loaders_of_a_test:Top") == tmp_path
+    assert folder_of("my_loaders_of_a_test.deep:Deep") == tmp_path
+    for name, says in (
+        ("my_loaders_of_a_test:Missing", "has no class"),
+        ("no_such_module_of_a_test:Loader", "cannot be imported"),
+        ("torchh", "there is no loader 'torchh'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            adapter(name)
+
+
+def test_every_system_of_ours_has_what_the_contract_says():
+    for name in SYSTEMS:
+        try:
+            found = adapter(name)
+        except ModuleNotFoundError:
+            continue
+        assert found.name == name
+        assert folder_of(name) is None
+        wanted = ("title", "requirements", "distribution", "refuses", "layout", "describe")
+        for attribute in (*wanted, "settings", "prepare", "open"):
+            assert hasattr(found, attribute), f"{name} has no {attribute}"
