@@ -1,20 +1,31 @@
-"""Dataplane itself, over the shards as they are."""
+"""Dataplane itself: a user's own shards as they are; what is generated as Arrow IPC."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from dataplane_bench import processes
+from dataplane_bench.model import Case, Kind, Settings, Task, Workload
+from dataplane_bench.peers.base import Batch, Loader
 
-from dataplane_bench.model import Case, Settings, Task, Workload
-from dataplane_bench.peers.base import Batch
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BLOCK_BYTES = 4 << 20
+"""Of a record batch: large enough to gather from, and small enough to fetch."""
+START_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 10.0
+_READY = "ready: node "
 
 
 class Dataplane:
-    """`from dataplane_torch import DataLoader` over Arrow shards."""
+    """`from dataplane_torch import DataLoader`."""
 
     name = "dataplane"
     title = "Dataplane"
@@ -26,54 +37,146 @@ class Dataplane:
         return ""
 
     def layout(self, workload: Workload) -> str:
-        del workload
-        return "arrow"
+        return "shards" if workload.urls else "arrow"
 
     def describe(self, workload: Workload) -> str:
-        del workload
-        return "Arrow IPC shards, shuffled over the whole epoch in windows"
+        form = "the shards as they are" if workload.urls else "Arrow IPC, record batches of 4 MiB"
+        told = f"{form}; shuffled over the whole epoch, in windows where it is very long"
+        if workload.of_kind(Kind.IMAGE):
+            return (
+                f"{told}. It has no image decoder yet: the trainer gets JPEGs, and decodes and "
+                "crops them in threads of its own, one batch ahead"
+            )
+        return told
 
     def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
         del workload, case, cores
         return ({},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
-        for shard in sorted(workload.source.glob("*.parquet")):
-            file = pq.ParquetFile(shard)
-            with pa.ipc.new_file(folder / f"{shard.stem}.arrow", file.schema_arrow) as writer:
-                for group in range(file.num_row_groups):
-                    writer.write_table(file.read_row_group(group))
+        if workload.urls:
+            for url in workload.urls:
+                _same_file(Path(url), folder / Path(url).name)
+            return
+        import pyarrow.parquet as pq
 
-    def open(self, task: Task) -> _Opened:
-        return _Opened(task)
+        from dataplane_bench.peers import rows
+
+        for shard in rows.sources(workload):
+            _write_arrow(pq.read_table(shard), folder / f"{shard.stem}.arrow")
+
+    def open(self, task: Task) -> Loader:
+        os.environ.update(_variables(task.settings))
+        if task.size > 1:
+            from dataplane_bench.peers import rows
+
+            # The ranks of a run find the node that they share by what torchrun tells them.
+            rows.announce(task)
+            os.environ["TORCHELASTIC_RUN_ID"] = task.run
+        opened = _Opened(task)
+        if not task.workload.of_kind(Kind.IMAGE):
+            return opened
+        from dataplane_bench.peers.crops import Cropped
+
+        return Cropped(opened, task)
+
+    def serve(self, task: Task) -> tuple[str, _Service]:
+        service = _Service(task)
+        return service.address, service
 
 
 class _Opened:
     def __init__(self, task: Task) -> None:
         from dataplane_torch import DataLoader
 
-        from dataplane.model import Topology
+        from dataplane_bench.workloads.about import leaves
 
-        rank, size = task.rank, task.size
+        # What it calls a column of a user's shards, and what everybody does.
+        self._names = {leaf: name for name, leaf in leaves(task.workload).items()}
         self._loader = DataLoader(
-            f"{task.place.url}/*.arrow",
-            batch_size=task.workload.batch_size,
+            _urls(task),
+            task.workload.batch_size,
             shuffle=True,
             seed=task.seed,
-            topology=Topology(rank, size, rank, size, rank, size),
+            columns=list(self._names),
+            service=task.service or None,
             name=task.run,
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
         self._loader.set_epoch(number)
-        return iter(self._loader)
+        return self._batches()
 
     def state(self) -> Any:
         return self._loader.state_dict()
 
     def resume(self, state: Any) -> Iterator[Batch]:
         self._loader.load_state_dict(state)
-        return iter(self._loader)
+        return self._batches()
 
     def close(self) -> None:
         self._loader.close()
+
+    def _batches(self) -> Iterator[Batch]:
+        if all(leaf == name for leaf, name in self._names.items()):
+            return iter(self._loader)
+        names = self._names | {
+            f"{leaf}.length": f"{name}.length" for leaf, name in self._names.items()
+        }
+        return ({names[leaf]: value for leaf, value in batch.items()} for batch in self._loader)
+
+
+class _Service:
+    """`dataplane serve`, as its user would start it."""
+
+    def __init__(self, task: Task) -> None:
+        log = task.cache / "serve.log"
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dataplane", "serve", "--listen", "127.0.0.1:0"],
+                cwd=task.cache,
+                env={**os.environ, **_variables(task.settings)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            processes.wait_until(lambda: bool(_address(log)), self._process, log, START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        self.address = _address(log)
+
+    def close(self) -> None:
+        processes.end(self._process, DRAIN_TIMEOUT_S)
+
+
+def _address(log: Path) -> str:
+    """What it says when it can be used, "" so far."""
+    whole = log.read_text(errors="replace").rpartition("\n")[0].splitlines()
+    return next((one.removeprefix(_READY) for one in whole if one.startswith(_READY)), "")
+
+
+def _urls(task: Task) -> list[str]:
+    """All shards by name: a user's may have any."""
+    names = sorted(path.name for path in task.place.folder.iterdir())
+    return [f"{task.place.url}/{name}" for name in names]
+
+
+def _variables(settings: Settings) -> dict[str, str]:
+    return {f"DATAPLANE_{name.upper()}": str(value) for name, value in settings.items()}
+
+
+def _same_file(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # on another file system
+        shutil.copyfile(source, target)
+
+
+def _write_arrow(table: pa.Table, path: Path) -> None:
+    import pyarrow as pa
+
+    row_bytes = max(table.nbytes // max(table.num_rows, 1), 1)
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table.combine_chunks(), max(BLOCK_BYTES // row_bytes, 1))
