@@ -127,6 +127,7 @@ def _bar() -> Iterator[_Bar]:
     help="Added to every request to the S3 server.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to stdout.")
+@click.option("--markdown", is_flag=True, help="Write the tables as Markdown to stdout.")
 @click.option(
     "--html",
     "html",
@@ -197,12 +198,18 @@ def _run(given: dict[str, Any]) -> None:
     from dataplane_bench.report import compare, page, results, table
     from dataplane_bench.run import Options, run
 
+    if sum(map(bool, (given["as_json"], given["markdown"], given["compare"]))) > 1:
+        raise click.UsageError("--json, --markdown and --compare each write to stdout: choose one")
     old = results.read(given["compare"]) if given["compare"] else None
     if given["shown"]:
         report = results.read(given["shown"])
     else:
         named = tuple(name for name in given["peers"].split(",") if name and name != "none")
-        limit = units.BYTES.parse(given["byte_limit"])
+        try:
+            limit = units.BYTES.parse(given["byte_limit"])
+        except ValueError:
+            text = f"--limit {given['byte_limit']}: {units.BYTES.allowed}"
+            raise click.UsageError(text) from None
         fields = {name: given[name] for name in Options.__slots__ if name in given}
         options = Options(**{**fields, "peers": named, "byte_limit": limit})
         with _bar() as bar:
@@ -216,6 +223,8 @@ def _run(given: dict[str, Any]) -> None:
         output.stderr().print(f"wrote {given['html']}", soft_wrap=True, highlight=False)
     if given["as_json"]:
         sys.stdout.write(results.to_json(report) + "\n")
+    elif given["markdown"]:
+        sys.stdout.write(table.markdown(report))
     else:
         table.show(report)
         if old is not None:

@@ -1,0 +1,120 @@
+"""`dataplane bench` as a user runs it: a small one, from the command line to the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+BENCH = [sys.executable, "-m", "dataplane", "bench"]
+SMALL = ["--scale", "0.02", "--window", "0.3"]
+TIMEOUT_S = 100
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}
+
+
+def bench(environment, *arguments, status=0):
+    done = subprocess.run(
+        [*BENCH, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def systems_of(report, scenario=0, case=0):
+    found = report["scenarios"][scenario]["cases"][case]["systems"]
+    return {system["name"]: system for system in found}
+
+
+def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path):
+    page = tmp_path / "report.html"
+    asked = ["--scenario", "tokens/local", "--peers", "torch", "--rounds", "3"]
+    done = bench(environment, *asked, *SMALL, "--json", "--html", str(page))
+    report = json.loads(done.stdout)
+    systems = systems_of(report)
+    assert list(systems) == ["dataplane", "torch", "noop"]
+    for name in ("dataplane", "torch"):
+        assert systems[name]["same_samples"] is True, "every byte of an epoch was compared"
+        assert [trial["round"] for trial in systems[name]["trials"]] == [0, 1, 2]
+        for trial in systems[name]["trials"]:
+            assert trial["samples_per_s"] > 0
+            assert trial["cpu_s"] > 0
+            assert trial["memory_peak"] > 0
+    assert len(systems["torch"]["sweep"]) > 1
+    assert "webdataset" in report["missing"], "what is not installed is listed"
+    assert "tokens" in page.read_text()
+    kept = next((tmp_path / "cache" / "dataplane" / "bench" / "reports").glob("*.json"))
+    shown = bench(environment, "--report", str(kept), "--compare", str(kept))
+    assert "Dataplane" in shown.stdout
+    assert "torch" in shown.stdout
+
+
+def test_ranks_starts_and_resumes_are_measured_too(environment):
+    asked = ["--scenario", "ranks", "--scenario", "first-batch/served", "--scenario", "resume/50%"]
+    asked += ["--ranks", "2", "--peers", "none", "--rounds", "1"]
+    report = json.loads(bench(environment, *asked, *SMALL, "--json").stdout)
+    ranks, first, resume = (
+        systems_of(report, index)["dataplane"]["trials"][0] for index in range(3)
+    )
+    assert ranks["samples_per_s"] > 0
+    assert first["first_batch_s"] > 0
+    assert resume["by"] == "state"
+    assert systems_of(report, 1)["noop"]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scenario", "tokkens"], ("tokkens", "tokens")),
+        (["--scenario", "tokens/tape"], ("tokens/tape", "tokens/local")),
+        (["--peers", "tourch"], ("tourch", "torch")),
+        (["--peers", "webdataset"], ("not installed", "--install-peer webdataset")),
+        (["--limit", "many"], ("many",)),
+        (["--report", "missing.json"], ("missing.json",)),
+        (["--compare", "missing.json"], ("missing.json",)),
+        (["--install-peer", "nobody"], ("nobody", "webdataset")),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(environment, arguments, words):
+    done = bench(environment, *arguments, status=2)
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_list_names_every_scenario_and_peer(environment):
+    listed = json.loads(bench(environment, "--list", "--json").stdout)
+    assert {"tokens", "ranks", "jobs", "resume"} <= set(listed["scenarios"])
+    assert listed["peers"]["torch"] is True
+    assert listed["peers"]["webdataset"] is False
+
+
+def test_ctrl_c_ends_a_run_and_leaves_nothing(environment, tmp_path):
+    running = subprocess.Popen(
+        [*BENCH, "--scenario", "tokens/local", "--peers", "none", *SMALL],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if "round 1" in line:
+            break
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 130, said
+    assert "interrupted" in said
+    assert not list((tmp_path / "cache" / "dataplane" / "bench").glob("run-*"))
