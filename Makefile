@@ -25,7 +25,8 @@ setup: $(READY) ## everything that the others need, into .venv (quick when nothi
 	@:
 
 # The project itself is installed last, as a plain path, without asking a registry for anything.
-$(READY): requirements.lock pyproject.toml
+# That compiles dataplane/node/kernel.c, where there is a C compiler.
+$(READY): requirements.lock pyproject.toml dataplane/node/kernel.c dataplane/node/build_kernel.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
 	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -79,5 +80,5 @@ demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with pr
 	$(PY) -m dataplane_bench.demo
 
 clean: ## remove what was generated, .venv included
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
+	rm -rf $(VENV) dataplane/node/libkernel.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

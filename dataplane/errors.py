@@ -19,6 +19,7 @@ DataplaneError
 ├─ DatasetChangedError    the object is not the one that the manifest pinned
 ├─ CorruptShard           never retried: shard, byte offset, expected, found
 │  └─ SchemaMismatch      a shard's schema differs from the dataset's
+├─ RowOutOfBounds         a slab's row is not where it should be: Dataplane is wrong, report it
 └─ DataStallError         no batch within the deadline: stage, shard, node, last error
 
 The nouns of an error (shard, offset, field, …) are keyword arguments and become attributes, so
@@ -122,6 +123,10 @@ class CorruptShard(DataplaneError):
 
 class SchemaMismatch(CorruptShard):
     """A shard's schema differs from the dataset's. Nouns: shard, field, expected, found."""
+
+
+class RowOutOfBounds(DataplaneError):
+    """A slab's row is not where it should be: Dataplane is wrong, please report it. Nouns: row."""
 
 
 class DataStallError(DataplaneError):

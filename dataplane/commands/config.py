@@ -8,6 +8,7 @@ import click
 
 from dataplane.commands.options import Settings, json_option, setting_options
 from dataplane.commands.output import warn, write_json, write_table
+from dataplane.node.kernel import kernel
 from dataplane.settings import BY_NAME, unknown_variables
 
 
@@ -49,6 +50,12 @@ def show(settings: Settings, *, as_json: bool) -> None:
                 (name, one.setting.kind.show(one.value), one.source, one.setting.meaning)
                 for name, one in settings.items()
             ),
+        )
+    missing = kernel().missing
+    if missing:
+        warn(
+            f"rows are gathered with numpy, several times slower than could be: {missing}; "
+            "install a C compiler, then Dataplane once more"
         )
     for name in unknown_variables(os.environ):
         warn(f"the environment has {name}, which is no setting and is not read")

@@ -23,6 +23,7 @@ from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.index import open_dataset
 from dataplane.node.jobs import Jobs, Member
+from dataplane.node.kernel import kernel
 from dataplane.node.pool import WorkerPool
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
@@ -261,6 +262,8 @@ class NodeServer:
         beating: asyncio.Task[None] | None = None
         try:
             await self._heartbeat.register()
+            if kernel().library is None:
+                self.trace.noted("gather", by=kernel())
             self._pool.start()
             loop.add_reader(self._listener.fileno(), self._on_connection)
             beating = loop.create_task(self._heartbeat.run())

@@ -34,7 +34,8 @@ from dataplane.errors import (
 )
 from dataplane.formats import base, registry
 from dataplane.model import Region
-from dataplane.node.gather import BlockColumns, Gather, open_block
+from dataplane.node.columns import BlockColumns, open_block
+from dataplane.node.gather import Gather
 from dataplane.rpc import local, tasks
 from dataplane.store.local import local_etag
 from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
@@ -288,12 +289,13 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     arena = state.arenas[body.arena_id]
     index = arena.view(body.row_index.offset, body.row_index.length)
     rows = np.frombuffer(index, np.int32).reshape(-1, 2)
-    gather = Gather(dataset.plan.specs, [block.columns for block in blocks], rows, body.batches)
-    result = gather.into(arena.view(body.slab.offset, body.slab.length))
-    # Afterwards: whatever was written before now may be among the rows.
-    for shard in {block.shard for block in blocks if block.shard is not None}:
-        shard.check()
-    return result
+    try:
+        gather = Gather(dataset.plan.specs, [block.columns for block in blocks], rows, body.batches)
+        return gather.into(arena.view(body.slab.offset, body.slab.length))
+    finally:
+        # Afterwards: whatever was written before now may be among the rows, or be their fault.
+        for shard in {block.shard for block in blocks if block.shard is not None}:
+            shard.check()
 
 
 def main(descriptor: int) -> None:

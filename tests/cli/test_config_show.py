@@ -10,6 +10,7 @@ import pytest
 
 from dataplane.cli import run
 from dataplane.config import VERSION
+from dataplane.node.kernel import Kernel
 
 
 def shown(capsys, *arguments: str):
@@ -118,3 +119,10 @@ def test_a_reader_that_stops_reading_is_no_error():
     process.stderr.close()
     assert process.wait() == 141
     assert told == b""
+
+
+def test_an_installation_without_the_compiled_kernel_is_pointed_out(capsys, monkeypatch):
+    without = Kernel(None, "there was no C compiler")
+    monkeypatch.setattr("dataplane.commands.config.kernel", lambda: without)
+    assert run(["config", "show"]) == 0
+    assert "with numpy, several times slower" in capsys.readouterr().err

@@ -7,13 +7,17 @@ import itertools
 import arrow_columns
 import numpy as np
 import pyarrow as pa
+import pytest
 from arrow_columns import Leaf, canonical_values, comparable
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import BOTH, compiled_rows
 from slabs import batch_values
 
 from dataplane.model import ColumnSpec, Kind, ListPolicy
-from dataplane.node.gather import BlockColumns, Gather, open_block
+from dataplane.node.columns import BlockColumns, open_block
+from dataplane.node.gather import Gather
+from dataplane.node.rows import Open
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Assembled
 from dataplane.transforms.columns import canonical, plan_columns
@@ -67,10 +71,10 @@ class Case:
             for values in (canonical_values(leaf, FILL) or [] for leaf in leaves)
         ]
 
-    def gather(self, batch_count: int | None = None) -> Gather:
+    def gather(self, batch_count: int | None = None, how: Open = compiled_rows) -> Gather:
         batches = self.batches[:batch_count]
         rows = sum(batch.rows for batch in batches)
-        return Gather(self.specs, self.blocks, self.row_index[:rows], batches)
+        return Gather(self.specs, self.blocks, self.row_index[:rows], batches, how)
 
     def check(self, slab: memoryview, result: Assembled) -> None:
         done = self.batches[: result.batch_count]
@@ -119,6 +123,22 @@ def test_every_batch_that_fits_is_gathered_and_nothing_else_is_written(
     case.check(slab, result)
 
 
+@settings(max_examples=100)
+@given(st.data(), DRAWN, st.sampled_from(ListPolicy))
+def test_the_kernel_and_numpy_write_the_same_bytes(
+    data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy
+) -> None:
+    case = Case(data, drawn, lists)
+    size = data.draw(st.integers(0, _whole(case).bytes_used + 100))
+    slabs = [_filled(size) for _ in BOTH]
+    told = [
+        case.gather(how=how).into(memoryview(slab)[GUARD : GUARD + size])
+        for how, slab in zip(BOTH, slabs, strict=True)
+    ]
+    assert told[0] == told[1]
+    assert slabs[0] == slabs[1]
+
+
 @settings(max_examples=50)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy))
 def test_the_batches_that_fit_are_the_same_bytes_as_those_batches_alone(
@@ -136,7 +156,8 @@ def test_the_batches_that_fit_are_the_same_bytes_as_those_batches_alone(
         assert cut[: GUARD + of_cut.bytes_used] == alone[: GUARD + of_cut.bytes_used]
 
 
-def test_long_rows_and_rows_in_one_piece_are_copied_right() -> None:
+@pytest.mark.parametrize("how", BOTH)
+def test_long_rows_and_rows_in_one_piece_are_copied_right(how: Open) -> None:
     width = 700
     rows = np.arange(40 * width, dtype=np.int32).reshape(40, width)
     names = [[bytes([i]) * (i * 60)] for i in range(40)]
@@ -153,7 +174,7 @@ def test_long_rows_and_rows_in_one_piece_are_copied_right() -> None:
         batches = [Batch(0, 2, 2), Batch(1, len(chosen) - 2, len(chosen) - 2)]
         index = np.stack([chosen // 10, chosen % 10], 1).astype(np.int32)
         slab = memoryview(bytearray(1 << 20))
-        result = Gather(plan.specs, blocks, index, batches).into(slab)
+        result = Gather(plan.specs, blocks, index, batches, how).into(slab)
         found = [
             [v for i in (0, 1) for v in batch_values(slab, spec, column, batches, i)]
             for spec, column in zip(plan.specs, result.columns, strict=True)

@@ -1,0 +1,149 @@
+"""A canonical block, opened: where in memory the rows of each of its columns lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dataplane.errors import RowOutOfBounds
+from dataplane.model import ColumnSpec, Kind
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+RowIndex = npt.NDArray[np.int32]
+
+_START_BYTES = 8
+TEXTS = frozenset({Kind.BYTES, Kind.STRING})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes [offset, offset + length) of an Arrow buffer; there is none where nothing is in it."""
+
+    buffer: pa.Buffer | None
+    offset: int
+    length: int
+
+    @property
+    def address(self) -> int:
+        """0 where there is no buffer."""
+        return 0 if self.buffer is None else self.buffer.address + self.offset
+
+    @property
+    def view(self) -> Bytes:
+        """The bytes; they keep the buffer alive."""
+        if self.buffer is None or not self.length:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(self.buffer, np.uint8, self.length, self.offset)
+
+
+NOTHING = Part(None, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockColumns:
+    """One canonical block, opened; whoever holds it keeps its memory.
+
+    `batch` is the block; `values[c]` the rows of a FIXED column, or what `starts[c]` (int64[rows +
+    1], in elements) cuts into runs; `valid[c]` is there for a column that has nulls.
+
+    Shapes:  valid[c]: uint8[rows].   table: int64[columns, 4], the addresses of values, starts and
+    valid, 0 for what is not there, and the count of elements that the starts cut.
+    """
+
+    batch: pa.RecordBatch
+    rows: int
+    values: tuple[Part, ...]
+    starts: tuple[Part, ...]
+    valid: dict[int, Bytes]
+    table: Ints
+
+
+def element_bytes(spec: ColumnSpec) -> int:
+    """The size of one number, or of one letter."""
+    return np.dtype(spec.dtype or "uint8").itemsize
+
+
+def row_bytes(spec: ColumnSpec) -> int:
+    """The size of one row of a FIXED column."""
+    return element_bytes(spec) * math.prod(spec.shape)
+
+
+def open_block(batch: pa.RecordBatch, specs: Sequence[ColumnSpec]) -> BlockColumns:
+    """Where the columns of a canonical block lie.
+
+    Raises:  RowOutOfBounds: a buffer ends before its column does.
+    """
+    values, starts, valid, table = [], [], {}, []
+    for at, spec in enumerate(specs):
+        own, cuts, count, mask = NOTHING, NOTHING, 0, 0
+        if spec.kind is not Kind.OBJECT:
+            array = batch.column(at)
+            if spec.kind is Kind.FIXED:
+                own = _fixed(array, spec)
+            else:
+                own, cuts = _runs(array, spec), _starts(array)
+                count = own.length // element_bytes(spec)
+                if spec.kind in TEXTS and array.null_count:
+                    valid[at] = array.is_valid().cast(pa.uint8()).to_numpy()
+                    mask = valid[at].ctypes.data
+        values.append(own)
+        starts.append(cuts)
+        table.append((own.address, cuts.address, mask, count))
+    return BlockColumns(
+        batch,
+        batch.num_rows,
+        tuple(values),
+        tuple(starts),
+        valid,
+        np.array(table, np.int64).reshape(-1, 4),
+    )
+
+
+def _fixed(array: pa.Array, spec: ColumnSpec) -> Part:
+    size = row_bytes(spec)
+    values = array.values if spec.shape else array
+    offset = values.offset * element_bytes(spec) + (array.offset * size if spec.shape else 0)
+    return _part(values.buffers()[1], offset, len(array) * size)
+
+
+def _runs(array: pa.Array, spec: ColumnSpec) -> Part:
+    if spec.kind in TEXTS:
+        buffer = array.buffers()[2]
+        return _part(buffer, 0, 0 if buffer is None else buffer.size)
+    values, size = array.values, element_bytes(spec)
+    return _part(values.buffers()[1], values.offset * size, len(values) * size)
+
+
+def _starts(array: pa.Array) -> Part:
+    if not len(array):
+        return NOTHING
+    buffer = array.buffers()[1]
+    return _part(buffer, array.offset * _START_BYTES, (len(array) + 1) * _START_BYTES)
+
+
+def _part(buffer: pa.Buffer | None, offset: int, length: int) -> Part:
+    if not length:
+        return NOTHING
+    if buffer is None or offset + length > buffer.size:
+        raise RowOutOfBounds(
+            f"a column takes {offset + length} bytes, and its buffer is shorter", row=0
+        )
+    return Part(buffer, offset, length)
+
+
+def by_block(row_index: RowIndex) -> Iterator[tuple[int, Ints, Ints]]:
+    """(block, rows of it, places in the index), block after block.
+
+    Shapes:  row_index: int32[rows, 2].   places: int64, rising within a block.
+    """
+    order = np.argsort(row_index[:, 0], kind="stable")
+    blocks = row_index[order, 0]
+    cuts = np.flatnonzero(np.diff(blocks)) + 1
+    for places in np.split(order, cuts) if len(order) else ():
+        yield int(row_index[places[0], 0]), row_index[places, 1].astype(np.int64), places

@@ -1,0 +1,188 @@
+/*
+ * The inner loops of a gather: rows that lie in many blocks, copied one after the other.
+ *
+ * Called through ctypes, which holds no lock of the interpreter meanwhile. kernel.py describes each
+ * function; what they take is laid out as numpy lays it out:
+ *
+ *   index    int32[count, 2]: (block, row), in memory that nobody else writes
+ *   sources  one column's part of block b is sources[b * stride]
+ *
+ * A function returns -1, or the number of the first row that is not where it should be; what it has
+ * written by then is within `out`. Every address may be unaligned, so words are read by memcpy.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+/*
+ * What is read next is known, and asked for before it is needed. A processor that sees a row being
+ * read fetches the rest of it by itself, as far as its page goes, so that the first lines of each
+ * page are enough. Single words are asked for much earlier, into the second level cache: the first
+ * waits for a dozen lines or two at a time.
+ */
+enum {
+    LINE_BYTES = 64,
+    PAGE_BYTES = 4096,
+    ASKED_BYTES = 512,   /* of each page of a row */
+    AHEAD_BYTES = 4096,  /* so much later lies the row that is asked for, */
+    AHEAD_ROWS_MAX = 16, /* so many rows at most, */
+    AHEAD_WORDS = 256    /* and so many where a row is one word */
+};
+
+struct source {
+    const char *values;   /* fixed rows, or what `starts` cuts into runs */
+    const char *starts;   /* int64[rows + 1], in elements */
+    const uint8_t *valid; /* uint8[rows], or NULL where all are */
+    int64_t count;        /* elements of `values`, where there are starts */
+};
+
+INLINE int64_t word(const char *words, int64_t at)
+{
+    int64_t found;
+    memcpy(&found, words + at * (int64_t)sizeof found, sizeof found);
+    return found;
+}
+
+INLINE void ask_word(const char *word)
+{
+    __builtin_prefetch(word, 0, 1);
+}
+
+INLINE void ask_row(const char *from, int64_t bytes)
+{
+    const char *end = from + bytes;
+    while (from < end) {
+        const char *page_end = from + PAGE_BYTES - (uintptr_t)from % PAGE_BYTES;
+        const char *asked_end = from + ASKED_BYTES < end ? from + ASKED_BYTES : end;
+        for (; from < asked_end; from += LINE_BYTES)
+            __builtin_prefetch(from);
+        from = page_end;
+    }
+}
+
+INLINE int64_t rows_ahead(int64_t row_bytes)
+{
+    int64_t rows = AHEAD_BYTES / row_bytes;
+    return rows < 1 ? 1 : rows > AHEAD_ROWS_MAX ? AHEAD_ROWS_MAX : rows;
+}
+
+EXPORT int64_t gather_check(const int32_t *index, int64_t count, const int64_t *block_rows,
+                            int64_t blocks)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int64_t block = index[2 * i], row = index[2 * i + 1];
+        if (block < 0 || block >= blocks || row < 0 || row >= block_rows[block])
+            return i;
+    }
+    return -1;
+}
+
+INLINE const char *row_at(const struct source *sources, int64_t stride, const int32_t *index,
+                          int64_t i, int64_t row_bytes)
+{
+    return sources[index[2 * i] * stride].values + index[2 * i + 1] * row_bytes;
+}
+
+/* Where row_bytes is a constant this is a loop of single moves. */
+INLINE void short_rows(const struct source *sources, int64_t stride, const int32_t *index,
+                       int64_t count, int64_t row_bytes, char *out)
+{
+    for (int64_t i = 0; i < count; i++) {
+        if (i < count - AHEAD_WORDS)
+            ask_word(row_at(sources, stride, index, i + AHEAD_WORDS, row_bytes));
+        memcpy(out + i * row_bytes, row_at(sources, stride, index, i, row_bytes), row_bytes);
+    }
+}
+
+static void long_rows(const struct source *sources, int64_t stride, const int32_t *index,
+                      int64_t count, int64_t row_bytes, char *out)
+{
+    int64_t ahead = rows_ahead(row_bytes), known = count - ahead;
+    for (int64_t i = 0; i < count; i++) {
+        if (i < known)
+            ask_row(row_at(sources, stride, index, i + ahead, row_bytes), row_bytes);
+        memcpy(out + i * row_bytes, row_at(sources, stride, index, i, row_bytes), row_bytes);
+    }
+}
+
+EXPORT void gather_fixed(const struct source *sources, int64_t stride, const int32_t *index,
+                         int64_t count, int64_t row_bytes, char *out)
+{
+    switch (row_bytes) {
+    case 1: short_rows(sources, stride, index, count, 1, out); return;
+    case 2: short_rows(sources, stride, index, count, 2, out); return;
+    case 4: short_rows(sources, stride, index, count, 4, out); return;
+    case 8: short_rows(sources, stride, index, count, 8, out); return;
+    case 16: short_rows(sources, stride, index, count, 16, out); return;
+    default: long_rows(sources, stride, index, count, row_bytes, out);
+    }
+}
+
+EXPORT int64_t gather_spans(const struct source *sources, int64_t stride, const int32_t *index,
+                            int64_t count, int64_t *starts, int64_t *lengths)
+{
+    for (int64_t i = 0; i < count; i++) {
+        if (i < count - AHEAD_WORDS) {
+            const int32_t *later = index + 2 * (i + AHEAD_WORDS);
+            ask_word(sources[later[0] * stride].starts + later[1] * (int64_t)sizeof(int64_t));
+        }
+        const struct source *source = sources + index[2 * i] * stride;
+        int64_t row = index[2 * i + 1];
+        int64_t start = word(source->starts, row), end = word(source->starts, row + 1);
+        if (start < 0 || end < start || end > source->count)
+            return i;
+        starts[i] = start;
+        lengths[i] = end - start;
+    }
+    return -1;
+}
+
+INLINE int is_within(int64_t start, int64_t length, int64_t end)
+{
+    return start >= 0 && length >= 0 && start <= end && length <= end - start;
+}
+
+EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t *index,
+                           int64_t count, int64_t element_bytes, const int64_t *starts,
+                           const int64_t *lengths, const int64_t *put, const int64_t *room,
+                           char *out, int64_t out_bytes)
+{
+    int64_t known = count - AHEAD_ROWS_MAX;
+    for (int64_t i = 0; i < count; i++) {
+        const struct source *source = sources + index[2 * i] * stride;
+        if (!is_within(starts[i], lengths[i], source->count) ||
+            !is_within(put[i], room[i], out_bytes))
+            return i;
+        int64_t bytes = lengths[i] * element_bytes;
+        if (bytes > room[i])
+            return i;
+        if (i < known)
+            ask_row(sources[index[2 * (i + AHEAD_ROWS_MAX)] * stride].values +
+                        starts[i + AHEAD_ROWS_MAX] * element_bytes,
+                    lengths[i + AHEAD_ROWS_MAX] * element_bytes);
+        if (bytes > 0)
+            memcpy(out + put[i], source->values + starts[i] * element_bytes, bytes);
+        if (room[i] > bytes)
+            memset(out + put[i] + bytes, 0, room[i] - bytes);
+    }
+    return -1;
+}
+
+EXPORT void gather_valid(const struct source *sources, int64_t stride, const int32_t *index,
+                         int64_t count, uint8_t *out)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *valid = sources[index[2 * i] * stride].valid;
+        out[i] = valid == NULL || valid[index[2 * i + 1]];
+    }
+}
+
+/* Of the source that this was made from: kernel.py takes no other's. */
+EXPORT uint32_t gather_source_crc(void)
+{
+    return SOURCE_CRC;
+}

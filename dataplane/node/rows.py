@@ -1,0 +1,181 @@
+"""The rows of one slab, taken from wherever they lie: with the compiled kernel, or with numpy.
+
+Both give the same bytes. The compiled one runs at memory speed; the other is for machines that have
+no C compiler, and shows what the first does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.errors import RowOutOfBounds
+from dataplane.node.columns import BlockColumns, Bytes, Ints, RowIndex, by_block
+from dataplane.node.kernel import kernel
+
+
+class Rows(Protocol):
+    """The rows of one slab in their order, column by column. Arrays that are shorter than the slab
+    has rows are about its first rows.
+    """
+
+    def fixed(self, at: int, row_bytes: int, out: Bytes) -> None:
+        """The rows of a FIXED column, one after the other.
+
+        Shapes:  out: uint8[rows * row_bytes].
+        """
+
+    def spans(self, at: int) -> tuple[Ints, Ints]:
+        """Where each row of a variable column starts in its block's values, and its length.
+
+        Shapes:  result: int64[rows], int64[rows], in elements.
+        Raises:  RowOutOfBounds: a row is not among the values.
+        """
+
+    def runs(self, at: int, element_bytes: int, spans: tuple[Ints, Ints], put: Ints, room: Ints,
+             out: Bytes) -> None:  # fmt: skip
+        """The rows of a variable column: row i goes to out[put[i] :], and what it leaves of the
+        `room[i]` bytes that it has becomes zero.
+
+        Shapes:  put, room: int64[rows], in bytes.   out: uint8[bytes].
+        Raises:  RowOutOfBounds: a row is not among the values, or larger than its room.
+        """
+
+    def valid(self, at: int, count: int) -> Bytes:
+        """1 for every one of the first rows that is not null.
+
+        Shapes:  result: uint8[count].
+        """
+
+
+Open = Callable[[Sequence[BlockColumns], RowIndex], Rows]
+
+
+def rows_of(blocks: Sequence[BlockColumns], row_index: RowIndex) -> Rows:
+    """Rows of these blocks, in the order of the index, as fast as this installation can.
+
+    Shapes:  row_index: int32[rows, 2], (block, row), in memory that nobody else writes.
+    Raises:  RowOutOfBounds: there is no such block, or no such row in it.
+    """
+    library = kernel().library
+    if library is None:
+        return NumpyRows(blocks, row_index)
+    return CompiledRows(library, blocks, row_index)
+
+
+class CompiledRows:
+    """Rows, by kernel.c."""
+
+    def __init__(
+        self, library: ctypes.CDLL, blocks: Sequence[BlockColumns], row_index: RowIndex
+    ) -> None:
+        assert row_index.flags.c_contiguous
+        assert row_index.dtype == np.int32
+        self._library, self._rows = library, len(row_index)
+        # Held for their memory, to which addresses point.
+        self._blocks, self._index = blocks, row_index
+        block_rows = np.array([block.rows for block in blocks], np.int64)
+        first = library.gather_check(
+            self._index.ctypes.data, self._rows, block_rows.ctypes.data, len(blocks)
+        )
+        _expect_inside(first, "the index")
+        self._columns = len(blocks[0].table) if blocks else 0
+        self._tables = np.concatenate([np.empty((0, 4), np.int64), *(b.table for b in blocks)])
+
+    def _sources(self, at: int, count: int) -> tuple[int, int, int, int]:
+        row = self._tables.ctypes.data + at * self._tables.strides[0]
+        return row, self._columns, self._index.ctypes.data, count
+
+    def fixed(self, at: int, row_bytes: int, out: Bytes) -> None:
+        if row_bytes:
+            count = len(out) // row_bytes
+            self._library.gather_fixed(*self._sources(at, count), row_bytes, out.ctypes.data)
+
+    def spans(self, at: int) -> tuple[Ints, Ints]:
+        starts, lengths = np.empty(self._rows, np.int64), np.empty(self._rows, np.int64)
+        first = self._library.gather_spans(
+            *self._sources(at, self._rows), starts.ctypes.data, lengths.ctypes.data
+        )
+        _expect_inside(first, f"column {at}")
+        return starts, lengths
+
+    def runs(self, at: int, element_bytes: int, spans: tuple[Ints, Ints], put: Ints, room: Ints,
+             out: Bytes) -> None:  # fmt: skip
+        places = [array.ctypes.data for array in (*spans, put, room, out)]
+        first = self._library.gather_runs(
+            *self._sources(at, len(put)), element_bytes, *places, len(out)
+        )
+        _expect_inside(first, f"column {at}")
+
+    def valid(self, at: int, count: int) -> Bytes:
+        found = np.empty(count, np.uint8)
+        self._library.gather_valid(*self._sources(at, count), found.ctypes.data)
+        return found
+
+
+class NumpyRows:
+    """Rows, by numpy: block after block."""
+
+    def __init__(self, blocks: Sequence[BlockColumns], row_index: RowIndex) -> None:
+        self._rows = len(row_index)
+        block_rows = np.array([*(block.rows for block in blocks), 0], np.int64)
+        outside = (row_index < 0).any(axis=1) | (row_index[:, 0] >= len(blocks))
+        outside |= row_index[:, 1] >= block_rows[np.where(outside, -1, row_index[:, 0])]
+        _expect_inside(_first(outside), "the index")
+        self._parts = [(blocks[block], take, put) for block, take, put in by_block(row_index)]
+
+    def fixed(self, at: int, row_bytes: int, out: Bytes) -> None:
+        if not row_bytes:
+            return
+        one_row = np.dtype((np.void, row_bytes))
+        into = out.view(one_row)
+        for block, take, put in self._parts:
+            count = int(np.searchsorted(put, len(into)))
+            into[put[:count]] = block.values[at].view.view(one_row)[take[:count]]
+
+    def spans(self, at: int) -> tuple[Ints, Ints]:
+        starts, ends = np.empty(self._rows, np.int64), np.empty(self._rows, np.int64)
+        limits = np.empty(self._rows, np.int64)
+        for block, take, put in self._parts:
+            cuts = block.starts[at].view.view(np.int64)
+            starts[put], ends[put] = cuts[take], cuts[take + 1]
+            limits[put] = block.table[at, 3]
+        outside = (starts < 0) | (ends < starts) | (ends > limits)
+        _expect_inside(_first(outside), f"column {at}")
+        return starts, ends - starts
+
+    def runs(self, at: int, element_bytes: int, spans: tuple[Ints, Ints], put: Ints, room: Ints,
+             out: Bytes) -> None:  # fmt: skip
+        starts, lengths = (each[: len(put)] * element_bytes for each in spans)
+        outside = (put < 0) | (lengths > room) | (room > len(out) - put)
+        _expect_inside(_first(outside), f"column {at}")
+        for block, _, places in self._parts:
+            values = block.values[at].view
+            for i in places[places < len(put)].tolist():
+                end = put[i] + lengths[i]
+                out[put[i] : end] = values[starts[i] : starts[i] + lengths[i]]
+                out[end : put[i] + room[i]] = 0
+
+    def valid(self, at: int, count: int) -> Bytes:
+        found = np.ones(self._rows, np.uint8)
+        for block, take, put in self._parts:
+            if at in block.valid:
+                found[put] = block.valid[at][take]
+        return found[:count]
+
+
+def _first(outside: npt.NDArray[np.bool_]) -> int:
+    return int(outside.argmax()) if outside.any() else -1
+
+
+def _expect_inside(first: int, what: str) -> None:
+    if first >= 0:
+        raise RowOutOfBounds(
+            f"row {first} of a slab is not where {what} says: Dataplane is wrong, please report "
+            "it, or memory changed while it was read",
+            row=first,
+        )

@@ -1,0 +1,26 @@
+"""The two ways to take rows, which must give the same bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+
+from dataplane.node.columns import BlockColumns, RowIndex
+from dataplane.node.kernel import kernel
+from dataplane.node.rows import CompiledRows, NumpyRows, Rows
+
+
+def compiled_rows(blocks: Sequence[BlockColumns], row_index: RowIndex) -> Rows:
+    """With the compiled kernel, which CI must have."""
+    found = kernel()
+    if found.library is None:
+        told = f"{found.missing}: install one, and run `make setup`"
+        if os.environ.get("CI"):
+            pytest.fail(told)
+        pytest.skip(told)
+    return CompiledRows(found.library, blocks, row_index)
+
+
+BOTH = (compiled_rows, NumpyRows)

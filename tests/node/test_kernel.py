@@ -1,0 +1,251 @@
+"""The compiled kernel, numpy and plain Python take the same rows, and none of them any other."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels import BOTH, compiled_rows
+
+from dataplane.errors import RowOutOfBounds
+from dataplane.model import ColumnSpec, Kind
+from dataplane.node.build_kernel import LIBRARY, SOURCE, BuildKernel, compile_library
+from dataplane.node.columns import BlockColumns, Ints, RowIndex, open_block
+from dataplane.node.kernel import kernel, load
+from dataplane.node.rows import Open
+
+ROOT = Path(__file__).resolve().parents[2]
+UNTOUCHED = 0xAA
+
+
+def fixed_block(values: np.ndarray[Any, Any]) -> BlockColumns:
+    """Shapes:  values: uint8[rows, row_bytes]."""
+    rows, size = values.shape
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), size)
+    batch = pa.record_batch({"c": column})
+    assert batch.num_rows == rows
+    return open_block(batch, [ColumnSpec("c", Kind.FIXED, "uint8", (size,))])
+
+
+def text_block(texts: list[bytes | None], cut: int = 0) -> BlockColumns:
+    batch = pa.record_batch({"c": pa.array(texts, pa.large_binary())}).slice(cut)
+    return open_block(batch, [ColumnSpec("c", Kind.BYTES, "")])
+
+
+def drawn_index(random: np.random.Generator, blocks: list[BlockColumns], count: int) -> RowIndex:
+    chosen = random.integers(0, len(blocks), count)
+    rows = np.array([random.integers(0, blocks[block].rows) for block in chosen])
+    return np.stack([chosen, rows], 1).astype(np.int32)
+
+
+@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 8, 16, 17, 64, 700, 4096, 8200])
+@pytest.mark.parametrize("count", [0, 1, 255, 1000])
+def test_rows_of_any_size_are_those_of_the_blocks(how: Open, row_bytes: int, count: int) -> None:
+    random = np.random.default_rng(row_bytes)
+    tables = [random.integers(0, 256, (rows, row_bytes), np.uint8) for rows in (1, 9, 40)]
+    blocks = [fixed_block(table) for table in tables]
+    index = drawn_index(random, blocks, count)
+    out = np.full(count * row_bytes + 8, UNTOUCHED, np.uint8)
+    how(blocks, index).fixed(0, row_bytes, out[: count * row_bytes])
+    expected = b"".join(tables[block][row].tobytes() for block, row in index)
+    assert bytes(out) == expected + bytes([UNTOUCHED]) * 8
+
+
+@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("longest", [0, 40, 9000])
+def test_runs_of_any_length_are_those_of_the_blocks_with_zeros_behind(
+    how: Open, longest: int
+) -> None:
+    random = np.random.default_rng(longest)
+    texts: list[list[bytes | None]] = [
+        [
+            None if length % 7 == 3 else bytes(random.integers(0, 256, length, np.uint8))
+            for length in random.integers(0, longest + 1, rows)
+        ]
+        for rows in (30, 1, 50)
+    ]
+    blocks = [text_block(some) for some in texts]
+    index = drawn_index(random, blocks, 400)
+    chosen = [texts[block][row] for block, row in index]
+    rows = how(blocks, index)
+    spans = rows.spans(0)
+    assert spans[1].tolist() == [len(text or b"") for text in chosen]
+    assert rows.valid(0, 300).tolist() == [text is not None for text in chosen[:300]]
+    room = spans[1] + random.integers(0, 3, 400)
+    put = np.cumsum(room) - room
+    out = np.full(int(room.sum()) + 8, UNTOUCHED, np.uint8)
+    rows.runs(0, 1, spans, put, room, out[:-8])
+    expected = b"".join(
+        (text or b"").ljust(int(r), b"\0") for text, r in zip(chosen, room, strict=True)
+    )
+    assert bytes(out) == expected + bytes([UNTOUCHED]) * 8
+
+
+@given(st.lists(st.lists(st.none() | st.binary(max_size=6)), min_size=1, max_size=4), st.data())
+def test_any_texts_in_any_blocks_are_taken_alike(
+    texts: list[list[bytes | None]], data: st.DataObject
+) -> None:
+    cuts = [data.draw(st.integers(0, len(some))) for some in texts]
+    blocks = [text_block(some, cut) for some, cut in zip(texts, cuts, strict=True)]
+    there = [(b, r) for b, block in enumerate(blocks) for r in range(block.rows)]
+    chosen = data.draw(st.lists(st.sampled_from(there), max_size=8)) if there else []
+    index = np.array(chosen, np.int32).reshape(-1, 2)
+    expected = [texts[b][cuts[b] + r] for b, r in chosen]
+    for how in BOTH:
+        rows = how(blocks, index)
+        starts, lengths = rows.spans(0)
+        out = np.zeros(int(lengths.sum()), np.uint8)
+        rows.runs(0, 1, (starts, lengths), np.cumsum(lengths) - lengths, lengths, out)
+        ends = np.cumsum(lengths).tolist()
+        found = [bytes(out[a:b]) for a, b in itertools.pairwise([0, *ends])]
+        assert found == [text or b"" for text in expected]
+        assert rows.valid(0, len(index)).tolist() == [text is not None for text in expected]
+
+
+@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("wrong", [(-1, 0), (2, 0), (0, -1), (0, 3), (1, 2), (2**31 - 1, 0)])
+def test_a_row_that_is_not_there_is_refused_before_anything_is_read(
+    how: Open, wrong: tuple[int, int]
+) -> None:
+    blocks = [fixed_block(np.zeros((rows, 4), np.uint8)) for rows in (3, 2)]
+    index = np.array([(0, 2), (1, 1), wrong, (0, 0)], np.int32)
+    with pytest.raises(RowOutOfBounds) as caught:
+        how(blocks, index)
+    assert caught.value.row == 2
+
+
+def _ten_bytes() -> tuple[BlockColumns, Ints]:
+    """A block of three rows over ten bytes, and its starts, to change them later."""
+    starts = np.array([0, 3, 10, 10], np.int64)
+    buffers = [None, pa.py_buffer(starts), pa.py_buffer(b"0123456789")]
+    column = pa.Array.from_buffers(pa.large_binary(), 3, buffers)
+    return open_block(pa.record_batch({"c": column}), [ColumnSpec("c", Kind.BYTES, "")]), starts
+
+
+@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("starts", [[0, 4, 2, 9], [0, 3, 11, 11], [0, -2, 5, 5], [0, 2**62, 1, 1]])
+def test_starts_that_are_not_within_the_values_are_refused(how: Open, starts: list[int]) -> None:
+    block, memory = _ten_bytes()
+    memory[:] = starts
+    index = np.array([(0, 0), (0, 1), (0, 2)], np.int32)
+    with pytest.raises(RowOutOfBounds):
+        how([block], index).spans(0)
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_starts_that_change_while_a_slab_is_made_change_nothing(how: Open) -> None:
+    block, starts = _ten_bytes()
+    rows = how([block], np.array([(0, 1), (0, 0)], np.int32))
+    spans = rows.spans(0)
+    starts[:] = 2**40
+    out = np.zeros(10, np.uint8)
+    rows.runs(0, 1, spans, np.array([0, 7]), spans[1], out)
+    assert bytes(out) == b"3456789012"
+
+
+@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize(("put", "room"), [(-1, 3), (0, 2), (98, 3), (2**63 - 1, 3)])
+def test_a_run_that_has_no_room_is_refused(how: Open, put: int, room: int) -> None:
+    rows = how([text_block([b"abc"])], np.zeros((1, 2), np.int32))
+    out = np.full(100, UNTOUCHED, np.uint8)
+    with pytest.raises(RowOutOfBounds):
+        rows.runs(0, 1, rows.spans(0), np.array([put]), np.array([room]), out)
+    assert (out == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_no_blocks_have_no_rows(how: Open) -> None:
+    rows = how([], np.zeros((0, 2), np.int32))
+    rows.fixed(0, 4, np.empty(0, np.uint8))
+    assert [len(span) for span in rows.spans(0)] == [0, 0]
+    with pytest.raises(RowOutOfBounds):
+        how([], np.zeros((1, 2), np.int32))
+
+
+def test_this_installation_has_the_kernel_of_this_source() -> None:
+    compiled_rows([], np.zeros((0, 2), np.int32))
+    assert str(kernel()) == "the compiled kernel"
+    library = kernel().library
+    assert library is not None
+    assert library._name == str(ROOT / LIBRARY)
+
+
+def _compiler() -> None:
+    if shutil.which("cc") is None:
+        compiled_rows([], np.zeros((0, 2), np.int32))
+        pytest.skip("no C compiler")
+
+
+def _hook(root: Path) -> BuildKernel:
+    return BuildKernel(str(root), {}, None, None, str(root), "wheel", None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with nothing but the source of the kernel."""
+    (tmp_path / SOURCE).parent.mkdir(parents=True)
+    shutil.copyfile(ROOT / SOURCE, tmp_path / SOURCE)
+    return tmp_path
+
+
+def test_the_source_compiles_without_a_warning(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _compiler()
+    monkeypatch.setenv("CFLAGS", "-Werror -Wpedantic -Wshadow")
+    compile_library(project / SOURCE, project / LIBRARY)
+    assert load(project / LIBRARY, project / SOURCE).missing == ""
+    assert sorted(path.name for path in (project / LIBRARY).parent.iterdir()) == [
+        "kernel.c",
+        "libkernel.so",
+    ]
+
+
+def test_a_library_of_another_source_is_not_used(project: Path) -> None:
+    _compiler()
+    compile_library(project / SOURCE, project / LIBRARY)
+    with (project / SOURCE).open("a") as source:
+        source.write("\n")
+    assert "was made from another kernel.c" in load(project / LIBRARY, project / SOURCE).missing
+
+
+def test_what_is_no_library_is_not_used(project: Path) -> None:
+    assert "no C compiler" in load(project / LIBRARY, project / SOURCE).missing
+    (project / LIBRARY).write_bytes(b"something else")
+    found = load(project / LIBRARY, project / SOURCE)
+    assert found.library is None
+    assert str(found).startswith("numpy (libkernel.so cannot be loaded")
+
+
+def test_a_build_has_the_library_and_the_platform_in_its_name(project: Path) -> None:
+    _compiler()
+    build: dict[str, Any] = {"artifacts": []}
+    _hook(project).initialize("standard", build)
+    assert build["artifacts"] == ["dataplane/node/libkernel.so"]
+    assert build["pure_python"] is False
+    assert build["tag"].startswith("py3-none-linux_")
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler-anywhere"])
+def test_a_build_without_a_compiler_says_so_and_has_no_library(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    compiler: str,
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    (project / LIBRARY).write_bytes(b"of an older build")
+    build: dict[str, Any] = {"artifacts": []}
+    _hook(project).initialize("standard", build)
+    assert build == {"artifacts": []}
+    assert not (project / LIBRARY).exists()
+    told = "".join(capsys.readouterr())
+    assert "kernel.c is not compiled, numpy takes its place" in told
