@@ -79,9 +79,9 @@ def run_trial(
                     trial.stop_after(timing.epoch_s)
                 found = together(trial.hear())
                 found |= _cost(found, trial.members.cpu_s() - cpu)
-        trial.end()
         found["memory"] = trial.members.memory()
-        found["memory_peak"] = max((point[1] for point in found["memory"]), default=0)
+        found["memory_peak"] = max(point[1] for point in found["memory"])
+        trial.end()
         return found
 
 

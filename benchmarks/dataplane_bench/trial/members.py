@@ -156,8 +156,12 @@ class Members:
         return watch.cpu_s([member.process.pid for member in self._members])
 
     def memory(self) -> list[list[float]]:
-        """Shapes:  result: [s since the start, bytes, bytes without files] of every sample."""
-        seen = self._watch.seen
+        """With a look at what is there now.
+
+        Shapes:  result: [s since the start, bytes, bytes without files] of every sample.
+        """
+        self._watch.sample()
+        seen = sorted(self._watch.seen)
         start = seen[0][0] if seen else 0.0
         return [[round(at - start, 2), total, own] for at, total, own in seen]
 

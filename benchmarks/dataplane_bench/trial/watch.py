@@ -98,8 +98,12 @@ class MemoryWatch:
         """From now on this tree too."""
         self._roots += (root,)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._sample, name="memory-watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
             self._thread.start()
+
+    def sample(self) -> None:
+        """Look now."""
+        self.seen.append((time.monotonic(), *self.look(self._roots)))
 
     def forget(self, root: int) -> None:
         """It has ended: its number may become another's."""
@@ -111,10 +115,10 @@ class MemoryWatch:
         if self._thread is not None:
             self._thread.join()
 
-    def _sample(self) -> None:
+    def _run(self) -> None:
         while not self._over.is_set():
             now = time.monotonic()
-            self.seen.append((now, *self.look(self._roots)))
+            self.sample()
             took = time.monotonic() - now
             # Looking holds a lock of the process that is looked at, so it must be rare.
             self._over.wait(max(SAMPLE_S - took, _PAUSE_SHARE * took))
