@@ -1,0 +1,238 @@
+"""Grain: a MapDataset, shuffled as a whole, in threads or in worker processes.
+
+Images are records of ArrayRecord files, its own format. Everything else is gathered from arrays in
+mapped files, batch by batch: ArrayRecord hands out one record after the other, and was six times
+slower with rows of 8 KiB. Grain's own shuffle costs some microseconds of Python a row; a numpy
+permutation of each epoch, whose batches are what Grain numbers, is tried beside it.
+
+Source: https://google-grain.readthedocs.io, "Dataset basics", "Data sources", and the docstrings
+of ReadOptions (no threads for what is in memory) and mp_prefetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
+from dataplane_bench.peers import memmaps, packing, rows
+from dataplane_bench.peers.base import Batch
+
+_FILES = 8
+_BUFFERED = 2
+"""Batches that each thread prefetches."""
+_ENDLESS = 1 << 40
+
+
+class Grain:
+    """Samples by number, from ArrayRecord or from mapped arrays."""
+
+    name = "grain"
+    title = "Grain"
+    requirements = ("grain",)
+    distribution = "grain"
+
+    def refuses(self, workload: Workload, case: Case) -> str:
+        del workload
+        return "it reads no S3" if case.store is Store.S3 else ""
+
+    def layout(self, workload: Workload) -> str:
+        return "array_record" if workload.of_kind(Kind.IMAGE) else memmaps.LAYOUT
+
+    def describe(self, workload: Workload) -> str:
+        if workload.of_kind(Kind.IMAGE):
+            return "ArrayRecord files, shuffled over the whole epoch"
+        return "arrays in mapped files, shuffled over the whole epoch"
+
+    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+        share = max(cores // case.process_count, 1)
+        if workload.of_kind(Kind.IMAGE):
+            return (
+                {"workers": 0, "threads": 16},
+                {"workers": 0, "threads": share},
+                {"workers": share, "threads": 1},
+            )
+        return (
+            {"order": "grain", "workers": 0, "threads": 0},
+            {"order": "numpy", "workers": 0, "threads": 1},
+            {"order": "numpy", "workers": 0, "threads": max(share, 2)},
+            {"order": "numpy", "workers": 1, "threads": 0},
+        )
+
+    def prepare(self, workload: Workload, folder: Path) -> None:
+        if not workload.of_kind(Kind.IMAGE):
+            memmaps.write(workload, folder)
+            return
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        pack = _Records(workload).pack
+        shards = rows.sources(workload)
+        for index in range(_FILES):
+            writer = ArrayRecordWriter(
+                str(folder / f"{index:05d}.array_record"), "group_size:1,uncompressed"
+            )
+            for row in rows.rows(workload, shards[index::_FILES]):
+                writer.write(pack(row))
+            writer.close()
+
+    def open(self, task: Task) -> _Opened:
+        return _Opened(task)
+
+
+class _Opened:
+    """One endless iterator; an epoch is so many batches of it. Workers live on between epochs."""
+
+    def __init__(self, task: Task) -> None:
+        import grain
+        import torch
+
+        # Ranks of one host share its cores; threads and workers are Grain's, not torch's.
+        torch.set_num_threads(1)
+        count, size = task.workload.sample_count, task.workload.batch_size
+        self._length = -(-len(range(task.rank, count, task.size)) // size)
+        self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
+        if task.workload.of_kind(Kind.IMAGE):
+            files = sorted(str(path) for path in task.place.folder.glob("*.array_record"))
+            records = _Records(task.workload)
+            source = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(files))
+            mine = source.seed(task.seed).shuffle()[task.rank :: task.size]
+            samples = mine.random_map(records.sample)
+            batches = samples.batch(size, batch_fn=records.collate).repeat()
+            self._matrices = []
+        elif task.settings["order"] == "numpy":
+            batches = grain.MapDataset.range(_ENDLESS).map(_Permuted(task)).map(_Gather(task))
+        else:
+            ids = grain.MapDataset.range(count).seed(task.seed).shuffle()
+            mine = ids[task.rank :: task.size].batch(size, batch_fn=np.array)
+            batches = mine.repeat().map(_Gather(task))
+        threads, workers = task.settings["threads"], task.settings["workers"]
+        options = grain.ReadOptions(
+            num_threads=threads, prefetch_buffer_size=max(_BUFFERED * threads, 1)
+        )
+        endless = batches.to_iter_dataset(options)
+        if workers:
+            buffers = grain.MultiprocessingOptions(workers, per_worker_buffer_size=_BUFFERED)
+            endless = endless.mp_prefetch(buffers)
+        self._iterator = iter(endless)
+        self._done = 0
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        if self._done != number * self._length:
+            from grain.experimental import set_next_index
+
+            self._done = number * self._length
+            set_next_index(self._iterator, self._done)
+        return self._rest()
+
+    def state(self) -> Any:
+        return {"iterator": self._iterator.get_state(), "done": self._done}
+
+    def resume(self, state: Any) -> Iterator[Batch]:
+        self._iterator.set_state(state["iterator"])
+        self._done = state["done"]
+        return self._rest()
+
+    def _rest(self) -> Iterator[Batch]:
+        """What is left of the epoch."""
+        import torch
+
+        for _ in range(self._length - self._done % self._length):
+            # Counted first: whoever has the batch may ask for the state.
+            self._done += 1
+            batch = {
+                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                for name, value in next(self._iterator).items()
+            }
+            yield memmaps.unpacked(self._matrices, batch)
+
+    def close(self) -> None:
+        self._iterator.close()
+
+
+class _Permuted:
+    """The row numbers of a batch by its own number, which counts on from epoch to epoch."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def __call__(self, number: int) -> NDArray[np.int64]:
+        count, size = self._task.workload.sample_count, self._task.workload.batch_size
+        mine = range(self._task.rank, count, self._task.size)
+        epoch, index = divmod(number, -(-len(mine) // size))
+        order = self._orders.get(epoch)
+        if order is None:
+            random = np.random.default_rng((self._task.seed, epoch))
+            order = random.permutation(count)[self._task.rank :: self._task.size]
+            # Other threads may still be at the end of the epoch before.
+            self._orders = {epoch: order, **dict(list(self._orders.items())[:1])}
+        return order[index * size : (index + 1) * size]
+
+
+class _Gather:
+    """Batches by their row numbers. Each process maps the files when it first needs them."""
+
+    def __init__(self, task: Task) -> None:
+        self._workload, self._folder = task.workload, task.place.folder
+        self._rows: memmaps.Rows | None = None
+
+    def __call__(self, ids: NDArray[np.int64]) -> dict[str, Any]:
+        if self._rows is None:
+            import torch
+
+            torch.set_num_threads(1)
+            self._rows = memmaps.mapped(self._workload, self._folder, np.random.default_rng())
+        return _arrays(self._rows.gather(ids))
+
+
+class _Records:
+    """Rows as bytes: a header of all numbers and of the other columns' lengths, then those."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._fixed = workload.of_kind(Kind.FIXED)
+        self._listed = memmaps.listed(workload)
+        fields = [(column.name, column.dtype, column.shape) for column in self._fixed]
+        fields += [(f"{column.name}.bytes", "int64", ()) for column in self._listed]
+        self._header = np.dtype(fields)
+
+    def pack(self, row: rows.Row) -> bytes:
+        """One row as a record."""
+        parts = [packing.encoded(column, row[column.name]) for column in self._listed]
+        values = [row[column.name] for column in self._fixed] + [len(part) for part in parts]
+        return b"".join([np.array([tuple(values)], self._header).tobytes(), *parts])
+
+    def sample(self, record: bytes, random: np.random.Generator) -> rows.Row:
+        """What a trainer sees of a record."""
+        header = np.frombuffer(record, self._header, 1)[0]
+        row: dict[str, Any] = {column.name: header[column.name] for column in self._fixed}
+        at = self._header.itemsize
+        for column in self._listed:
+            end = at + int(header[f"{column.name}.bytes"])
+            values = np.frombuffer(record[at:end], memmaps.values_dtype(column))
+            row[column.name] = memmaps.made(column, values, random)
+            at = end
+        return row
+
+    def collate(self, samples: Sequence[rows.Row]) -> dict[str, Any]:
+        """A batch of samples."""
+        batch: dict[str, Any] = {
+            column.name: np.array([sample[column.name] for sample in samples], column.dtype)
+            for column in self._fixed
+        }
+        for column in self._listed:
+            batch |= memmaps.collated(column, [sample[column.name] for sample in samples])
+        return _arrays(batch)
+
+
+def _arrays(batch: Batch) -> dict[str, Any]:
+    """With arrays for tensors: those travel between Grain's processes in shared memory."""
+    import torch
+
+    return {
+        name: value.numpy() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
