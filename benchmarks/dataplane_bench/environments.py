@@ -38,7 +38,14 @@ Say = Callable[[str], None]
 _NOTE = "made.json"
 _OURS = ("dataplane", "dataplane_bench", "dataplane_torch")
 _SHARED = ("torch", "numpy", "pyarrow")
-_TOLD = ("Collecting", "Downloading", "Building wheel", "Installing collected", "Successfully")
+_TOLD = (
+    "Collecting",
+    "Downloading",
+    "Using cached",
+    "Building wheel",
+    "Installing collected",
+    "Successfully",
+)
 _LAST_LINES = 12
 
 

@@ -89,3 +89,12 @@ class Served(Peer, Protocol):
         """Start the daemon in this process (or below it): what trials need to find it, and an
         object whose `close()` ends it.
         """
+
+
+class Built(Peer, Protocol):
+    """An adapter of a loader that is compiled when it is installed."""
+
+    def lacks(self) -> str:
+        """What that needs of the operating system and does not find, "it needs a C++ compiler";
+        "" where all is there.
+        """

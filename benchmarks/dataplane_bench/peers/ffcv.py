@@ -33,7 +33,7 @@ class Ffcv:
     distribution = "ffcv"
 
     def lacks(self) -> str:
-        """What its build needs of the operating system and does not find; "" where all is there."""
+        """See base.Built."""
         missing = []
         if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
             missing.append("a C++ compiler")
@@ -50,7 +50,7 @@ class Ffcv:
         if not missing:
             return ""
         return (
-            f"there is no {', no '.join(missing)}. On Debian and Ubuntu:"
+            f"it needs {', '.join(missing)}. On Debian and Ubuntu:"
             " apt-get install g++ pkg-config libopencv-dev libturbojpeg0-dev python3-dev"
         )
 
