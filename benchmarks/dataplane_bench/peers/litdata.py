@@ -14,8 +14,8 @@ from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.rows import Collate, Row, announce, record_type, rows, sources
 
-SHARD_BYTES = "64MB"
-"""Its documentation's choice."""
+SHARD_BYTES = 64_000_000
+"""About: its documentation's choice."""
 
 
 class LitData:
@@ -38,10 +38,8 @@ class LitData:
 
     def describe(self, workload: Workload) -> str:
         form = "records for its TokensLoader" if _is_records(workload) else "samples"
-        return (
-            f"{form} in shards of 64 MB; shards in random order, shuffled inside"
-            f" in blocks of {SHUFFLE_BUFFER:,}"
-        )
+        size = "64 MB" if _is_records(workload) else f"64 MB, or {SHUFFLE_BUFFER:,}"
+        return f"{form} in shards of {size}; shards in random order, shuffled inside"
 
     def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
         del workload
@@ -61,7 +59,7 @@ class LitData:
             functools.partial(_samples, workload),
             inputs=list(range(len(shards))),
             output_dir=str(folder),
-            chunk_bytes=SHARD_BYTES,
+            **_limit(workload),
             num_workers=min(len(os.sched_getaffinity(0)), len(shards)),
             item_loader=TokensLoader() if _is_records(workload) else None,
             verbose=False,
@@ -84,24 +82,17 @@ class _Opened:
             loader = TokensLoader(block_size=record_type(workload.columns).itemsize)
             collate = functools.partial(_columns, workload)
         if task.case.store is Store.S3:
-            settings |= {
-                "cache_dir": str(task.cache / f"litdata-{task.run}"),
-                "storage_options": {
-                    "endpoint_url": task.place.endpoint or None,
-                    "aws_access_key_id": task.place.access_key,
-                    "aws_secret_access_key": task.place.secret_key,
-                },
-            }
+            settings |= _remote(task)
         dataset = StreamingDataset(
             task.place.url,
             item_loader=loader,
             shuffle=True,
             drop_last=False,
             seed=task.seed,
-            # As many are decoded together as are shuffled together: fewer would be decoded anew
-            # for each sample, and more would only take memory.
-            item_shuffle_window=SHUFFLE_BUFFER,
-            batch_decode=SHUFFLE_BUFFER,
+            # A shard is shuffled as a whole, so it must be decoded as a whole: a part of it would
+            # be decoded anew for each sample that is in another part than the sample before.
+            item_shuffle_window=0,
+            batch_decode="all",
             **settings,
         )
         self._loader: Any = StreamingDataLoader(
@@ -127,9 +118,36 @@ class _Opened:
         self._loader = None
 
 
+def _remote(task: Task) -> dict[str, Any]:
+    """What a StreamingDataset is told of shards in S3."""
+    from litdata.streaming import downloader
+
+    # Its faster client wants TLS, which a server on this machine has not, and no option says so.
+    getattr(downloader, "_OBSTORE_CLIENT_OPTIONS", {})["allow_http"] = True
+    return {
+        "cache_dir": str(task.cache / f"litdata-{task.run}"),
+        "storage_options": {
+            "endpoint_url": task.place.endpoint,
+            "aws_access_key_id": task.place.access_key,
+            "aws_secret_access_key": task.place.secret_key,
+        },
+    }
+
+
 def _is_records(workload: Workload) -> bool:
     """Whether all samples have the same size, as the TokensLoader wants it."""
     return all(column.kind is Kind.FIXED for column in workload.columns)
+
+
+def _limit(workload: Workload) -> dict[str, int]:
+    """When a shard is full. As many small samples as 64 MB hold would be decoded in one go, while
+    the trainer waits: a shard of what others shuffle at once will do.
+    """
+    if _is_records(workload):
+        return {"chunk_bytes": SHARD_BYTES}
+    source_bytes = sum(shard.stat().st_size for shard in sources(workload))
+    count = SHARD_BYTES * workload.sample_count // source_bytes
+    return {"chunk_size": min(max(count, 1), SHUFFLE_BUFFER)}
 
 
 def _samples(workload: Workload, shard: int) -> Iterator[Any]:

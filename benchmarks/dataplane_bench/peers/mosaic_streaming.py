@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_bench.model import Case, Column, Kind, Settings, Store, Task, Workload
-from dataplane_bench.peers.base import Batch
+from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.rows import Collate, announce, plain, rows, sources
 
 
@@ -35,18 +35,17 @@ class MosaicStreaming:
     def describe(self, workload: Workload) -> str:
         del workload
         return (
-            "MDS shards of 64 MiB; shards in random order, samples shuffled in blocks of 262,144"
-            " (py1e); ranks get equal shares, for which it repeats a sample or two"
+            "MDS shards of 64 MiB; shards in random order, samples shuffled in blocks of 262,144 if"
+            " not told otherwise (py1e); ranks get equal shares, for which a sample may come twice"
         )
 
     def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
-        del case
-        return (
-            {"num_workers": cores},
-            {"num_workers": cores, "predownload": 64 * workload.batch_size},
-            {"num_workers": 1},
-            {"num_workers": 0},
-        )
+        ahead = {"num_workers": cores, "predownload": 64 * workload.batch_size}
+        if case.store is Store.S3:
+            # Of fewer shards at a time, so that a batch does not wait for all of them.
+            near = {"num_workers": cores, "shuffle_block_size": SHUFFLE_BUFFER}
+            return {"num_workers": cores}, near, ahead | near, {"num_workers": 1}
+        return {"num_workers": cores}, ahead, {"num_workers": 1}, {"num_workers": 0}
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         streaming = _streaming()

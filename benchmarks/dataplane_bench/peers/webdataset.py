@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dataplane_bench.model import Case, Column, Kind, Settings, Task, Workload
+from dataplane_bench.model import Case, Column, Kind, Settings, Store, Task, Workload
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.rows import Collate, Row, announce, record_type, rows, sources
 
@@ -28,9 +29,10 @@ class WebDataset:
     distribution = "webdataset"
 
     def refuses(self, workload: Workload, case: Case) -> str:
-        del case
         if workload.shape == "tabular":
             return "no columnar format; one record a row is not how tables are stored"
+        if case.store is Store.S3 and shutil.which("curl") is None:
+            return "it reads from S3 through curl, which is not installed"
         return ""
 
     def layout(self, workload: Workload) -> str:
@@ -81,7 +83,7 @@ class _Opened:
 
         announce(task)
         workload = task.workload
-        urls = [f"{task.place.url}/{one.name}" for one in sorted(task.place.folder.glob("*.tar"))]
+        urls = _urls(task)
         samples = (
             wds.WebDataset(
                 urls,
@@ -107,6 +109,19 @@ class _Opened:
 
     def close(self) -> None:
         self._loader = None
+
+
+def _urls(task: Task) -> list[str]:
+    """The shards, as WebDataset opens them: in S3 through a pipe, as its documentation does with
+    the AWS client. That takes a second of CPU time for each shard, where curl takes none.
+    """
+    names = sorted(shard.name for shard in task.place.folder.glob("*.tar"))
+    if task.case.store is Store.LOCAL:
+        return [f"{task.place.folder}/{name}" for name in names]
+    key = "$AWS_ACCESS_KEY_ID:$AWS_SECRET_ACCESS_KEY"
+    curl = f'curl -sf --retry 9 --aws-sigv4 "aws:amz:$AWS_REGION:s3" --user "{key}"'
+    path = task.place.url.removeprefix("s3://")
+    return [f"pipe:{curl} {task.place.endpoint}/{path}/{name}" for name in names]
 
 
 class _Files:
