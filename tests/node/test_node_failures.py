@@ -101,7 +101,9 @@ def test_a_mapped_file_that_ends_before_its_size_kills_no_node(tmp_path: Path) -
     """A file can shrink between the look at its size and the read: the worker gets SIGBUS."""
     path = tmp_path / "big.arrow"
     _written(path, 20_000)
-    with Node(tmp_path, worker_count=1) as node, Trainer(node) as trainer:
+    # Too little room to make every slab before the file shrinks.
+    room = {"slab_bytes": "16KiB", "delivery_bytes_per_rank": "128KiB"}
+    with Node(tmp_path, worker_count=1, **room) as node, Trainer(node) as trainer:
         trainer.open(str(path), global_batch=1000)
         slabs = trainer.slabs()
         next(slabs)
