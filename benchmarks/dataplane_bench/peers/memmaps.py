@@ -23,8 +23,8 @@ from dataplane_bench.peers.padding import padded
 
 LAYOUT = "memmap"
 DESCRIBES = (
-    "arrays in mapped files, shuffled over the whole epoch; from S3, ranges of the same files,"
-    " shuffled in a buffer"
+    "arrays in mapped files, the numbers of one dtype side by side and delivered as views; shuffled"
+    " over the whole epoch, or from S3, by ranges of these files, in a buffer"
 )
 _BATCH_ROWS = 4096
 

@@ -1,0 +1,178 @@
+"""What torch's loaders read: mapped arrays, the same in ranges, and batches of lists and crops."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from dataplane_bench.model import Case, Column, Kind, Mode, Place, Store, Task, Workload
+from dataplane_bench.peers import torch_streams
+from dataplane_bench.peers.arrow_batches import Batches
+from dataplane_bench.peers.images import crop_box
+from dataplane_bench.peers.padding import padded
+from dataplane_bench.peers.registry import adapter
+from dataplane_bench.trial.checksum import Sum
+from dataplane_bench.workloads.generate import RECIPES, generated
+
+SMALL = 0.001
+COLUMNS = (
+    Column("id", Kind.FIXED, "int64"),
+    Column("flag", Kind.FIXED, "bool"),
+    Column("point", Kind.FIXED, "float32", (2, 3)),
+    Column("score", Kind.FIXED, "float32"),
+    Column("rank", Kind.FIXED, "int64"),
+    Column("values", Kind.RAGGED, "int32"),
+    Column("text", Kind.STRING),
+)
+
+
+def mixed(folder) -> Workload:
+    """Some of everything, with empty lists and texts, in two shards."""
+    for shard, ids in enumerate(np.array_split(np.arange(101), 2)):
+        point = pa.array(np.arange(len(ids) * 6, dtype=np.float32))
+        point = pa.FixedSizeListArray.from_arrays(point, 3)
+        columns = {
+            "id": ids,
+            "flag": ids % 3 == 0,
+            "point": pa.FixedSizeListArray.from_arrays(point, 2),
+            "score": ids.astype(np.float32) / 7,
+            "rank": -ids,
+            "values": pa.array([list(range(one % 5)) for one in ids], pa.list_(pa.int32())),
+            "text": ["ä" * (one % 4) for one in ids],
+        }
+        pq.write_table(pa.table(columns), folder / f"shard-{shard:05d}.parquet")
+    return Workload("mixed", COLUMNS, 8, 101, folder, "mixed-101", 1.0)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("workloads")
+
+
+@pytest.fixture(scope="module", params=[*RECIPES, "mixed"])
+def task(request, root):
+    """A workload and its files for torch."""
+    source, folder = root / f"source-{request.param}", root / f"memmap-{request.param}"
+    source.mkdir()
+    folder.mkdir()
+    is_mixed = request.param == "mixed"
+    workload = mixed(source) if is_mixed else generated(request.param, source, SMALL)
+    torch_loader = adapter("torch")
+    torch_loader.prepare(workload, folder)
+    case = Case("here", workload.name, Mode.VERIFY)
+    settings = {"fetch": "batch", "num_workers": 0}
+    place = Place(folder, str(folder))
+    return Task("torch", case, workload, place, settings, root, "run")
+
+
+def summed(*batches) -> str:
+    whole = Sum(batches[0][1].workload)
+    for epoch, _ in batches:
+        for batch in epoch:
+            whole.add(batch)
+    return whole.digest
+
+
+def epoch_of(task: Task, number: int = 0):
+    loader = adapter("torch").open(task)
+    yield from loader.epoch(number)
+    loader.close()
+
+
+def truth(task: Task) -> str:
+    return summed((adapter("reference").open(task).epoch(0), task))
+
+
+def ids_of(batches) -> list[int]:
+    return [one for batch in batches for one in batch["id"].tolist()]
+
+
+@pytest.mark.parametrize("fetch", ["batch", "item"])
+def test_an_epoch_from_mapped_arrays_is_the_source_in_another_order(task, fetch):
+    task = dataclasses.replace(task, settings={"fetch": fetch, "num_workers": 0})
+    assert summed((epoch_of(task), task)) == truth(task)
+    first, second = ids_of(epoch_of(task, 0)), ids_of(epoch_of(task, 1))
+    assert sorted(first) == sorted(second) == list(range(task.workload.sample_count))
+    assert first != second != list(range(task.workload.sample_count))
+
+
+def test_ranks_share_an_epoch_without_a_sample_twice(task):
+    ranks = [dataclasses.replace(task, rank=rank, size=3) for rank in range(3)]
+    assert summed(*((epoch_of(one), one) for one in ranks)) == truth(task)
+
+
+@pytest.fixture
+def streamed(task, monkeypatch):
+    """The same files as if they were in S3, in small blocks."""
+
+    def client(place):
+        def read(ranges):
+            whole = {name: (place.folder / name).read_bytes() for name, _, _ in ranges}
+            return [whole[name][start:end] for name, start, end in ranges]
+
+        return read
+
+    monkeypatch.setitem(torch_streams.CLIENTS, "folder", client)
+    case = dataclasses.replace(task.case, store=Store.S3)
+    return dataclasses.replace(task, case=case, settings={"client": "folder", "num_workers": 0})
+
+
+def test_an_epoch_by_ranges_is_the_source_in_another_order(task, streamed):
+    ranks = [dataclasses.replace(streamed, rank=rank, size=2) for rank in range(2)]
+    assert summed(*((epoch_of(one), one) for one in ranks)) == truth(task)
+    assert ids_of(epoch_of(streamed, 0)) != ids_of(epoch_of(streamed, 1))
+    sizes = [len(batch["id"]) for batch in epoch_of(streamed)]
+    assert set(sizes[:-1]) == {task.workload.batch_size}
+
+
+def test_a_stream_goes_on_where_its_state_says(streamed):
+    batches = iter(torch_streams.Streamed(streamed))
+    for _ in range(3):
+        next(batches)
+    state = batches.state_dict()
+    again = iter(torch_streams.Streamed(streamed))
+    again.load_state_dict(state)
+    rest = [next(iter(batch.values())).tolist() for batch in batches]
+    assert rest
+    assert [next(iter(batch.values())).tolist() for batch in again] == rest
+
+
+def test_windows_grow_to_the_buffer_and_leave_nothing_out():
+    blocks = [(start, start + 10) for start in range(0, 1000, 10)]
+    windows = list(torch_streams.windowed(blocks, 80))
+    assert [len(one) for one in windows[:5]] == [1, 2, 4, 8, 8]
+    assert [block for window in windows for block in window] == blocks
+
+
+def test_arrow_tables_become_batches(tmp_path):
+    workload = mixed(tmp_path)
+    whole = pa.concat_tables(pq.read_table(path) for path in sorted(tmp_path.glob("*.parquet")))
+    sums = [Sum(workload) for _ in range(3)]
+    sums[0].add(Batches(workload, 0)(whole))
+    sums[1].add(Batches(workload, 0)(whole.take(np.arange(101)[::-1])))
+    offsets = pa.array([0, len(whole)], pa.int32())
+    nested = [pa.ListArray.from_arrays(offsets, one.combine_chunks()) for one in whole.columns]
+    sums[2].add(Batches(workload, 0).nested(pa.table(nested, names=whole.column_names)))
+    assert len({one.digest for one in sums}) == 1
+
+
+def test_lists_are_padded_with_zeros():
+    rows = [np.array(row, np.int16) for row in ([1, 2, 3], [], [4])]
+    tensor, lengths = padded(rows)
+    assert tensor.tolist() == [[1, 2, 3], [0, 0, 0], [4, 0, 0]]
+    assert (tensor.dtype, lengths.tolist()) == (torch.int16, [3, 0, 1])
+
+
+@pytest.mark.parametrize("size", [(375, 500), (1, 1), (10, 1000), (1000, 10)])
+def test_a_crop_lies_within_the_image(size):
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        top, left, height, width = crop_box(*size, random)
+        assert top >= 0
+        assert left >= 0
+        assert 0 < height <= size[0] - top
+        assert 0 < width <= size[1] - left
