@@ -12,7 +12,9 @@ import pytest
 
 BENCH = [sys.executable, "-m", "dataplane", "bench"]
 SMALL = ["--scale", "0.02", "--window", "0.3"]
-TIMEOUT_S = 100
+TIMEOUT_S = 200
+
+pytestmark = pytest.mark.timeout(220)
 
 
 @pytest.fixture
@@ -40,14 +42,14 @@ def systems_of(report, scenario=0, case=0):
 
 def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path):
     page = tmp_path / "report.html"
-    asked = ["--scenario", "tokens/local", "--peers", "torch", "--rounds", "3"]
+    asked = ["--scenario", "tokens/local", "--peers", "torch", "--rounds", "2"]
     done = bench(environment, *asked, *SMALL, "--json", "--html", str(page))
     report = json.loads(done.stdout)
     systems = systems_of(report)
     assert list(systems) == ["dataplane", "torch", "noop"]
     for name in ("dataplane", "torch"):
         assert systems[name]["same_samples"] is True, "every byte of an epoch was compared"
-        assert [trial["round"] for trial in systems[name]["trials"]] == [0, 1, 2]
+        assert [trial["round"] for trial in systems[name]["trials"]] == [0, 1]
         for trial in systems[name]["trials"]:
             assert trial["samples_per_s"] > 0
             assert trial["cpu_s"] > 0
@@ -61,17 +63,14 @@ def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path):
     assert "torch" in shown.stdout
 
 
-def test_ranks_starts_and_resumes_are_measured_too(environment):
-    asked = ["--scenario", "ranks", "--scenario", "first-batch/served", "--scenario", "resume/50%"]
-    asked += ["--ranks", "2", "--peers", "none", "--rounds", "1"]
+def test_starts_and_resumes_are_measured_too(environment):
+    asked = ["--scenario", "first-batch/served", "--scenario", "resume/50%"]
+    asked += ["--peers", "none", "--rounds", "1"]
     report = json.loads(bench(environment, *asked, *SMALL, "--json").stdout)
-    ranks, first, resume = (
-        systems_of(report, index)["dataplane"]["trials"][0] for index in range(3)
-    )
-    assert ranks["samples_per_s"] > 0
+    first, resume = (systems_of(report, index)["dataplane"]["trials"][0] for index in range(2))
     assert first["first_batch_s"] > 0
     assert resume["by"] == "state"
-    assert systems_of(report, 1)["noop"]["refused"]
+    assert systems_of(report, 0)["noop"]["refused"]
 
 
 @pytest.mark.parametrize(
