@@ -16,7 +16,7 @@ TEST_ARGS ?=
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup lock test lint format types imports protos protos-check check demo clean
+.PHONY: help setup lock test test-slow lint format types imports protos protos-check check demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -50,6 +50,9 @@ lock: ## choose the newest versions that pyproject.toml allows, and write requir
 
 test: setup ## run every test
 	$(PY) -m pytest $(TEST_ARGS)
+
+test-slow: setup ## the tests that take minutes, which `make test` leaves out
+	$(PY) -m pytest -m slow $(TEST_ARGS)
 
 lint: setup ## ruff: rules and format
 	$(PY) -m ruff check .

@@ -63,6 +63,7 @@ def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path):
     assert "torch" in shown.stdout
 
 
+@pytest.mark.slow
 def test_starts_and_resumes_are_measured_too(environment):
     asked = ["--scenario", "first-batch/served", "--scenario", "resume/50%"]
     asked += ["--peers", "none", "--rounds", "1"]
@@ -100,6 +101,7 @@ def test_the_list_names_every_scenario_and_peer(environment):
     assert listed["peers"]["webdataset"] is False
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_leaves_nothing(environment, tmp_path):
     running = subprocess.Popen(
         [*BENCH, "--scenario", "tokens/local", "--peers", "none", *SMALL],

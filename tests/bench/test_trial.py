@@ -82,6 +82,7 @@ def test_every_mode_tells_what_its_figures_are(trial, workload):
     assert trial(Mode.VERIFY, ranks=3)["digest"] == verify["digest"]
 
 
+@pytest.mark.slow
 def test_a_resumed_loader_goes_on_from_its_state_or_reads_again(trial, tmp_path):
     journal = tmp_path / "journal"
     found = trial(Mode.RESUME, fraction=0.5, settings={"journal": str(journal)})
@@ -90,6 +91,7 @@ def test_a_resumed_loader_goes_on_from_its_state_or_reads_again(trial, tmp_path)
     assert trial(Mode.RESUME, "bench_loaders:Stateless", fraction=0.5)["by"] == "replay"
 
 
+@pytest.mark.slow
 def test_ranks_and_jobs_are_added_up(trial):
     ranks = trial(Mode.EPOCH, ranks=2)
     assert ranks["sample_count"] == 100

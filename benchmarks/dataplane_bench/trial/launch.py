@@ -22,6 +22,9 @@ from dataplane_bench.trial.members import Member, Members, TrialFailed, environm
 __all__ = ["Contestant", "Timing", "TrialFailed", "run_order", "run_trial"]
 
 
+_SHORT_PATH = 60
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """How long a trial takes, seconds. An epoch that is not over after `epoch_s` ends there.
@@ -170,13 +173,24 @@ def _started(
         ]
 
     kept = cache if case.cold else who.place.folder.with_name(f".cache-{who.system}")
-    environ = environment(who.place, cache, kept, registry.folder_of(who.system))
+    temporary = _short_folder()
+    environ = environment(who.place, temporary, kept, registry.folder_of(who.system))
     members = Members(who.python, cache / "log", timing.timeout_s)
     try:
         yield _Trial(members, tasks, environ)
     finally:
         members.close()
         shutil.rmtree(cache, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _short_folder() -> Path:
+    """A new folder for temporary files. Loaders bind Unix sockets below it, whose paths have 107
+    characters at most: torch's workers hang without a word where one is longer.
+    """
+    usual = tempfile.gettempdir()
+    short = usual if len(usual) <= _SHORT_PATH else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="dp-", dir=short))
 
 
 def _steady(trial: _Trial, case: Case, workload: Workload, timing: Timing) -> dict[str, Any]:

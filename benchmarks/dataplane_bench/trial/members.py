@@ -193,9 +193,10 @@ class Members:
         return TrialFailed(f"{what}; its last words:\n{last}" if last else what)
 
 
-def environment(place: Place, cache: Path, kept: Path, modules: Path | None) -> dict[str, str]:
-    """For a trial's processes: nobody's settings or credentials but the benchmark's. `kept` is
-    where caches lie, `modules` the folder of an adapter that is none of ours.
+def environment(place: Place, temporary: Path, kept: Path, modules: Path | None) -> dict[str, str]:
+    """For a trial's processes: nobody's settings or credentials but the benchmark's. `temporary`
+    is a folder with a short path, `kept` where caches lie, `modules` the folder of an adapter that
+    is none of ours.
     """
     ours = {setting.variable for setting in SETTINGS} | OTHER_VARIABLES | _FOREIGN
     inherited = {
@@ -205,8 +206,8 @@ def environment(place: Place, cache: Path, kept: Path, modules: Path | None) -> 
     }
     own = {
         "XDG_CACHE_HOME": str(kept),
-        "XDG_STATE_HOME": str(cache),
-        "TMPDIR": str(cache),
+        "XDG_STATE_HOME": str(temporary),
+        "TMPDIR": str(temporary),
         "HF_HOME": str(kept / "hf"),
         "HF_HUB_OFFLINE": "1",
         "NO_PROXY": "127.0.0.1,localhost",
