@@ -53,6 +53,7 @@ def failure(trial, does, **more):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_mode_tells_what_its_figures_are(trial, workload):
     first = trial(Mode.FIRST)
     assert 0 < first["first_batch_s"] < 5

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
@@ -27,6 +28,8 @@ _PAUSE_S = 0.005
 _CLEANING_S = 1.0
 _CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 """Processes of Python and torch that remove what others forgot in /dev/shm when these end."""
+TEMPORARY = "dataplane-trial-"
+"""How the names of folders for temporary files begin."""
 SIGNALLED = 128
 """Exit status of a process that a signal ended, less the signal's number."""
 
@@ -55,6 +58,10 @@ def _on_term(number: int, frame: FrameType | None) -> None:
     del frame
     signal.signal(number, signal.SIG_IGN)
     _kill_all()
+    # A harness that was killed can no longer remove the trial's temporary files.
+    temporary = Path(os.environ.get("TMPDIR", ""))
+    if temporary.name.startswith(TEMPORARY):
+        shutil.rmtree(temporary, ignore_errors=True)
     os._exit(SIGNALLED + number)
 
 

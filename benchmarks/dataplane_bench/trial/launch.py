@@ -17,12 +17,13 @@ from typing import Any
 from dataplane_bench import processes
 from dataplane_bench.model import Case, Mode, Place, Settings, Task, Workload
 from dataplane_bench.peers import registry
+from dataplane_bench.trial.keeper import TEMPORARY
 from dataplane_bench.trial.members import Member, Members, TrialFailed, environment
 
 __all__ = ["Contestant", "Timing", "TrialFailed", "run_order", "run_trial"]
 
 
-_SHORT_PATH = 60
+_SHORT_PATH = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def _short_folder() -> Path:
     """
     usual = tempfile.gettempdir()
     short = usual if len(usual) <= _SHORT_PATH else "/tmp"
-    return Path(tempfile.mkdtemp(prefix="dp-", dir=short))
+    return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=short))
 
 
 def _steady(trial: _Trial, case: Case, workload: Workload, timing: Timing) -> dict[str, Any]:
