@@ -161,7 +161,7 @@ def bench(**given: Any) -> None:
     """Measure this loader and others on the same samples, in turns, in one run.
 
     Without URL it makes its own samples (about 1 GB under ~/.cache/dataplane/bench), and takes
-    under five minutes. With URL it copies some of your shards and compares on those.
+    about six minutes. With URL it copies some of your shards and compares on those.
 
     \b
     dataplane bench                                   tokens, images, a table, text; with torch
