@@ -103,7 +103,7 @@ def bound_of(
         ("making strings, one core", found.get(STRINGS, math.inf)),
     ]
     if store is Store.S3:
-        shards = workload.source.glob("*.parquet")
+        shards = workload.shards
         stored = sum(path.stat().st_size for path in shards) / workload.sample_count
         limits.append(("S3 server's own ceiling", _samples(found, S3, stored)))
     known = [(name, limit) for name, limit in limits if math.isfinite(limit)]

@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def shards(self) -> list[Path]:
-        return sorted(self.workload.source.glob("*.parquet"))
+        return self.workload.shards
 
 
 def best_rate(work: Callable[[], object], amount: float, seconds: float) -> float:

@@ -64,6 +64,11 @@ class Workload:
     urls: tuple[str, ...] = ()
     """The user's own shards, of which `source` is a copy; empty for generated samples."""
 
+    @property
+    def shards(self) -> list[Path]:
+        """The source's shards, in order."""
+        return sorted(self.source.glob("*.parquet"))
+
     def of_kind(self, kind: Kind) -> tuple[Column, ...]:
         return tuple(column for column in self.columns if column.kind is kind)
 

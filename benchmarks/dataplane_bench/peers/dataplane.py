@@ -65,9 +65,7 @@ class Dataplane:
             return
         import pyarrow.parquet as pq
 
-        from dataplane_bench.peers import rows
-
-        for shard in rows.sources(workload):
+        for shard in workload.shards:
             _write_arrow(pq.read_table(shard), folder / f"{shard.stem}.arrow")
 
     def open(self, task: Task) -> Loader:

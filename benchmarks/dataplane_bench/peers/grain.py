@@ -70,7 +70,7 @@ class Grain:
         from array_record.python.array_record_module import ArrayRecordWriter
 
         pack = _Records(workload).pack
-        shards = rows.sources(workload)
+        shards = workload.shards
         for index in range(_FILES):
             writer = ArrayRecordWriter(
                 str(folder / f"{index:05d}.array_record"), "group_size:1,uncompressed"

@@ -66,7 +66,7 @@ class HuggingFaceDatasets:
 
         datasets.disable_progress_bars()
         cache = folder / "cache"
-        shards = sorted(str(shard) for shard in workload.source.glob("*.parquet"))
+        shards = [str(shard) for shard in workload.shards]
         names = [column.name for column in workload.columns]
         rows = datasets.Dataset.from_parquet(shards, columns=names, cache_dir=str(cache))
         rows.save_to_disk(str(folder), num_shards=min(FILE_COUNT, workload.sample_count))

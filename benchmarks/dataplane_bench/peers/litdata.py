@@ -12,7 +12,14 @@ import numpy as np
 
 from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.rows import Collate, Row, announce, record_type, rows, sources
+from dataplane_bench.peers.rows import (
+    Collate,
+    Row,
+    announce,
+    record_type,
+    refuses_tables,
+    rows,
+)
 
 SHARD_BYTES = 64_000_000
 """About: its documentation's choice."""
@@ -28,9 +35,7 @@ class LitData:
 
     def refuses(self, workload: Workload, case: Case) -> str:
         del case
-        if workload.shape == "tabular":
-            return "no columnar format; one record a row is not how tables are stored"
-        return ""
+        return refuses_tables(workload)
 
     def layout(self, workload: Workload) -> str:
         del workload
@@ -54,7 +59,7 @@ class LitData:
     def prepare(self, workload: Workload, folder: Path) -> None:
         from litdata import TokensLoader, optimize
 
-        shards = sources(workload)
+        shards = workload.shards
         optimize(
             functools.partial(_samples, workload),
             inputs=list(range(len(shards))),
@@ -145,14 +150,14 @@ def _limit(workload: Workload) -> dict[str, int]:
     """
     if _is_records(workload):
         return {"chunk_bytes": SHARD_BYTES}
-    source_bytes = sum(shard.stat().st_size for shard in sources(workload))
+    source_bytes = sum(shard.stat().st_size for shard in workload.shards)
     count = SHARD_BYTES * workload.sample_count // source_bytes
     return {"chunk_size": min(max(count, 1), SHUFFLE_BUFFER)}
 
 
 def _samples(workload: Workload, shard: int) -> Iterator[Any]:
     """What becomes of one shard of the source."""
-    found = rows(workload, sources(workload)[shard : shard + 1])
+    found = rows(workload, workload.shards[shard : shard + 1])
     if not _is_records(workload):
         yield from map(_leaves, found)
         return

@@ -99,7 +99,7 @@ def write(workload: Workload, folder: Path) -> None:
 
 def _source(workload: Workload) -> Iterator[pa.RecordBatch]:
     names = [column.name for column in workload.columns]
-    for shard in sorted(workload.source.glob("*.parquet")):
+    for shard in workload.shards:
         yield from pq.ParquetFile(shard).iter_batches(_BATCH_ROWS, columns=names)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dataplane_bench.model import Case, Column, Kind, Settings, Store, Task, Workload
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.rows import Collate, announce, plain, rows, sources
+from dataplane_bench.peers.rows import Collate, announce, plain, refuses_tables, rows
 
 
 class MosaicStreaming:
@@ -24,9 +24,7 @@ class MosaicStreaming:
 
     def refuses(self, workload: Workload, case: Case) -> str:
         del case
-        if workload.shape == "tabular":
-            return "no columnar format; one record a row is not how tables are stored"
-        return ""
+        return refuses_tables(workload)
 
     def layout(self, workload: Workload) -> str:
         del workload
@@ -51,7 +49,7 @@ class MosaicStreaming:
         streaming = _streaming()
         encodings = {column.name: _encoding(column) for column in workload.columns}
         with streaming.MDSWriter(out=str(folder), columns=encodings) as shards:
-            for row in rows(workload, sources(workload)):
+            for row in rows(workload, workload.shards):
                 shards.write(plain(row))
 
     def open(self, task: Task) -> _Opened:

@@ -21,7 +21,6 @@ from dataplane_bench.model import CROP, Case, Column, Kind, Settings, Store, Tas
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.peers.padding import padded
-from dataplane_bench.peers.rows import sources
 
 FILE_COUNT = 32
 """Or more: a file is what a task reads, and what is shuffled first."""
@@ -72,7 +71,7 @@ class RayData:
         return (default, ahead, {**ahead, "materialize": True})
 
     def prepare(self, workload: Workload, folder: Path) -> None:
-        shards = sources(workload)
+        shards = workload.shards
         for shard in shards:
             table = pq.read_table(shard, columns=[one.name for one in workload.columns])
             count = max(math.ceil(FILE_COUNT / len(shards)), math.ceil(table.nbytes / FILE_BYTES))

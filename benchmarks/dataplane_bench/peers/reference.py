@@ -55,7 +55,7 @@ class _Source:
     def epoch(self, number: int) -> Iterator[Batch]:
         del number
         names = [column.name for column in self._workload.columns]
-        for shard in sorted(self._workload.source.glob("*.parquet")):
+        for shard in self._workload.shards:
             for rows in pq.ParquetFile(shard).iter_batches(
                 self._workload.batch_size, columns=names
             ):

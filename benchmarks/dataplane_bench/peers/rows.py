@@ -23,9 +23,11 @@ Row = Mapping[str, Any]
 """A sample by column: FIXED is a number or an array, RAGGED an array, STRING str, IMAGE bytes."""
 
 
-def sources(workload: Workload) -> list[Path]:
-    """The source's shards, in order."""
-    return sorted(workload.source.glob("*.parquet"))
+def refuses_tables(workload: Workload) -> str:
+    """Why a loader that stores sample by sample has no part with these, "" where it has."""
+    if workload.shape == "tabular":
+        return "no columnar format; one record a row is not how tables are stored"
+    return ""
 
 
 def rows(workload: Workload, shards: Sequence[Path]) -> Iterator[Row]:

@@ -70,7 +70,7 @@ class TfData:
         files = [folder / f"{index:05d}.tfrecord" for index in range(_FILES)]
         writers = [tf.io.TFRecordWriter(str(file)) for file in files]
         counts = [0] * _FILES
-        for number, row in enumerate(rows.rows(workload, rows.sources(workload))):
+        for number, row in enumerate(rows.rows(workload, workload.shards)):
             example = {
                 column.name: feature(packing.encoded(column, row[column.name]))
                 for column in workload.columns

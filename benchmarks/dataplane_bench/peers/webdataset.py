@@ -12,7 +12,14 @@ import numpy as np
 
 from dataplane_bench.model import Case, Column, Kind, Settings, Store, Task, Workload
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.rows import Collate, Row, announce, record_type, rows, sources
+from dataplane_bench.peers.rows import (
+    Collate,
+    Row,
+    announce,
+    record_type,
+    refuses_tables,
+    rows,
+)
 
 SHARD_COUNT = 32
 """Or more: each is read by one worker of one rank, so there must be enough for all."""
@@ -29,11 +36,9 @@ class WebDataset:
     distribution = "webdataset"
 
     def refuses(self, workload: Workload, case: Case) -> str:
-        if workload.shape == "tabular":
-            return "no columnar format; one record a row is not how tables are stored"
         if case.store is Store.S3 and shutil.which("curl") is None:
             return "it reads from S3 through curl, which is not installed"
-        return ""
+        return refuses_tables(workload)
 
     def layout(self, workload: Workload) -> str:
         del workload
@@ -58,7 +63,7 @@ class WebDataset:
     def prepare(self, workload: Workload, folder: Path) -> None:
         import webdataset as wds
 
-        shards = sources(workload)
+        shards = workload.shards
         source_bytes = sum(shard.stat().st_size for shard in shards)
         shard_count = max(SHARD_COUNT, -(-source_bytes // SHARD_BYTES))
         per_shard = math.ceil(workload.sample_count / shard_count)
