@@ -18,6 +18,7 @@ DataplaneError
 │  └─ TruncatedRead       fewer bytes than asked for
 ├─ DatasetChangedError    the object is not the one that the manifest pinned
 ├─ CorruptShard           never retried: shard, byte offset, expected, found
+│  ├─ ImageError          an image cannot be decoded: shard, row, column
 │  └─ SchemaMismatch      a shard's schema differs from the dataset's
 ├─ RowOutOfBounds         a slab's row is not where it should be: Dataplane is wrong, report it
 └─ DataStallError         no batch within the deadline: stage, shard, node, last error
@@ -119,6 +120,12 @@ class DatasetChangedError(DataplaneError):
 
 class CorruptShard(DataplaneError):
     """The bytes are not what the format promises. Nouns: shard, offset, expected, found."""
+
+
+class ImageError(CorruptShard):
+    """An image cannot be decoded. Nouns: shard, row (of the shard), column; where the shard is not
+    known yet, row is the place in what was to be decoded.
+    """
 
 
 class SchemaMismatch(CorruptShard):

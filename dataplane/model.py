@@ -40,16 +40,54 @@ class Kind(enum.StrEnum):
     OBJECT = "object"
 
 
+class Cut(enum.StrEnum):
+    """Which part of an image, after it was resized, is kept."""
+
+    WHOLE = "whole"
+    CENTER = "center"
+    RANDOM = "random"
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """One column of every batch of a job. `dtype` is a numpy dtype name ("int32"), "" where none
-    applies; `shape` is one sample's shape, () for a scalar.
+    """One column of every batch of a job. `dtype` is a numpy dtype name ("int32") or "bfloat16", ""
+    where none applies; `shape` is one sample's shape, () for a scalar.
     """
 
     name: str
     kind: Kind
     dtype: str
     shape: tuple[int, ...] = ()
+
+    @property
+    def value_bytes(self) -> int:
+        """The size of one number, or of one letter."""
+        bits = "".join(letter for letter in self.dtype if letter.isdigit())
+        return int(bits) // 8 if bits else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """How each encoded image of one column becomes pixels [height, width, 3] or [3, height, width].
+
+    `resize` is () for none, (shorter side,), or (height, width), in pixels; then comes the cut.
+    `scale` is the share of an image's area that a random cut takes, `ratio` its width by its height
+    (lowest, highest). The share `flip` of the images is mirrored. `mean` and `std` are of values in
+    0..1, one a colour, () for none.
+    """
+
+    column: str
+    height: int
+    width: int
+    cut: Cut
+    resize: tuple[int, ...] = ()
+    scale: tuple[float, ...] = ()
+    ratio: tuple[float, ...] = ()
+    flip: float = 0.0
+    layout: str = "HWC"
+    dtype: str = "uint8"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

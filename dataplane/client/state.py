@@ -76,8 +76,9 @@ class State:
             )
         raise SpecMismatch(
             f"this state was saved with another seed, shuffle, lanes, window, end, columns, lists, "
-            f"fill_null or content of the {sample_count} samples (digest {self.spec_digest}, not "
-            f"{digest}); this loader has {spec}: make the loader as it was then",
+            f"fill_null, transforms or content of the {sample_count} samples (digest "
+            f"{self.spec_digest}, not {digest}); this loader has {spec}: make the loader as it was "
+            "then",
             field="spec_digest",
             expected=self.spec_digest,
             found=digest,

@@ -253,7 +253,7 @@ def pieces(spec: ColumnSpec, column: Column, i: int, rows: int) -> list[tuple[in
 
     Source:  model.Kind, and Column in local.proto.
     """
-    itemsize = np.dtype(spec.dtype).itemsize if spec.dtype else 1
+    itemsize = spec.value_bytes
     if spec.kind is Kind.FIXED:
         return [(column.values[i], rows * math.prod(spec.shape) * itemsize)]
     width = column.width[i]

@@ -30,7 +30,7 @@ from dataplane.coordinator.records import (
     key_of,
 )
 from dataplane.errors import ConfigError
-from dataplane.model import End, ListPolicy, Topology
+from dataplane.model import Cut, End, ImageSpec, ListPolicy, Topology
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
@@ -231,7 +231,13 @@ def _spec(fields: dict[str, Any]) -> JobSpec:
     fields["lists"] = ListPolicy(fields["lists"])
     fields["columns"] = tuple(fields["columns"])
     fields["fill_null"] = tuple((column, value) for column, value in fields["fill_null"])
+    fields["transforms"] = tuple(map(_image, fields.get("transforms", ())))
     return JobSpec(**fields)
+
+
+def _image(fields: dict[str, Any]) -> ImageSpec:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return ImageSpec(**{**fields, **lists, "cut": Cut(fields["cut"])})
 
 
 def _job(fields: dict[str, Any]) -> Job:

@@ -66,7 +66,7 @@ class BlockColumns:
 
 def element_bytes(spec: ColumnSpec) -> int:
     """The size of one number, or of one letter."""
-    return np.dtype(spec.dtype or "uint8").itemsize
+    return spec.value_bytes
 
 
 def row_bytes(spec: ColumnSpec) -> int:

@@ -40,6 +40,7 @@ _SHARED: dict[str, type] = {
     "Topology": model.Topology,
     "Region": model.Region,
     "ColumnSpec": model.ColumnSpec,
+    "ImageSpec": model.ImageSpec,
 }
 _ENVELOPE = "body"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.model import ColumnSpec, End, ListPolicy, Region, Topology
+from dataplane.model import ColumnSpec, End, ImageSpec, ListPolicy, Region, Topology
 
 FillNull = tuple[str, float]
 
@@ -60,6 +60,7 @@ class OpenJob:
     columns: tuple[str, ...] = ()
     lists: ListPolicy = ListPolicy.PADDED
     fill_null: tuple[FillNull, ...] = ()
+    transforms: tuple[ImageSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dataplane.errors import DataplaneError
-from dataplane.model import ListPolicy, Region
+from dataplane.model import ImageSpec, ListPolicy, Region
 from dataplane.rpc.messages import Batch, Column, FillNull
 
 
@@ -79,12 +79,22 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Which samples a block has."""
+
+    url: str
+    shard: int
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSource:
     """A block to gather from."""
 
     key: int
     raw: RawBlock | None = None
     decoded: Region | None = None
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,15 @@ class OpenBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Render:
+    """Which columns of a slab are images, and what their random numbers depend on."""
+
+    images: tuple[ImageSpec, ...]
+    seed: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Assemble:
     """Gather the rows of some batches into a slab."""
 
@@ -106,6 +125,7 @@ class Assemble:
     batches: tuple[Batch, ...]
     arena_id: int
     slab: Region
+    render: Render | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,22 @@ from dataplane.config import JobSpec
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
 from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, Store
 from dataplane.errors import ConfigError
-from dataplane.model import End, ListPolicy, Topology
+from dataplane.model import Cut, End, ImageSpec, ListPolicy, Topology
 
 JOB = Job("j", "s3://b/x", SPEC, 1000, 2, 1, "i1")
 MEMBER = Member("j", "m", Topology(dp_size=2, world_size=2), "n", Phase.JOINED, 1)
 
 names = st.text(max_size=12)
 u64 = st.integers(0, 2**64 - 1)
+images = st.builds(
+    ImageSpec,
+    column=names,
+    height=u64,
+    width=u64,
+    cut=st.sampled_from(Cut),
+    resize=st.lists(u64, max_size=2).map(tuple),
+    scale=st.lists(st.floats(0, 1), max_size=2).map(tuple),
+)
 specs = st.builds(
     JobSpec,
     fingerprint=names,
@@ -34,6 +43,7 @@ specs = st.builds(
     columns=st.lists(names, max_size=3).map(tuple),
     lists=st.sampled_from(ListPolicy),
     fill_null=st.lists(st.tuples(names, st.floats(allow_nan=False)), max_size=2).map(tuple),
+    transforms=st.lists(images, max_size=2).map(tuple),
 )
 jobs = st.builds(Job, names, names, specs, u64, u64, u64, names, u64, u64, st.floats(0, 1e10))
 places = st.builds(Topology, *[st.integers(0, 2**32 - 1)] * 6)

@@ -17,7 +17,7 @@ VALUES = [
     for module in (membership, messages, tasks)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
-] + [config.JobSpec, model.Topology, model.Region, model.ColumnSpec]
+] + [config.JobSpec, model.Topology, model.Region, model.ColumnSpec, model.ImageSpec]
 
 
 def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
@@ -38,6 +38,18 @@ def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
 names = st.text(max_size=20)
 u63 = st.integers(0, 2**63 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
+images = st.builds(
+    model.ImageSpec,
+    column=names,
+    height=u63,
+    width=u63,
+    cut=st.sampled_from(model.Cut),
+    resize=st.lists(u63).map(tuple),
+    scale=st.lists(finite).map(tuple),
+    flip=finite,
+    dtype=names,
+    mean=st.lists(finite).map(tuple),
+)
 specs = st.builds(
     config.JobSpec,
     fingerprint=names,
@@ -50,6 +62,7 @@ specs = st.builds(
     columns=st.lists(names).map(tuple),
     lists=st.sampled_from(model.ListPolicy),
     fill_null=st.lists(st.tuples(names, finite)).map(tuple),
+    transforms=st.lists(images).map(tuple),
 )
 
 

@@ -29,6 +29,13 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_BYTES: _ClassVar[Kind]
     KIND_STRING: _ClassVar[Kind]
     KIND_OBJECT: _ClassVar[Kind]
+
+class Cut(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CUT_UNSPECIFIED: _ClassVar[Cut]
+    CUT_WHOLE: _ClassVar[Cut]
+    CUT_CENTER: _ClassVar[Cut]
+    CUT_RANDOM: _ClassVar[Cut]
 END_UNSPECIFIED: End
 END_RAGGED: End
 END_DROP: End
@@ -43,6 +50,10 @@ KIND_RAGGED: Kind
 KIND_BYTES: Kind
 KIND_STRING: Kind
 KIND_OBJECT: Kind
+CUT_UNSPECIFIED: Cut
+CUT_WHOLE: Cut
+CUT_CENTER: Cut
+CUT_RANDOM: Cut
 
 class Error(_message.Message):
     __slots__ = ("name", "message", "nouns")
@@ -69,8 +80,36 @@ class FillNull(_message.Message):
     value: float
     def __init__(self, column: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
+class ImageSpec(_message.Message):
+    __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    FLIP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    STD_FIELD_NUMBER: _ClassVar[int]
+    column: str
+    height: int
+    width: int
+    cut: Cut
+    resize: _containers.RepeatedScalarFieldContainer[int]
+    scale: _containers.RepeatedScalarFieldContainer[float]
+    ratio: _containers.RepeatedScalarFieldContainer[float]
+    flip: float
+    layout: str
+    dtype: str
+    mean: _containers.RepeatedScalarFieldContainer[float]
+    std: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class JobSpec(_message.Message):
-    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null")
+    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null", "transforms")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +120,7 @@ class JobSpec(_message.Message):
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     LISTS_FIELD_NUMBER: _ClassVar[int]
     FILL_NULL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     seed: int
     shuffle: bool
@@ -91,7 +131,8 @@ class JobSpec(_message.Message):
     columns: _containers.RepeatedScalarFieldContainer[str]
     lists: ListPolicy
     fill_null: _containers.RepeatedCompositeFieldContainer[FillNull]
-    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[FillNull, _Mapping]]] = ...) -> None: ...
+    transforms: _containers.RepeatedCompositeFieldContainer[ImageSpec]
+    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[FillNull, _Mapping]]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size")

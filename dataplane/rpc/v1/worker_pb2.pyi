@@ -110,15 +110,27 @@ class Decoded(_message.Message):
     stored: bool
     def __init__(self, bytes: _Optional[int] = ..., stored: _Optional[bool] = ...) -> None: ...
 
+class Origin(_message.Message):
+    __slots__ = ("url", "shard", "first_row")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    shard: int
+    first_row: int
+    def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ...) -> None: ...
+
 class BlockSource(_message.Message):
-    __slots__ = ("key", "raw", "decoded")
+    __slots__ = ("key", "raw", "decoded", "origin")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
     key: int
     raw: RawBlock
     decoded: _types_pb2.Region
-    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    origin: Origin
+    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ...) -> None: ...
 
 class OpenBlocks(_message.Message):
     __slots__ = ("dataset_id", "blocks", "forget")
@@ -130,21 +142,33 @@ class OpenBlocks(_message.Message):
     forget: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, dataset_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockSource, _Mapping]]] = ..., forget: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Render(_message.Message):
+    __slots__ = ("images", "seed", "epoch")
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    images: _containers.RepeatedCompositeFieldContainer[_types_pb2.ImageSpec]
+    seed: int
+    epoch: int
+    def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
+    RENDER_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
     batches: _containers.RepeatedCompositeFieldContainer[_local_pb2.Batch]
     arena_id: int
     slab: _types_pb2.Region
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[_local_pb2.Batch, _Mapping]]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    render: Render
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[_local_pb2.Batch, _Mapping]]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns")
