@@ -87,8 +87,8 @@ class World:
 
     def cost_of(self, block: int) -> int:
         """An upper bound of what the block may take of the arena while it is loaded."""
-        dataset = self.dataset
-        parts = (dataset.raw_bytes(block), dataset.decoded_bytes(block), self.true_bytes(block))
+        marks = self.dataset.marks
+        parts = (int(marks.raw[block]), int(marks.decoded[block]), self.true_bytes(block))
         return sum(rounded(part) for part in parts if part)
 
     def true_bytes(self, block: int) -> int:
@@ -173,9 +173,8 @@ class Outside:
         arena = self.arenas[body.arena_id]
         index = np.frombuffer(arena.view(body.row_index.offset, body.row_index.length), np.int32)
         rows = index.reshape(-1, 2)
-        assert tuple(source.key for source in job.blocks) == body.block_keys
         numbers = []
-        for source in job.blocks:
+        for source in map(job.source, body.block_keys):
             assert source.key not in self.forgotten, "a block was forgotten while it was in use"
             numbers.append(self._block_of(source, rows, job))
         used, count, first = 0, 0, 0

@@ -21,7 +21,9 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block that is in memory, or on its way. `pins` holders need it to stay."""
+    """One block that is in memory, or on its way. What is asked of many at once is in the marks
+    of its dataset.
+    """
 
     dataset: Dataset
     index: int
@@ -29,9 +31,12 @@ class Block:
     phase: Phase = Phase.FETCHING
     raw: Region | None = None
     decoded: Region | None = None
-    pins: int = 0
-    touched: int = 0
     told: tasks.BlockSource | None = None
+
+    @property
+    def touched(self) -> int:
+        """When it was needed last."""
+        return int(self.dataset.marks.touched[self.index])
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -41,7 +46,8 @@ class Block:
     @property
     def is_evictable(self) -> bool:
         """Whether nobody needs it just now, and nobody is writing it."""
-        return not self.pins and self.phase in {Phase.READY, Phase.FETCHED}
+        is_pinned = bool(self.dataset.marks.pins[self.index])
+        return not is_pinned and self.phase in {Phase.READY, Phase.FETCHED}
 
     @property
     def source(self) -> tasks.BlockSource:

@@ -24,7 +24,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
 from dataplane.node.block import Block, Phase
-from dataplane.node.dataset import Dataset
+from dataplane.node.dataset import Dataset, Ints
 from dataplane.node.eviction import NEVER, next_use, victims
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import Job, WorkerPool
@@ -71,7 +71,7 @@ class BlockTable:
         self._fetch_count = fetch_count
         self._listener = listener
         self._blocks: dict[tuple[int, int], Block] = {}
-        self._decoded_bytes: dict[tuple[int, int], int] = {}
+        self._by_key: dict[int, Block] = {}
         self._forgotten: set[int] = set()
         self._keys = itertools.count(1)
         self._clock = itertools.count(1)
@@ -93,26 +93,21 @@ class BlockTable:
         """Whether one more fetch may start."""
         return self._fetching < self._fetch_count
 
-    def ready(self, dataset: Dataset, index: int) -> Block | None:
-        """The block, if rows can be gathered from it now."""
-        block = self._blocks.get((dataset.dataset_id, index))
-        return block if block is not None and block.phase is Phase.READY else None
+    def pin(self, dataset: Dataset, blocks: Ints) -> None:
+        """Keep these blocks where they are. All of them are ready, and each is named once."""
+        dataset.marks.pins[blocks] += 1
+        dataset.marks.touched[blocks] = next(self._clock)
 
-    def pin(self, block: Block) -> None:
-        """Keep a block where it is."""
-        block.pins += 1
-        block.touched = next(self._clock)
+    def unpin(self, dataset: Dataset, blocks: Ints) -> None:
+        """One holder fewer of each."""
+        dataset.marks.pins[blocks] -= 1
+        if dataset.dataset_id in self._forgotten:
+            for index in blocks[dataset.marks.pins[blocks] == 0].tolist():
+                self._is_forgotten(self._blocks[dataset.dataset_id, index])
 
-    def unpin(self, block: Block) -> None:
-        """One holder fewer."""
-        block.pins -= 1
-        if not block.pins:
-            self._is_forgotten(block)
-
-    def memory_of(self, dataset: Dataset, index: int) -> tuple[int, int]:
-        """(raw bytes, decoded bytes) that the block takes on its way, as far as is known."""
-        known = self._decoded_bytes.get((dataset.dataset_id, index))
-        return dataset.raw_bytes(index), known or dataset.decoded_bytes(index)
+    def source(self, key: int) -> tasks.BlockSource:
+        """What a worker must know to gather from the block with this key, which is ready."""
+        return self._by_key[key].source
 
     def start(self, dataset: Dataset, index: int, *, greedy: bool) -> bool:
         """See that the block is on its way: False if there is no room for it now.
@@ -123,7 +118,8 @@ class BlockTable:
         block = self._blocks.get((dataset.dataset_id, index))
         if block is not None:
             return block.phase is not Phase.FETCHED or self._decode(block, greedy=greedy)
-        block = Block(dataset, index, next(self._keys), touched=next(self._clock))
+        block = Block(dataset, index, next(self._keys))
+        dataset.marks.touched[index] = next(self._clock)
         if dataset.needs_fetch(index):
             return self._fetch(block, greedy=greedy)
         if dataset.needs_decode(index):
@@ -144,9 +140,6 @@ class BlockTable:
         for block in list(self._blocks.values()):
             if block.dataset is dataset and block.is_evictable:
                 self._evict(block)
-        mine = [key for key in self._decoded_bytes if key[0] == dataset.dataset_id]
-        for key in mine:
-            del self._decoded_bytes[key]
 
     def _is_forgotten(self, block: Block) -> bool:
         """Whether a block that was on its way is wanted no more; then it is gone."""
@@ -161,7 +154,7 @@ class BlockTable:
         if not self.can_fetch:
             return False
         dataset, index = block.dataset, block.index
-        raw = self._room(block, dataset.raw_bytes(index), greedy=greedy)
+        raw = self._room(block, int(dataset.marks.raw[index]), greedy=greedy)
         if raw is None:
             return False
         block.raw, block.phase = raw, Phase.FETCHING
@@ -194,8 +187,7 @@ class BlockTable:
 
     def _decode(self, block: Block, *, greedy: bool) -> bool:
         dataset, index = block.dataset, block.index
-        need = self.memory_of(dataset, index)[1]
-        decoded = self._room(block, need, greedy=greedy)
+        decoded = self._room(block, int(dataset.marks.decoded[index]), greedy=greedy)
         if decoded is None:
             return False
         block.decoded, block.phase = decoded, Phase.DECODING
@@ -207,7 +199,6 @@ class BlockTable:
                 body=tasks.Decode(dataset.dataset_id, raw, decoded),
                 dataset=dataset.message,
                 arenas=((BLOCK_ARENA_ID, self._arena.fd),),
-                blocks=(),
                 report=lambda result: self._on_decoded(block, result),
                 blame=f"{raw.url} block {raw.index}",
             ),
@@ -226,7 +217,7 @@ class BlockTable:
         assert isinstance(result, tasks.Decoded)
         if not result.stored:
             # The index guessed too low. From now on its true size is known.
-            self._decoded_bytes[block.dataset.dataset_id, block.index] = result.bytes
+            block.dataset.marks.decoded[block.index] = result.bytes
             if result.bytes > self.arena_bytes:
                 self._fail(block, self._too_large(block, result.bytes))
                 return
@@ -247,6 +238,8 @@ class BlockTable:
 
     def _become_ready(self, block: Block) -> None:
         block.phase = Phase.READY
+        block.dataset.marks.keys[block.index] = block.key
+        self._by_key[block.key] = block
         if block.raw is None and block.decoded is None:
             self._trim(block)
         self._listener.block_ready(block.dataset, block.index)
@@ -335,4 +328,6 @@ class BlockTable:
         for region in block.regions:
             self._allocator.free(region.offset)
         block.raw = block.decoded = None
+        block.dataset.marks.keys[block.index] = 0
+        self._by_key.pop(block.key, None)
         self._blocks.pop((block.dataset.dataset_id, block.index), None)

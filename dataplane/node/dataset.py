@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.config import JobSpec
@@ -19,6 +22,32 @@ _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
 
 
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marks:
+    """What the block table keeps of each block, where it is asked of hundreds of them a slab.
+
+    Shapes:  all: int64[blocks].   keys: that of the block while rows can be gathered from it, or 0.
+    pins: how many need it to stay.   touched: when it was needed last.   raw: bytes as fetched, 0
+    of what lies in a local file.   decoded: bytes once decoded, as far as is known, 0 of what needs
+    no decoding.
+    """
+
+    keys: Ints
+    pins: Ints
+    touched: Ints
+    raw: Ints
+    decoded: Ints
+
+    @classmethod
+    def of(cls, raw: Ints, decoded: Ints) -> Self:
+        """Of blocks that are not there yet."""
+        keys, pins, touched = np.zeros((3, len(raw)), np.int64)
+        return cls(keys, pins, touched, raw, decoded)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """One manifest read in one way. Two jobs that read it alike share its blocks.
@@ -31,6 +60,7 @@ class Dataset:
     columns: ColumnPlan
     message: tasks.OpenDataset
     direct: bool
+    marks: Marks
 
     def needs_fetch(self, block: int) -> bool:
         """Whether the block's bytes must come through the store into the arena."""
@@ -43,19 +73,6 @@ class Dataset:
     def path(self, block: int) -> str | None:
         """The local file that holds the block, if it is one."""
         return _path_of(self._shard(block).url)
-
-    def raw_bytes(self, block: int) -> int:
-        """What the block takes as fetched; 0 if it lies in a local file."""
-        if not self.needs_fetch(block):
-            return 0
-        return self._shard(block).preamble.length + int(self.manifest.block_length[block])
-
-    def decoded_bytes(self, block: int) -> int:
-        """What the block takes once decoded, as far as the index knows; 0 if it is not decoded."""
-        if not self.needs_decode(block):
-            return 0
-        columns = _STREAM_BYTES_A_COLUMN * len(self.columns.specs)
-        return int(self.manifest.block_decoded[block]) + _STREAM_BYTES + columns
 
     def raw_block(self, block: int, arena: Region | None) -> tasks.RawBlock:
         """The block's bytes as a worker finds them."""
@@ -108,6 +125,18 @@ def _row_bytes(kind: pa.DataType) -> int:
     return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0
 
 
+def _marks(manifest: Manifest, columns: ColumnPlan, *, direct: bool) -> Marks:
+    shards = manifest.shards
+    # Of each shard: what is fetched with every block, -1 where nothing is; whether it is decoded.
+    preamble = np.array([-1 if _path_of(s.url) else s.preamble.length for s in shards], np.int64)
+    is_decoded = np.array([not (direct and s.zero_copy) for s in shards], np.bool_)
+    fetched = preamble[manifest.block_shard]
+    raw = np.where(fetched < 0, 0, fetched + manifest.block_length)
+    more = _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.specs)
+    decoded = np.where(is_decoded[manifest.block_shard], manifest.block_decoded + more, 0)
+    return Marks.of(raw, decoded)
+
+
 def dataset_of(dataset_id: int, manifest: Manifest, spec: JobSpec) -> Dataset:
     """How a job with this spec reads the manifest.
 
@@ -127,4 +156,5 @@ def dataset_of(dataset_id: int, manifest: Manifest, spec: JobSpec) -> Dataset:
         field.name in schema.names and schema.field(field.name).type == field.type
         for field in columns.schema
     )
-    return Dataset(dataset_id, manifest, columns, message, direct)
+    marks = _marks(manifest, columns, direct=direct)
+    return Dataset(dataset_id, manifest, columns, message, direct, marks)

@@ -267,9 +267,9 @@ class Jobs:
 
     def _check_budget(self, dataset: Dataset) -> None:
         """One block must fit: raw and decoded together, while it is decoded."""
-        manifest, budget = dataset.manifest, self._config.block_arena_bytes
-        largest = int((manifest.block_length + manifest.block_decoded).argmax())
-        need = dataset.raw_bytes(largest) + dataset.decoded_bytes(largest)
+        needs, budget = dataset.marks.raw + dataset.marks.decoded, self._config.block_arena_bytes
+        largest = int(needs.argmax())
+        need = int(needs[largest])
         if need > budget:
             url = dataset.url(largest)
             raise BudgetTooSmall(

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
@@ -40,16 +40,21 @@ Report = Callable[[tasks.ResultBody], None]
 class Job:
     """One order to a worker, and what the worker must know for it.
 
-    `arenas` are (arena id, descriptor); `blocks` are the sources that `body` names by key.
+    `arenas` are (arena id, descriptor); `source` tells of a block that `body` names by key.
     """
 
     body: tasks.Decode | tasks.Assemble
     dataset: tasks.OpenDataset
     arenas: tuple[tuple[int, int], ...]
-    blocks: tuple[tasks.BlockSource, ...]
     report: Report
     blame: str
+    source: Callable[[int], tasks.BlockSource] | None = None
     deaths: int = 0
+
+    @property
+    def block_keys(self) -> tuple[int, ...]:
+        """The blocks that it gathers from."""
+        return self.body.block_keys if isinstance(self.body, tasks.Assemble) else ()
 
 
 @dataclass(slots=True, eq=False)
@@ -179,14 +184,16 @@ class WorkerPool:
         if dataset_id not in worker.datasets:
             worker.datasets.add(dataset_id)
             worker.packets.extend((part, ()) for part in _in_parts(job.dataset))
-        new = [source for source in job.blocks if source.key not in worker.blocks]
-        worker.blocks.update(source.key for source in new)
+        new = [key for key in job.block_keys if key not in worker.blocks]
+        worker.blocks.update(new)
         forget, worker.forget = worker.forget, []
         for at in range(0, len(forget), _KEYS_A_PACKET):
             some_keys = tuple(forget[at : at + _KEYS_A_PACKET])
             worker.packets.append((tasks.OpenBlocks(dataset_id, (), some_keys), ()))
-        for some in _batched(new, _BLOCKS_A_PACKET):
-            worker.packets.append((tasks.OpenBlocks(dataset_id, tuple(some)), ()))
+        for at in range(0, len(new), _BLOCKS_A_PACKET):
+            assert job.source is not None
+            some = tuple(map(job.source, new[at : at + _BLOCKS_A_PACKET]))
+            worker.packets.append((tasks.OpenBlocks(dataset_id, some), ()))
         worker.packets.append((job.body, ()))
 
     def _send_next(self, worker: _Worker) -> None:
@@ -239,7 +246,7 @@ class WorkerPool:
         undone = [failed, *(body for body, _ in worker.packets)]
         worker.packets = deque(p for p in worker.packets if isinstance(p[0], tasks.DetachArena))
         worker.datasets.discard(job.dataset.dataset_id)
-        keys = {source.key for source in job.blocks} & worker.blocks
+        keys = worker.blocks.intersection(job.block_keys)
         worker.blocks -= keys
         worker.forget.extend(keys)
         for body in undone:
@@ -310,7 +317,3 @@ def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
         for at in range(0, len(schema), step)
     ]
     return [*parts, dataclasses.replace(dataset, schema=b"", more=False)]
-
-
-def _batched(sources: Sequence[tasks.BlockSource], size: int) -> list[Sequence[tasks.BlockSource]]:
-    return [sources[at : at + size] for at in range(0, len(sources), size)]

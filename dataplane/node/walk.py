@@ -62,11 +62,11 @@ def row_index_bytes(rows: int) -> int:
 class Plan:
     """One slab to be: which rows of which blocks, batch after batch.
 
-    Shapes:  row_index: int32[rows, 2]: (index into `blocks`, row of the block).
+    Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).
     """
 
     batches: tuple[Batch, ...]
-    blocks: tuple[int, ...]
+    blocks: npt.NDArray[np.int64]
     row_index: npt.NDArray[np.int32]
     first_position: int
 
@@ -81,7 +81,7 @@ class Plan:
     def _part(self, batches: tuple[Batch, ...], rows: npt.NDArray[np.int32]) -> Plan:
         used, index = np.unique(rows[:, 0], return_inverse=True)
         own = np.stack([index.reshape(-1).astype(np.int32), rows[:, 1]], axis=1)
-        return Plan(batches, tuple(self.blocks[i] for i in used), own, self.first_position)
+        return Plan(batches, self.blocks[used], own, self.first_position)
 
 
 class Walk:
@@ -138,7 +138,7 @@ class Walk:
                 Batch(self._next_step + i * stride, int(steps.rows[i]), int(steps.valid[i]))
                 for i in range(count)
             ),
-            blocks=tuple(used.tolist()),
+            blocks=used,
             row_index=np.stack([index.reshape(-1), rows], axis=1).astype(np.int32),
             first_position=self.position,
         )

@@ -7,15 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
-from dataplane.node.block import Block
-from dataplane.node.dataset import Dataset
+from dataplane.node.dataset import Dataset, Ints
 from dataplane.node.walk import Plan, Walk
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Assembled
+
+NONE = np.empty(0, np.int64)
 
 Send = Callable[[int, FromNodeBody], None]
 
@@ -42,11 +45,18 @@ class Work:
     phase: Phase = Phase.WAITING
     missing: set[int] = field(default_factory=set)
     idle: set[int] = field(default_factory=set)
-    pinned: list[Block] = field(default_factory=list)
+    pinned: Ints = field(default_factory=lambda: NONE)
     slot: Region | None = None
     oversize: bool = False
     assembled: Assembled | None = None
     error: DataplaneError | None = None
+    blocks: frozenset[int] | None = None
+
+    def needs(self, block: int) -> bool:
+        """Whether rows of it are gathered from that block."""
+        if self.blocks is None:
+            self.blocks = frozenset(self.plan.blocks.tolist())
+        return block in self.blocks
 
     @property
     def delivery(self) -> Delivery:

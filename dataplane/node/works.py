@@ -29,7 +29,7 @@ from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
 from dataplane.node.dataset import Dataset
 from dataplane.node.pool import Job, WorkerPool
 from dataplane.node.walk import Plan, row_index_bytes
-from dataplane.node.work import Delivery, Phase, StreamState, Work
+from dataplane.node.work import NONE, Delivery, Phase, StreamState, Work
 from dataplane.rpc import tasks
 
 ASSEMBLE_URGENCY = 0
@@ -46,7 +46,7 @@ class Works:
         self._blocks = blocks
         self._pool = pool
         self._changed = changed
-        self._waiting: defaultdict[tuple[int, int], set[Work]] = defaultdict(set)
+        self._waiting: defaultdict[int, set[Work]] = defaultdict(set)
         self._numbers = itertools.count(1)
         self.assembling_count = 0
 
@@ -54,53 +54,52 @@ class Works:
 
     def block_ready(self, dataset: Dataset, index: int) -> None:
         """Rows can be gathered from this block now."""
-        for work in self._waiting.get((dataset.dataset_id, index), ()):
+        for work in self._waiting.get(dataset.dataset_id, ()):
             work.missing.discard(index)
             work.idle.discard(index)
 
     def block_gone(self, dataset: Dataset, index: int) -> None:
         """It must be loaded again, or go on to be loaded."""
-        for work in self._waiting.get((dataset.dataset_id, index), ()):
-            work.missing.add(index)
-            work.idle.add(index)
+        for work in self._waiting.get(dataset.dataset_id, ()):
+            if work.needs(index):
+                work.missing.add(index)
+                work.idle.add(index)
 
     def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
         """It cannot be loaded: whoever waits for it fails."""
-        for work in list(self._waiting.get((dataset.dataset_id, index), ())):
-            self.fail(work, error)
+        for work in list(self._waiting.get(dataset.dataset_id, ())):
+            if work.needs(index):
+                self.fail(work, error)
 
     def _watch(self, work: Work) -> None:
-        for index in work.plan.blocks:
-            self._waiting[work.dataset.dataset_id, index].add(work)
-            if self._blocks.ready(work.dataset, index) is None:
-                work.missing.add(index)
-        work.idle |= work.missing
+        dataset, blocks = work.dataset, work.plan.blocks
+        self._waiting[dataset.dataset_id].add(work)
+        work.blocks = None
+        work.missing = set(blocks[dataset.marks.keys[blocks] == 0].tolist())
+        work.idle = set(work.missing)
 
     def _unwatch(self, work: Work) -> None:
-        for index in work.plan.blocks:
-            key = (work.dataset.dataset_id, index)
-            waiting = self._waiting.get(key)
-            if waiting is not None:
-                waiting.discard(work)
-                if not waiting:
-                    del self._waiting[key]
+        waiting = self._waiting.get(work.dataset.dataset_id)
+        if waiting is not None:
+            waiting.discard(work)
+            if not waiting:
+                del self._waiting[work.dataset.dataset_id]
         work.missing.clear()
         work.idle.clear()
 
     def pin(self, work: Work) -> None:
         """Keep those blocks of a work that are ready."""
-        pinned = {block.index for block in work.pinned}
-        for index in work.plan.blocks:
-            block = self._blocks.ready(work.dataset, index)
-            if block is not None and index not in pinned:
-                self._blocks.pin(block)
-                work.pinned.append(block)
+        dataset, blocks, before = work.dataset, work.plan.blocks, work.pinned
+        work.pinned = blocks[dataset.marks.keys[blocks] != 0]
+        self._blocks.pin(dataset, work.pinned)
+        if len(before):
+            self._blocks.unpin(dataset, before)
 
     def unpin(self, work: Work) -> None:
         """Let them go."""
-        for block in work.pinned:
-            self._blocks.unpin(block)
-        work.pinned.clear()
+        before, work.pinned = work.pinned, NONE
+        if len(before):
+            self._blocks.unpin(work.dataset, before)
 
     # -- beginning and end -----------------------------------------------------------------------
 
@@ -153,9 +152,10 @@ class Works:
 
     def memory_needed(self, work: Work) -> int:
         """Bytes of block arena that the blocks of a work take together, as far as is known."""
-        costs = [self._blocks.memory_of(work.dataset, index) for index in work.plan.blocks]
-        kept = sum(decoded or raw for raw, decoded in costs)
-        return kept + max((raw for raw, decoded in costs if decoded), default=0)
+        marks, blocks = work.dataset.marks, work.plan.blocks
+        raw, decoded = marks.raw[blocks], marks.decoded[blocks]
+        kept = np.where(decoded > 0, decoded, raw).sum()
+        return int(kept + raw[decoded > 0].max(initial=0))
 
     def halve(self, work: Work) -> bool:
         """Make the second half of a waiting work another work; False if it is one batch."""
@@ -240,33 +240,34 @@ class Works:
         self._unwatch(work)
         self.assembling_count += 1
         delivery.assembling_count += 1
-        by_index = {block.index: block for block in work.pinned}
-        blocks = [by_index[index] for index in work.plan.blocks]
+        blocks, dataset = work.plan.blocks, work.dataset
         job = Job(
             body=tasks.Assemble(
-                work.dataset.dataset_id,
-                tuple(block.key for block in blocks),
+                dataset.dataset_id,
+                tuple(dataset.marks.keys[blocks].tolist()),
                 row_index,
                 work.plan.batches,
                 delivery.arena_id,
                 slab,
             ),
-            dataset=work.dataset.message,
+            dataset=dataset.message,
             arenas=((BLOCK_ARENA_ID, self._arena.fd), (delivery.arena_id, delivery.arena.fd)),
-            blocks=tuple(block.source for block in blocks),
+            source=self._blocks.source,
             report=lambda result: self._on_assembled(work, result),
-            blame=work.dataset.url(work.plan.blocks[0]) if blocks else "an empty batch",
+            blame=dataset.url(int(blocks[0])) if len(blocks) else "an empty batch",
         )
         self._pool.submit(job, ASSEMBLE_URGENCY)
 
     def may_have_slot(self, work: Work) -> bool:
         """Whether the work could be assembled now, if it had its blocks."""
         slots = work.delivery.slots
-        share = max(1, slots.layout.ahead_slots // max(len(work.delivery.streams), 1))
-        if work.stream.works[0] is not work and work.stream.made_count >= share:
-            return False
         is_free = slots.zone_is_free if work.oversize else slots.free_count > 0
-        return is_free or (_is_awaited(work) and self._spare(work) is not None)
+        if not is_free and (not _is_awaited(work) or self._spare(work) is None):
+            return False
+        if work.stream.works[0] is work:
+            return True
+        share = max(1, slots.layout.ahead_slots // max(len(work.delivery.streams), 1))
+        return work.stream.made_count < share
 
     def _slot_for(self, work: Work) -> Region | None:
         if not self.may_have_slot(work):

@@ -83,7 +83,9 @@ class Bench:
             done.set_result(result)
 
         fds = tuple((arena_id, self.arena.fd) for arena_id in arenas)
-        self.pool.submit(Job(body, self.dataset.message, fds, sources, report, "the job"), 0)
+        by_key = {source.key: source for source in sources}
+        job = Job(body, self.dataset.message, fds, report, "the job", by_key.__getitem__)
+        self.pool.submit(job, 0)
         return asyncio.wait_for(done, 60)
 
 
