@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError as _DecodeError
@@ -156,6 +157,8 @@ def _part_writer(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
         if field.message_type.name == "FillNull":
             return lambda pair: {"column": pair[0], "value": pair[1]}
+        if field.message_type.name == "Steps":
+            return _steps
         if field.message_type.name == "Error":
             return error_to_proto
         return _writer(_value_class(field.message_type))
@@ -164,6 +167,22 @@ def _part_writer(field: FieldDescriptor) -> _Convert:
         prefix = _enum_prefix(field)
         return lambda value: numbers[prefix + value.name].number
     return _same
+
+
+def _steps(batches: Sequence[messages.Batch]) -> dict[str, Any]:
+    """Numbers in three fields: a message for each batch cost more than the rest of a slab's."""
+    if not batches:
+        return {}
+    steps, rows, valid = zip(*batches, strict=True)
+    stride = steps[1] - steps[0] if len(steps) > 1 else 1
+    return {"first": steps[0], "stride": stride, "rows": rows, "valid": valid}
+
+
+def _batches(steps: Any) -> tuple[messages.Batch, ...]:
+    numbers = itertools.count(steps.first, steps.stride)
+    # Not strict: the count has no end.
+    told = zip(numbers, steps.rows, steps.valid, strict=False)
+    return tuple(map(messages.Batch._make, told))
 
 
 def _same(value: Any) -> Any:
@@ -228,6 +247,8 @@ def _part_reader(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
         if field.message_type.name == "FillNull":
             return lambda pair: (pair.column, pair.value)
+        if field.message_type.name == "Steps":
+            return _batches
         return _reader(_value_class(field.message_type))
     if field.enum_type is not None:
         members: Mapping[int, enum.Enum] = _enum_members(field)

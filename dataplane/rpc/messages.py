@@ -8,6 +8,7 @@ against each other. Repeated fields are tuples, an absent optional is None.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
@@ -105,9 +106,8 @@ class NextSlab:
     stall_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One batch of a slab."""
+class Batch(NamedTuple):
+    """One batch of a slab. The steps of a slab's batches are evenly spaced."""
 
     step: int
     rows: int

@@ -170,20 +170,22 @@ class Slab(_message.Message):
     stream_id: int
     slab_id: int
     region: _types_pb2.Region
-    batches: _containers.RepeatedCompositeFieldContainer[Batch]
+    batches: Steps
     columns: _containers.RepeatedCompositeFieldContainer[Column]
     copy_out: bool
-    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Iterable[_Union[Batch, _Mapping]]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., copy_out: _Optional[bool] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[Steps, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., copy_out: _Optional[bool] = ...) -> None: ...
 
-class Batch(_message.Message):
-    __slots__ = ("step", "rows", "valid")
-    STEP_FIELD_NUMBER: _ClassVar[int]
+class Steps(_message.Message):
+    __slots__ = ("first", "stride", "rows", "valid")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     VALID_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    rows: int
-    valid: int
-    def __init__(self, step: _Optional[int] = ..., rows: _Optional[int] = ..., valid: _Optional[int] = ...) -> None: ...
+    first: int
+    stride: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    valid: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first: _Optional[int] = ..., stride: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., valid: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Column(_message.Message):
     __slots__ = ("values", "lengths", "width")
