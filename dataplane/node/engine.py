@@ -39,6 +39,7 @@ from dataplane.trace import Trace
 
 # Works planned beyond the slabs in the making: their blocks are fetched meanwhile.
 _PLANS_AHEAD = 16
+_PLANS_TOGETHER = 8
 
 
 class Engine:
@@ -146,10 +147,13 @@ class Engine:
 
     def _plan_more(self, stream: StreamState) -> None:
         room = _PLANS_AHEAD + stream.delivery.slots.layout.ahead_slots - len(stream.works)
-        if stream.planning or stream.planned_all or stream.closed or room <= 0:
+        if stream.planning or stream.planned_all or stream.closed:
+            return
+        # Several at a time, since each call wakes two threads; the first ones alone, to be early.
+        count = min(max(len(stream.works), 1), _PLANS_TOGETHER)
+        if room < count:
             return
         stream.planning = True
-        count = 1 if not stream.works else min(room, 4)
         future = self._planner.submit(stream.walk.next_plans, count)
         loop = asyncio.get_running_loop()
         future.add_done_callback(
@@ -214,12 +218,13 @@ class Engine:
 
     def _pump(self) -> None:
         self._pump_is_due = False
-        lacking = []
+        lacking, full = [], set()
         for work in self._in_order():
             if work.missing:
                 lacking.append(work)
-            else:
-                self._works.assemble(work)
+            elif work.stream.stream_id not in full and not self._works.assemble(work):
+                # Whatever comes after it in its stream has no slot either; the zone is another.
+                full |= set() if work.oversize else {work.stream.stream_id}
         head = next((work for work in lacking if self._works.may_have_slot(work)), None)
         self._become_head(head)
         loading = head is None or self._load(head, greedy=True)

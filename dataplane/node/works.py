@@ -220,17 +220,17 @@ class Works:
 
     # -- assembling ------------------------------------------------------------------------------
 
-    def assemble(self, work: Work) -> None:
-        """Have a work's slab made, if there is a slot for it. All of its blocks are ready."""
+    def assemble(self, work: Work) -> bool:
+        """Have a work's slab made: False if there is no slot for it. All of its blocks are ready."""
         slot = self._slot_for(work)
         if slot is None:
-            return
+            return False
         delivery, rows = work.delivery, len(work.plan.row_index)
         index_bytes = row_index_bytes(rows)
         if index_bytes >= slot.length:
             delivery.slots.give_back(slot)
             self._fail_for_size(work, index_bytes, slot.length)
-            return
+            return True
         work.slot, work.phase = slot, Phase.ASSEMBLING
         slab = Region(slot.offset, slot.length - index_bytes)
         row_index = Region(slot.offset + slab.length, rows * 8)
@@ -257,6 +257,7 @@ class Works:
             blame=dataset.url(int(blocks[0])) if len(blocks) else "an empty batch",
         )
         self._pool.submit(job, ASSEMBLE_URGENCY)
+        return True
 
     def may_have_slot(self, work: Work) -> bool:
         """Whether the work could be assembled now, if it had its blocks."""
