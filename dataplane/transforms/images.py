@@ -128,7 +128,7 @@ def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
         seen.append(type(step))
     if Normalize in seen and ToDtype not in seen:
         spec = replace(spec, dtype="float32")
-    if not spec.height:
+    if spec.cut is Cut.WHOLE and len(spec.resize) < 2:
         raise ConfigError(
             f"transforms of column {column!r} give no fixed size, and a batch is one tensor: "
             + ("Resize(int) keeps the ratio of each image; pass Resize((height, width)), or let a "
