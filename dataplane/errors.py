@@ -123,8 +123,9 @@ class CorruptShard(DataplaneError):
 
 
 class ImageError(CorruptShard):
-    """An image cannot be decoded. Nouns: shard, row (of the shard), column; where the shard is not
-    known yet, row is the place in what was to be decoded.
+    """An image cannot be decoded: truncated, too large, none at all. Nouns: shard, row (of the
+    shard), column, reason; where the shard is not known yet, row is the place in what was to be
+    decoded.
     """
 
 

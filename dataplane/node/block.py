@@ -53,9 +53,8 @@ class Block:
     def source(self) -> tasks.BlockSource:
         """What a worker must know to gather from it, once it is ready."""
         if self.told is None:
-            self.told = (
-                tasks.BlockSource(self.key, decoded=self.decoded)
-                if self.decoded is not None
-                else tasks.BlockSource(self.key, raw=self.dataset.raw_block(self.index, self.raw))
-            )
+            is_raw = self.decoded is None
+            raw = self.dataset.raw_block(self.index, self.raw) if is_raw else None
+            origin = self.dataset.origin(self.index)
+            self.told = tasks.BlockSource(self.key, raw, self.decoded, origin)
         return self.told

@@ -92,6 +92,15 @@ class Dataset:
             path=self.path(block) if arena is None else None,
         )
 
+    def origin(self, block: int) -> tasks.Origin | None:
+        """Which samples it has; of interest only where they may be images."""
+        if not any(spec.kind is Kind.BYTES for spec in self.columns.specs):
+            return None
+        shard = int(self.manifest.block_shard[block])
+        first = int(np.searchsorted(self.manifest.block_shard, shard))
+        rows = int(self.manifest.block_rows[first:block].sum())
+        return tasks.Origin(self.manifest.shards[shard].url, shard, rows)
+
     def url(self, block: int) -> str:
         """The shard of the block."""
         return self._shard(block).url

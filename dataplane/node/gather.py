@@ -8,8 +8,9 @@ valid). Both start at multiples of 64 bytes. See model.Kind.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,9 @@ from dataplane.node.columns import (
 from dataplane.node.rows import Open, Rows, rows_of
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Assembled
+
+if TYPE_CHECKING:
+    from dataplane.node.pictures import Pictures
 
 _ALIGN_BYTES = 64
 _INT_BYTES = 8
@@ -60,12 +64,15 @@ class Gather:
         row_index: RowIndex,
         batches: Sequence[Batch],
         open_rows: Open = rows_of,
+        pictures: Pictures | None = None,
     ) -> None:
         self._specs = specs
+        self._pictures, self._blocks = pictures, blocks
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
         # A copy: the trainer maps the memory that an index is told in.
         row_index = np.array(row_index, np.int32, order="C")
+        self._index = row_index
         self._rows = open_rows(blocks, row_index)
         self._pieces = [
             self._streams(at, blocks, row_index) if spec.kind is Kind.OBJECT else self._of(at, spec)
@@ -85,7 +92,7 @@ class Gather:
         count = int(np.searchsorted(ends, len(slab), side="right")) - 1
         if not count:
             return Assembled(0, bytes_needed=int(ends[1]))
-        out = _Slab(slab, self._rows, self._batch_rows[:count])
+        out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw)
         columns = tuple(
             out.write(at, spec, pieces, int(begin[count]))
             for at, (spec, pieces, begin) in enumerate(
@@ -93,6 +100,13 @@ class Gather:
             )
         )
         return Assembled(count, bytes_used=int(ends[count]), columns=columns)
+
+    def _draw(self, at: int, out: Bytes) -> bool:
+        """Write the pixels of a column, if it has images."""
+        if self._pictures is None or at not in self._pictures:
+            return False
+        self._pictures.write(at, self._blocks, self._index, self._rows, out)
+        return True
 
     def _of(self, at: int, spec: ColumnSpec) -> _Pieces:
         if spec.kind is Kind.FIXED:
@@ -133,8 +147,14 @@ class Gather:
 class _Slab:
     """The batches that fit into a slab, as they are written."""
 
-    def __init__(self, slab: memoryview, rows: Rows, batch_rows: Ints) -> None:
-        self._rows = rows
+    def __init__(
+        self,
+        slab: memoryview,
+        rows: Rows,
+        batch_rows: Ints,
+        draw: Callable[[int, Bytes], bool],
+    ) -> None:
+        self._rows, self._draw = rows, draw
         self._bytes: Bytes = np.frombuffer(slab, np.uint8)
         self._words = self._bytes[: len(slab) // _INT_BYTES * _INT_BYTES].view(np.int64)
         self._batch_rows = batch_rows
@@ -151,7 +171,8 @@ class _Slab:
         if spec.kind is Kind.FIXED:
             size = row_bytes(spec)
             end = begin + int(self._bounds[-1]) * size
-            self._rows.fixed(at, size, self._bytes[begin:end])
+            if not self._draw(at, self._bytes[begin:end]):
+                self._rows.fixed(at, size, self._bytes[begin:end])
         elif spec.kind is Kind.OBJECT:
             for start, stream in zip(values.tolist(), pieces.streams, strict=False):
                 self._bytes[start : start + len(stream)] = np.frombuffer(stream, np.uint8)

@@ -31,6 +31,7 @@ from dataplane.plan.order import Order, default_lanes_window
 from dataplane.plan.slices import Slice
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
+from dataplane.transforms.images import delivered
 
 OpenManifest = Callable[[messages.DatasetSource], Manifest]
 
@@ -110,7 +111,7 @@ class Jobs:
             spec,
             spec.digest(),
             manifest.sample_count,
-            delivery.dataset.columns.specs,
+            delivered(delivery.dataset.columns.specs, spec.transforms),
             layout.arena_bytes,
             layout.held_bytes_max,
             member.generation,
@@ -238,6 +239,7 @@ class Jobs:
             columns=request.columns,
             lists=request.lists,
             fill_null=tuple(sorted(request.fill_null)),
+            transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
         )
         key = _dataset_key(spec)
         dataset = self._datasets.get(key)
@@ -245,6 +247,11 @@ class Jobs:
             dataset = dataset_of(next(self._numbers), manifest, spec)
             self._check_fill_null(dataset, spec)
             self._datasets[key] = dataset
+        try:
+            delivered(dataset.columns.specs, spec.transforms)
+        except ConfigError:
+            self._forget_unread(dataset)
+            raise
         return dataset, spec
 
     def _check_fill_null(self, dataset: Dataset, spec: JobSpec) -> None:

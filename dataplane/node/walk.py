@@ -9,17 +9,20 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.config import JobSpec
-from dataplane.model import End, Stream
+from dataplane.model import End, Kind, Stream
 from dataplane.node.dataset import Dataset
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 from dataplane.rpc.messages import Batch
+from dataplane.rpc.tasks import Render
+from dataplane.transforms.images import delivered
 
 _BATCHES_MAX = 256
 # A slab is told in one packet: so much for all of its batches, so much for a batch of one column.
@@ -44,13 +47,30 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
     largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
     rows = -(-largest // dp_size)
     padding = _ALIGN_BYTES * (len(dataset.columns.specs) + 1)
-    batch_bytes = int(rows * dataset.row_bytes() * _SPREAD) + padding
-    exact = rows * dataset.row_bytes() + padding
+    pixels, others = _row_bytes(dataset, spec)
+    batch_bytes = rows * pixels + int(rows * others * _SPREAD) + padding
+    exact = rows * (pixels + others) + padding
     told_bytes = _TOLD_BYTES_A_PIECE * (len(dataset.columns.specs) + 1)
     most = min(_BATCHES_MAX, slab_bytes // exact, _TOLD_BYTES_MAX // told_bytes)
     batches = max(most, 1)
     index_bytes = row_index_bytes(batches * rows)
     return SlabSizes(batches, max(slab_bytes, batch_bytes) + index_bytes)
+
+
+def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
+    """What one sample takes in a slab: exactly, for its images; about, for all else."""
+    if not spec.transforms:
+        return 0, dataset.row_bytes()
+    columns = delivered(dataset.columns.specs, spec.transforms)
+    images = {image.column for image in spec.transforms}
+    sizes = {
+        column.name: math.prod(column.shape) * column.value_bytes
+        for column in columns
+        if column.kind is Kind.FIXED
+    }
+    pixels = sum(sizes[name] for name in images)
+    is_exact = len(sizes) == len(columns)
+    return pixels, sum(sizes.values()) - pixels if is_exact else dataset.row_bytes()
 
 
 def row_index_bytes(rows: int) -> int:
@@ -96,6 +116,8 @@ class Walk:
     ) -> None:
         self.order = order
         self.stream = stream
+        images = spec.transforms
+        self.render = Render(images, spec.seed, stream.epoch) if images else None
         self._slice = Slice(
             order.sample_count,
             stream.cursor,

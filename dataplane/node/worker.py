@@ -17,8 +17,9 @@ import signal
 import socket
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +40,9 @@ from dataplane.node.gather import Gather
 from dataplane.rpc import local, tasks
 from dataplane.store.local import local_etag
 from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
+
+if TYPE_CHECKING:
+    from dataplane.node.pictures import Pictures
 
 _OPEN_SHARDS_MAX = 256
 _MADV_POPULATE_READ = 22
@@ -68,10 +72,11 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True)
 class _OpenBlock:
-    """A block to gather from, and the file that its rows lie in, if they do."""
+    """A block to gather from, the file that its rows lie in, if they do, and which rows it has."""
 
     columns: BlockColumns
     shard: _Shard | None
+    origin: tasks.Origin | None
 
 
 @dataclass(slots=True)
@@ -269,7 +274,7 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
         columns = open_block(_batch_of(state, dataset, source), dataset.plan.specs)
         in_file = source.raw is not None and source.raw.path is not None
         shard = _mapped_shard(state, source.raw) if in_file and source.raw is not None else None
-        state.blocks[source.key] = _OpenBlock(columns, shard)
+        state.blocks[source.key] = _OpenBlock(columns, shard, source.origin)
     return tasks.Done()
 
 
@@ -290,12 +295,27 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     index = arena.view(body.row_index.offset, body.row_index.length)
     rows = np.frombuffer(index, np.int32).reshape(-1, 2)
     try:
-        gather = Gather(dataset.plan.specs, [block.columns for block in blocks], rows, body.batches)
+        pictures = _pictures(dataset, blocks, body.render)
+        specs = dataset.plan.specs if pictures is None else pictures.specs
+        columns = [block.columns for block in blocks]
+        gather = Gather(specs, columns, rows, body.batches, pictures=pictures)
         return gather.into(arena.view(body.slab.offset, body.slab.length))
     finally:
         # Afterwards: whatever was written before now may be among the rows, or be their fault.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
+
+
+def _pictures(
+    dataset: _Dataset, blocks: Sequence[_OpenBlock], render: tasks.Render | None
+) -> Pictures | None:
+    if render is None:
+        return None
+    from dataplane.node.pictures import Pictures
+
+    origins = [block.origin for block in blocks if block.origin is not None]
+    assert len(origins) == len(blocks)
+    return Pictures(render, dataset.plan.specs, origins)
 
 
 def main(descriptor: int) -> None:

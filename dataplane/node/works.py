@@ -249,6 +249,7 @@ class Works:
                 work.plan.batches,
                 delivery.arena_id,
                 slab,
+                work.stream.walk.render,
             ),
             dataset=dataset.message,
             arenas=((BLOCK_ARENA_ID, self._arena.fd), (delivery.arena_id, delivery.arena.fd)),

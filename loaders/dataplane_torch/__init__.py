@@ -1,7 +1,27 @@
 """Dataplane for PyTorch: batches as dicts of tensors, straight from shards in object storage."""
 
+from dataplane.transforms.images import (
+    CenterCrop,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToDtype,
+    ToLayout,
+)
 from dataplane_torch.dataset import ShardedIterableDataset
 from dataplane_torch.loader import DataLoader
 from dataplane_torch.tensors import Ragged
 
-__all__ = ["DataLoader", "Ragged", "ShardedIterableDataset"]
+__all__ = [
+    "CenterCrop",
+    "DataLoader",
+    "Normalize",
+    "Ragged",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "Resize",
+    "ShardedIterableDataset",
+    "ToDtype",
+    "ToLayout",
+]

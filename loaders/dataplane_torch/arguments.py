@@ -16,6 +16,7 @@ from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
 from dataplane.model import End, ListPolicy, Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
+from dataplane.transforms.images import Transform, image_specs
 from dataplane_torch.group import launch_token
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -67,6 +68,7 @@ class Arguments:
     columns: Sequence[str] | None
     lists: str
     fill_null: Mapping[str, float] | None
+    transforms: Mapping[str, Sequence[Transform]] | None
     format: str | None
     lanes: int | None
     window: int | None
@@ -111,6 +113,7 @@ def job_of(given: Arguments) -> Job:
         columns=_columns(given.columns),
         lists=_lists(given.lists),
         fill_null=tuple(sorted((name, float(v)) for name, v in (given.fill_null or {}).items())),
+        transforms=image_specs(given.transforms or {}),
     )
     service = given.service or os.environ.get("DATAPLANE_SERVICE")
     endpoint = find_endpoint(service, identity.node_name(launch))

@@ -13,6 +13,7 @@ from dataplane.client.session import Session
 from dataplane.client.state import State, consumed, step_count
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
+from dataplane.transforms.images import Transform
 from dataplane_torch.arguments import Arguments, Urls, job_of
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.walk import Walk
@@ -45,6 +46,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         columns: Sequence[str] | None = None,
         lists: str = "padded",
         fill_null: Mapping[str, float] | None = None,
+        transforms: Mapping[str, Sequence[Transform]] | None = None,
         format: str | None = None,  # noqa: A002 - what it is
         lanes: int | None = None,
         window: int | None = None,
@@ -59,8 +61,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._job = job_of(
             Arguments(
                 urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, format, lanes, window, service, name, topology, dp_rank, dp_size,
-                timeout,
+                lists, fill_null, transforms, format, lanes, window, service, name, topology,
+                dp_rank, dp_size, timeout,
             )
         )  # fmt: skip
         # Every process of one DataLoader sees these: where to resume, and the epoch that comes

@@ -12,6 +12,7 @@ from dataplane.client.session import Session
 from dataplane.client.state import State, step_count
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
+from dataplane.transforms.images import Transform
 from dataplane_torch.arguments import Arguments, Urls, job_of, refuse_torch_arguments
 from dataplane_torch.pinning import cuda_pinning
 from dataplane_torch.tensors import Batch, Decoder
@@ -50,6 +51,7 @@ class DataLoader:
         columns: Sequence[str] | None = None,
         lists: str = "padded",
         fill_null: Mapping[str, float] | None = None,
+        transforms: Mapping[str, Sequence[Transform]] | None = None,
         format: str | None = None,  # noqa: A002 - what it is
         lanes: int | None = None,
         window: int | None = None,
@@ -66,8 +68,8 @@ class DataLoader:
         self._job = job_of(
             Arguments(
                 urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, format, lanes, window, service, name, topology, dp_rank, dp_size,
-                timeout,
+                lists, fill_null, transforms, format, lanes, window, service, name, topology,
+                dp_rank, dp_size, timeout,
             )
         )  # fmt: skip
         self._session = Session(

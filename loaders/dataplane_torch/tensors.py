@@ -25,7 +25,7 @@ _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     )
 }
 

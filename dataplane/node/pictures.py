@@ -1,0 +1,108 @@
+"""The images of one slab: where they lie encoded, which part of each is kept, and their pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataplane.errors import DataplaneError, ImageError
+from dataplane.model import ColumnSpec, ImageSpec
+from dataplane.node.columns import BlockColumns, Bytes, Ints, RowIndex
+from dataplane.node.rows import Rows
+from dataplane.plan.permute import Words
+from dataplane.rpc.tasks import Origin, Render
+from dataplane.transforms import draws, pixels
+from dataplane.transforms.images import delivered
+
+
+class Pictures:
+    """The image columns of one slab. `specs` are the columns as they are delivered.
+
+    Raises:  ConfigError: a column holds no bytes.
+    """
+
+    def __init__(
+        self, render: Render, specs: Sequence[ColumnSpec], origins: Sequence[Origin]
+    ) -> None:
+        self.specs = delivered(specs, render.images)
+        images = {image.column: image for image in render.images}
+        self._images = {at: images[s.name] for at, s in enumerate(specs) if s.name in images}
+        self._render, self._origins = render, origins
+
+    def __contains__(self, at: int) -> bool:
+        """Whether this column's values are images."""
+        return at in self._images
+
+    def write(
+        self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, rows: Rows, out: Bytes
+    ) -> None:
+        """The pixels of the first rows of the index, as many as `out` has room for.
+
+        Shapes:  row_index: int32[rows, 2].   out: uint8[n * bytes of one image].
+        Raises:  ImageError: names shard, row and column.
+        """
+        image = self._images[at]
+        view = _view(image)
+        row_index = row_index[: len(out) // view.bytes]
+        if not len(row_index):
+            return
+        try:
+            places = _places(at, blocks, row_index, rows)
+            sizes = pixels.sizes(places)
+            boxes = draws.boxes(image, sizes, self._keys(image, draws.CROP, row_index))
+            flips = draws.flips(image, self._keys(image, draws.FLIP, row_index))
+            pixels.render(places, boxes, flips, view, out)
+        except ImageError as error:
+            raise self._placed(image, row_index, error) from error
+
+    def _keys(self, image: ImageSpec, what: str, row_index: RowIndex) -> Words:
+        shards = np.array([origin.shard for origin in self._origins], np.int64)[row_index[:, 0]]
+        first = np.array([origin.first_row for origin in self._origins], np.int64)
+        rows = first[row_index[:, 0]] + row_index[:, 1]
+        return draws.draw_keys(image, what, self._render.seed, self._render.epoch, shards, rows)
+
+    def _placed(self, image: ImageSpec, row_index: RowIndex, error: ImageError) -> DataplaneError:
+        block, row = row_index[int(error.row or 0)].tolist()
+        origin = self._origins[block]
+        row += origin.first_row
+        return ImageError(
+            f"{origin.url}: row {row}, column {image.column!r}: {error}",
+            shard=origin.url,
+            row=row,
+            column=image.column,
+            reason=error.nouns.get("reason", str(error)),
+        )
+
+
+def _places(at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, rows: Rows) -> Ints:
+    """Address and length of each encoded image.
+
+    Shapes:  result: int64[n, 2].
+    Raises:  ImageError: there is none; row is its place.
+    """
+    count = len(row_index)
+    nulls = np.flatnonzero(rows.valid(at, count) == 0)
+    if len(nulls):
+        raise ImageError("there is no image: it is null", row=int(nulls[0]))
+    starts, lengths = rows.spans(at)
+    firsts = np.array([block.values[at].address for block in blocks], np.int64)
+    return np.stack([firsts[row_index[:, 0]] + starts[:count], lengths[:count]], axis=1)
+
+
+def _view(image: ImageSpec) -> pixels.PixelView:
+    return pixels.PixelView(
+        image.height,
+        image.width,
+        image.layout,
+        image.dtype,
+        _colours(image.mean),
+        _colours(image.std),
+    )
+
+
+def _colours(values: Sequence[float]) -> tuple[float, float, float] | None:
+    if not values:
+        return None
+    red, green, blue = values
+    return red, green, blue

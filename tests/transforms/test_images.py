@@ -1,0 +1,139 @@
+"""Declared transforms: which lists are allowed, and what they mean."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
+from dataplane.transforms.images import (
+    CenterCrop,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToDtype,
+    ToLayout,
+    delivered,
+    image_spec,
+    image_specs,
+)
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NORMAL = Normalize(MEAN, STD)
+
+
+def test_lists_that_mean_the_same_are_equal() -> None:
+    whole = [
+        RandomResizedCrop(224, scale=(0.08, 1)),
+        RandomHorizontalFlip(),
+        Normalize(list(MEAN), list(STD)),
+        ToLayout("CHW"),
+    ]
+    other = [RandomResizedCrop([224, 224]), RandomHorizontalFlip(0.5), ToLayout("CHW"), NORMAL]
+    want = ImageSpec(
+        "jpg", 224, 224, Cut.RANDOM, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5,
+        layout="CHW", dtype="float32", mean=MEAN, std=STD,
+    )  # fmt: skip
+    assert image_spec("jpg", whole) == image_spec("jpg", other) == want
+    assert image_specs({"b": [CenterCrop(8)], "a": [Resize((4, 6))]}) == (
+        ImageSpec("a", 4, 6, Cut.WHOLE, resize=(4, 6)),
+        ImageSpec("b", 8, 8, Cut.CENTER),
+    )
+
+
+def test_shapes_and_dtypes_of_what_is_delivered() -> None:
+    specs = (ColumnSpec("jpg", Kind.BYTES, ""), ColumnSpec("cls", Kind.FIXED, "int64"))
+    for steps, dtype, shape in (
+        ([Resize(20), CenterCrop((8, 12))], "uint8", (8, 12, 3)),
+        ([RandomResizedCrop(9), ToLayout("CHW"), ToDtype("bfloat16")], "bfloat16", (3, 9, 9)),
+        ([CenterCrop(4), NORMAL], "float32", (4, 4, 3)),
+        ([CenterCrop(4), NORMAL, ToDtype("float16")], "float16", (4, 4, 3)),
+    ):
+        found = delivered(specs, image_specs({"jpg": steps}))
+        assert found == (ColumnSpec("jpg", Kind.FIXED, dtype, shape), specs[1])
+        assert found[0].value_bytes == {"uint8": 1, "float32": 4}.get(dtype, 2)
+
+
+GEOMETRY = (Resize(16), Resize((16, 16)), CenterCrop(8), RandomResizedCrop(8))
+OTHERS = (RandomHorizontalFlip(), ToDtype("float32"), NORMAL, ToLayout("CHW"))
+
+
+def allowed(steps) -> bool:
+    """The rule, said otherwise than in the code."""
+    kinds = [type(step) for step in steps]
+    geometry = list(itertools.takewhile(lambda step: step in GEOMETRY, steps))
+    rest = kinds[len(geometry) :]
+    if [type(step) for step in geometry] not in (
+        [Resize], [CenterCrop], [Resize, CenterCrop], [RandomResizedCrop],
+    ):  # fmt: skip
+        return False
+    if geometry == [Resize(16)] or len(set(rest)) < len(rest):
+        return False
+    return not set(rest) & set(map(type, GEOMETRY)) and RandomHorizontalFlip not in rest[1:]
+
+
+@given(steps=st.lists(st.sampled_from(GEOMETRY + OTHERS), max_size=6))
+def test_only_the_orders_that_make_sense_are_taken(steps) -> None:
+    if allowed(steps):
+        image_spec("jpg", steps)
+    else:
+        with pytest.raises(ConfigError, match="column 'jpg'") as caught:
+            image_spec("jpg", steps)
+        assert caught.value.field == "transforms"
+
+
+@pytest.mark.parametrize(
+    ("steps", "match"),
+    [
+        (
+            [RandomHorizontalFlip(), CenterCrop(8)],
+            r"step 2 \(CenterCrop.*RandomHorizontalFlip; all",
+        ),
+        ([Resize(256)], r"Resize\(int\) keeps the ratio.*CenterCrop"),
+        ([], "no fixed size.*begin with a geometry"),
+        ([CenterCrop(8), CenterCrop(8)], r"step 2 .*cannot come after CenterCrop"),
+        ([CenterCrop(8), "flip"], r"step 2 \('flip'\) is no transform"),
+        (CenterCrop(8), "pass a list"),
+        ([Resize(8), CenterCrop(9)], r"CenterCrop\(9, 9\) is larger than what Resize\(8,\)"),
+        ([CenterCrop(0)], "1 to 16384 pixels"),
+        ([CenterCrop((8, 8, 8))], r"one int, or \(height, width\)"),
+        ([RandomResizedCrop(8, scale=(0, 1))], "scale is"),
+        ([RandomResizedCrop(8, scale=(0.5, 1.5))], "scale is"),
+        ([RandomResizedCrop(8, ratio=(2, 1))], "ratio is"),
+        ([RandomResizedCrop(8, ratio=(1,))], "ratio must be 2 finite numbers"),
+        ([CenterCrop(8), RandomHorizontalFlip(1.5)], "p is 1.5"),
+        ([CenterCrop(8), Normalize((0.5,), (0.5,))], "mean must be 3 finite numbers"),
+        ([CenterCrop(8), Normalize(MEAN, (1, 1, 0))], "std is"),
+        ([CenterCrop(8), Normalize(MEAN, (1, 1, math.nan))], "std must be"),
+        ([CenterCrop(8), NORMAL, ToDtype("uint8")], "no room for"),
+        ([CenterCrop(8), ToDtype("float64")], "uint8, float16, bfloat16, float32"),
+        ([CenterCrop(8), ToLayout("NHWC")], "HWC, CHW"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_column_step_and_what_is_allowed(steps, match) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        image_spec("jpg", steps)
+    assert "'jpg'" in str(caught.value)
+    assert caught.value.field == "transforms"
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        (ColumnSpec("x", Kind.FIXED, "int32"), "it is int32"),
+        (ColumnSpec("x", Kind.FIXED, "int32", (4,)), r"int32 of shape \[4\]"),
+        (ColumnSpec("x", Kind.PADDED, "uint8"), "lists of uint8"),
+        (ColumnSpec("x", Kind.STRING, ""), "it is text"),
+        (ColumnSpec("x", Kind.OBJECT, ""), "nested values"),
+        (ColumnSpec("y", Kind.BYTES, ""), "no column of the batches; they have: y"),
+    ],
+)
+def test_a_column_without_bytes_is_refused_with_what_it_is(spec, what) -> None:
+    with pytest.raises(ConfigError, match=what):
+        delivered([spec], [image_spec("x", [CenterCrop(8)])])
