@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataplane_bench import processes
-from dataplane_bench.model import Case, Kind, Settings, Task, Workload
+from dataplane_bench.model import CROP, Case, Kind, Settings, Task, Workload
 from dataplane_bench.peers.base import Batch, Loader
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ class Dataplane:
         form = "the shards as they are" if workload.urls else "Arrow IPC, record batches of 4 MiB"
         told = f"{form}; shuffled over the whole epoch, in windows where it is very long"
         if workload.of_kind(Kind.IMAGE):
-            return (
-                f"{told}. It has no image decoder yet: the trainer gets JPEGs, and decodes and "
-                "crops them in threads of its own, one batch ahead"
-            )
+            return f"{told}; its workers decode what a crop needs, resize and flip it"
         return told
 
     def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
@@ -76,12 +73,7 @@ class Dataplane:
             # The ranks of a run find the node that they share by what torchrun tells them.
             rows.announce(task)
             os.environ["TORCHELASTIC_RUN_ID"] = task.run
-        opened = _Opened(task)
-        if not task.workload.of_kind(Kind.IMAGE):
-            return opened
-        from dataplane_bench.peers.crops import Cropped
-
-        return Cropped(opened, task)
+        return _Opened(task)
 
     def serve(self, task: Task) -> tuple[str, _Service]:
         service = _Service(task)
@@ -90,9 +82,11 @@ class Dataplane:
 
 class _Opened:
     def __init__(self, task: Task) -> None:
-        from dataplane_torch import DataLoader
+        from dataplane_torch import DataLoader, RandomHorizontalFlip, RandomResizedCrop
 
         from dataplane_bench.workloads.about import leaves
+
+        images = {column.name for column in task.workload.of_kind(Kind.IMAGE)}
 
         # What it calls a column of a user's shards, and what everybody does.
         self._names = {leaf: name for name, leaf in leaves(task.workload).items()}
@@ -102,6 +96,11 @@ class _Opened:
             shuffle=True,
             seed=task.seed,
             columns=list(self._names),
+            transforms={
+                leaf: [RandomResizedCrop(CROP), RandomHorizontalFlip()]
+                for leaf, name in self._names.items()
+                if name in images
+            },
             service=task.service or None,
             name=task.run,
         )
