@@ -28,6 +28,8 @@ _DTYPES: dict[str, torch.dtype] = {
         *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     )
 }
+# numpy has no bfloat16.
+_NUMPY = {dtype: np.dtype(name) for name, dtype in _DTYPES.items() if name != "bfloat16"}
 
 
 class Ragged(NamedTuple):
@@ -97,10 +99,14 @@ def _dtype(spec: ColumnSpec) -> torch.dtype:
 def _tensor(
     batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    count = math.prod(shape)
-    if not count:
+    if 0 in shape:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(batches.memory, dtype=dtype, count=count, offset=offset).view(shape)
+    seen = _NUMPY.get(dtype)
+    if seen is None:
+        count, memory = math.prod(shape), batches.memory
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+    # Less than half of what `frombuffer` and `view` take.
+    return torch.from_numpy(np.ndarray(shape, seen, batches.memory, offset))
 
 
 def _shared_tensor(
