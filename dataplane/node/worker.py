@@ -323,6 +323,7 @@ def _pictures(
 ) -> Pictures | None:
     if render is None:
         return None
+    # Pillow and libjpeg are loaded where there are images.
     from dataplane.node.pictures import Pictures
 
     origins = [block.origin for block in blocks if block.origin is not None]
