@@ -11,6 +11,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCES := dataplane loaders benchmarks tests
 PROTOS := $(wildcard proto/dataplane/rpc/v1/*.proto)
+IN_C := dataplane/node/kernel.c $(wildcard dataplane/transforms/csrc/*.[ch])
 PROTOC := -m grpc_tools.protoc -I proto
 TEST_ARGS ?=
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
@@ -25,8 +26,8 @@ setup: $(READY) ## everything that the others need, into .venv (quick when nothi
 	@:
 
 # The project itself is installed last, as a plain path, without asking a registry for anything.
-# That compiles dataplane/node/kernel.c, where there is a C compiler.
-$(READY): requirements.lock pyproject.toml dataplane/node/kernel.c dataplane/node/build_kernel.py
+# That compiles what is in C, where there is a C compiler.
+$(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
 	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -83,5 +84,5 @@ demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with pr
 	$(PY) -m dataplane_bench.demo
 
 clean: ## remove what was generated, .venv included
-	rm -rf $(VENV) dataplane/node/libkernel.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
+	rm -rf $(VENV) dataplane/node/libkernel.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,12 +45,30 @@ class Part:
 NOTHING = Part(None, 0, 0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """The columns whose rows lie side by side in packed rows, in this order; see packing.py.
+
+    Shapes:  fields: int64[columns, 2], where each column starts in a packed row, and its size.
+    """
+
+    columns: tuple[int, ...]
+    fields: Ints
+    row_bytes: int
+
+    @property
+    def padding_bytes(self) -> int:
+        """What a packed row takes beyond its columns."""
+        return self.row_bytes - int(self.fields[:, 1].sum())
+
+
 @dataclass(frozen=True, slots=True)
 class BlockColumns:
     """One canonical block, opened; whoever holds it keeps its memory.
 
-    `batch` is the block; `values[c]` the rows of a FIXED column, or what `starts[c]` (int64[rows +
-    1], in elements) cuts into runs; `valid[c]` is there for a column that has nulls.
+    `batch` is the block, without packed columns; `values[c]` the rows of a FIXED column, or what
+    `starts[c]` (int64[rows + 1], in elements) cuts into runs; `valid[c]` is there for a column that
+    has nulls. Where there is a packing, its rows are one column more, the last.
 
     Shapes:  valid[c]: uint8[rows].   table: int64[columns, 4], the addresses of values, starts and
     valid, 0 for what is not there, and the count of elements that the starts cut.
@@ -62,6 +80,7 @@ class BlockColumns:
     starts: tuple[Part, ...]
     valid: dict[int, Bytes]
     table: Ints
+    packing: Packing | None = None
 
 
 def element_bytes(spec: ColumnSpec) -> int:
@@ -74,16 +93,22 @@ def row_bytes(spec: ColumnSpec) -> int:
     return element_bytes(spec) * math.prod(spec.shape)
 
 
-def open_block(batch: pa.RecordBatch, specs: Sequence[ColumnSpec]) -> BlockColumns:
-    """Where the columns of a canonical block lie.
+def open_block(
+    batch: pa.RecordBatch,
+    specs: Sequence[ColumnSpec],
+    packing: Packing | None = None,
+    packed: Part = NOTHING,
+) -> BlockColumns:
+    """Where the columns of a canonical block lie, some of them in packed rows.
 
     Raises:  RowOutOfBounds: a buffer ends before its column does.
     """
     values, starts, valid, table = [], [], {}, []
+    elsewhere = frozenset(packing.columns if packing is not None else ())
     for at, spec in enumerate(specs):
         own, cuts, count, mask = NOTHING, NOTHING, 0, 0
-        if spec.kind is not Kind.OBJECT:
-            array = batch.column(at)
+        if spec.kind is not Kind.OBJECT and at not in elsewhere:
+            array = batch.column(spec.name)
             if spec.kind is Kind.FIXED:
                 own = _fixed(array, spec)
             else:
@@ -95,6 +120,10 @@ def open_block(batch: pa.RecordBatch, specs: Sequence[ColumnSpec]) -> BlockColum
         values.append(own)
         starts.append(cuts)
         table.append((own.address, cuts.address, mask, count))
+    if packing is not None:
+        values.append(packed)
+        starts.append(NOTHING)
+        table.append((packed.address, 0, 0, 0))
     return BlockColumns(
         batch,
         batch.num_rows,
@@ -102,6 +131,7 @@ def open_block(batch: pa.RecordBatch, specs: Sequence[ColumnSpec]) -> BlockColum
         tuple(starts),
         valid,
         np.array(table, np.int64).reshape(-1, 4),
+        packing,
     )
 
 

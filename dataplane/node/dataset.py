@@ -12,11 +12,16 @@ import pyarrow as pa
 
 from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
+from dataplane.node.columns import Packing
+from dataplane.node.packing import plan_packing
 from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.order import BlockSizes
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
 from dataplane.transforms.columns import ColumnPlan, plan_columns
 
+# Of the block arena, what packed blocks of open windows may take.
+_ROOM_PARTS = 2
 # What an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
@@ -52,7 +57,8 @@ class Marks:
 class Dataset:
     """One manifest read in one way. Two jobs that read it alike share its blocks.
 
-    `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding.
+    `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding. It is
+    decoded all the same where its small columns are packed.
     """
 
     dataset_id: int
@@ -134,25 +140,63 @@ def _row_bytes(kind: pa.DataType) -> int:
     return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0
 
 
-def _marks(manifest: Manifest, columns: ColumnPlan, *, direct: bool) -> Marks:
+def _decoded_bytes(manifest: Manifest, columns: ColumnPlan, packing: Packing | None) -> Ints:
+    """What each block takes once decoded, as far as the index knows."""
+    fixed = sum(_row_bytes(field.type) for field in columns.schema)
+    size = manifest.block_decoded
+    if packing is not None and all(spec.kind is Kind.FIXED for spec in columns.specs):
+        size = manifest.block_rows * fixed  # not of the columns that nobody asked for
+    if packing is not None:
+        size = size + manifest.block_rows * packing.padding_bytes
+    return size + _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.specs)
+
+
+def _marks(manifest: Manifest, decoded: Ints, *, direct: bool) -> Marks:
     shards = manifest.shards
     # Of each shard: what is fetched with every block, -1 where nothing is; whether it is decoded.
     preamble = np.array([-1 if _path_of(s.url) else s.preamble.length for s in shards], np.int64)
     is_decoded = np.array([not (direct and s.zero_copy) for s in shards], np.bool_)
     fetched = preamble[manifest.block_shard]
     raw = np.where(fetched < 0, 0, fetched + manifest.block_length)
-    more = _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.specs)
-    decoded = np.where(is_decoded[manifest.block_shard], manifest.block_decoded + more, 0)
-    return Marks.of(raw, decoded)
+    return Marks.of(raw, np.where(is_decoded[manifest.block_shard], decoded, 0))
 
 
-def dataset_of(dataset_id: int, manifest: Manifest, spec: JobSpec) -> Dataset:
+def _columns(manifest: Manifest, spec: JobSpec) -> tuple[ColumnPlan, bool]:
+    """The columns, and whether zero-copy blocks have them in canonical form."""
+    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    columns = plan_columns(schema, spec.columns, spec.lists)
+    is_canonical = all(
+        field.name in schema.names and schema.field(field.name).type == field.type
+        for field in columns.schema
+    )
+    return columns, is_canonical
+
+
+def can_pack(manifest: Manifest, spec: JobSpec, arena_bytes: int) -> bool:
+    """Whether a job's blocks are better packed: its rows are shuffled, and what was packed can stay
+    until it was used, if its blocks would need no memory as they are.
+
+    Raises:  ConfigError: a column that is not there.
+    """
+    columns, is_canonical = _columns(manifest, spec)
+    packing = plan_packing(columns.specs) if spec.shuffle else None
+    if packing is None:
+        return False
+    if not (is_canonical and any(shard.zero_copy for shard in manifest.shards)):
+        return True
+    sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, packing))
+    needed = sizes.open_window_bytes(spec.window) * spec.lanes
+    return needed * _ROOM_PARTS <= arena_bytes
+
+
+def dataset_of(
+    dataset_id: int, manifest: Manifest, spec: JobSpec, *, packed: bool = False
+) -> Dataset:
     """How a job with this spec reads the manifest.
 
     Raises:  ConfigError: a column that is not there.
     """
-    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
-    columns = plan_columns(schema, spec.columns, spec.lists)
+    columns, is_canonical = _columns(manifest, spec)
     message = tasks.OpenDataset(
         dataset_id,
         manifest.format,
@@ -160,10 +204,9 @@ def dataset_of(dataset_id: int, manifest: Manifest, spec: JobSpec) -> Dataset:
         columns=spec.columns,
         lists=spec.lists,
         fill_null=spec.fill_null,
+        pack=packed,
     )
-    direct = all(
-        field.name in schema.names and schema.field(field.name).type == field.type
-        for field in columns.schema
-    )
-    marks = _marks(manifest, columns, direct=direct)
+    packing = plan_packing(columns.specs) if packed else None
+    direct = is_canonical and packing is None
+    marks = _marks(manifest, _decoded_bytes(manifest, columns, packing), direct=direct)
     return Dataset(dataset_id, manifest, columns, message, direct, marks)

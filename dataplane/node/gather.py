@@ -7,6 +7,7 @@ valid). Both start at multiples of 64 bytes. See model.Kind.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dataplane.node.columns import (
     BlockColumns,
     Bytes,
     Ints,
+    Packing,
     RowIndex,
     by_block,
     element_bytes,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _ALIGN_BYTES = 64
 _INT_BYTES = 8
 _NONE = np.empty(0, np.int64)
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Gather:
     ) -> None:
         self._specs = specs
         self._pictures, self._blocks = pictures, blocks
+        self._packing = blocks[0].packing if blocks else None
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
         # A copy: the trainer maps the memory that an index is told in.
@@ -92,13 +96,14 @@ class Gather:
         count = int(np.searchsorted(ends, len(slab), side="right")) - 1
         if not count:
             return Assembled(0, bytes_needed=int(ends[1]))
-        out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw)
+        out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw, self._packing)
         columns = tuple(
             out.write(at, spec, pieces, int(begin[count]))
             for at, (spec, pieces, begin) in enumerate(
                 zip(self._specs, self._pieces, begins, strict=True)
             )
         )
+        out.write_packed()
         return Assembled(count, bytes_used=int(ends[count]), columns=columns)
 
     def _draw(self, at: int, out: Bytes) -> bool:
@@ -130,10 +135,10 @@ class Gather:
     def _streams(self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex) -> _Pieces:
         """One Arrow stream a batch, of its own rows alone; nothing for an empty batch."""
         streams = [b""] * len(self._batch_rows)
-        groups = list(by_block(row_index))
+        groups, name = list(by_block(row_index)), self._specs[at].name
         if groups:
             column = pa.concat_arrays(
-                [blocks[block].batch.column(at).take(pa.array(rows)) for block, rows, _ in groups]
+                [blocks[block].batch.column(name).take(pa.array(rows)) for block, rows, _ in groups]
             )
             place = np.empty(len(row_index), np.int64)
             place[np.concatenate([places for _, _, places in groups])] = np.arange(len(row_index))
@@ -153,15 +158,22 @@ class _Slab:
         rows: Rows,
         batch_rows: Ints,
         draw: Callable[[int, Bytes], bool],
+        packing: Packing | None,
     ) -> None:
-        self._rows, self._draw = rows, draw
+        self._rows, self._draw, self._packing = rows, draw, packing
+        self._packed: dict[int, Bytes] = dict.fromkeys(
+            packing.columns if packing else (), _NO_BYTES
+        )
         self._bytes: Bytes = np.frombuffer(slab, np.uint8)
         self._words = self._bytes[: len(slab) // _INT_BYTES * _INT_BYTES].view(np.int64)
         self._batch_rows = batch_rows
         self._bounds = _sums(batch_rows)
-        # Of each row: its batch, and its place in it.
-        self._batch = np.repeat(np.arange(len(batch_rows)), batch_rows)
-        self._within = np.arange(self._bounds[-1]) - self._bounds[self._batch]
+
+    @functools.cached_property
+    def _places(self) -> tuple[Ints, Ints]:
+        """Of each row: its batch, and its place in it."""
+        batch = np.repeat(np.arange(len(self._batch_rows)), self._batch_rows)
+        return batch, np.arange(self._bounds[-1]) - self._bounds[batch]
 
     def write(self, at: int, spec: ColumnSpec, pieces: _Pieces, begin: int) -> Column:
         """One column, from `begin` on."""
@@ -171,7 +183,9 @@ class _Slab:
         if spec.kind is Kind.FIXED:
             size = row_bytes(spec)
             end = begin + int(self._bounds[-1]) * size
-            if not self._draw(at, self._bytes[begin:end]):
+            if at in self._packed:
+                self._packed[at] = self._bytes[begin:end]
+            elif not self._draw(at, self._bytes[begin:end]):
                 self._rows.fixed(at, size, self._bytes[begin:end])
         elif spec.kind is Kind.OBJECT:
             for start, stream in zip(values.tolist(), pieces.streams, strict=False):
@@ -179,6 +193,11 @@ class _Slab:
         else:
             self._write_runs(at, spec, pieces.spans, values, sides, width)
         return Column(tuple(values.tolist()), tuple(sides.tolist()), tuple(width.tolist()))
+
+    def write_packed(self) -> None:
+        """The columns that are packed, all at once: `write` has only said where they go."""
+        if self._packing is not None:
+            self._rows.packed(self._packing, list(self._packed.values()))
 
     def _write_runs(
         self,
@@ -189,7 +208,7 @@ class _Slab:
         sides: Ints,
         width: Ints,
     ) -> None:
-        batch, within, size = self._batch, self._within, element_bytes(spec)
+        (batch, within), size = self._places, element_bytes(spec)
         starts, lengths = spans[0][: len(batch)], spans[1][: len(batch)]
         side = sides[batch] // _INT_BYTES + within
         if spec.kind is Kind.PADDED:

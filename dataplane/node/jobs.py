@@ -22,7 +22,7 @@ from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, PeerLost
 from dataplane.model import Stream
-from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.dataset import Dataset, can_pack, dataset_of
 from dataplane.node.engine import Engine
 from dataplane.node.walk import SlabSizes, Walk, slab_sizes
 from dataplane.node.work import Delivery, Send, StreamState
@@ -125,7 +125,8 @@ class Jobs:
         self._check_budget(dataset)
         joined = await self._coordination.join(self._join_request(request, spec, manifest))
         # Its last reader may have left meanwhile.
-        dataset = self._datasets.setdefault(_dataset_key(spec), dataset)
+        key = _dataset_key(spec, packed=dataset.message.pack)
+        dataset = self._datasets.setdefault(key, dataset)
         sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
         try:
             delivery = self._delivery(request, dataset, spec, sizes)
@@ -241,10 +242,11 @@ class Jobs:
             fill_null=tuple(sorted(request.fill_null)),
             transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
         )
-        key = _dataset_key(spec)
+        packed = can_pack(manifest, spec, self._config.block_arena_bytes)
+        key = _dataset_key(spec, packed=packed)
         dataset = self._datasets.get(key)
         if dataset is None:
-            dataset = dataset_of(next(self._numbers), manifest, spec)
+            dataset = dataset_of(next(self._numbers), manifest, spec, packed=packed)
             self._check_fill_null(dataset, spec)
             self._datasets[key] = dataset
         try:
@@ -356,9 +358,9 @@ class Jobs:
             raise
 
 
-def _dataset_key(spec: JobSpec) -> object:
+def _dataset_key(spec: JobSpec, *, packed: bool) -> object:
     """Jobs that are equal in this share a dataset, and so its blocks."""
-    return (spec.fingerprint, spec.columns, spec.lists, spec.fill_null)
+    return (spec.fingerprint, spec.columns, spec.lists, spec.fill_null, packed)
 
 
 def _is_value_of(dtype: str, value: float) -> bool:

@@ -7,6 +7,9 @@
  *   index    int32[count, 2]: (block, row), in memory that nobody else writes
  *   sources  one column's part of block b is sources[b * stride]
  *
+ * Packed rows are the small columns of a block, row after row, the columns of a row side by side: a
+ * row that is read at random is one or two misses of the cache then, and not one for each column.
+ *
  * A function returns -1, or the number of the first row that is not where it should be; what it has
  * written by then is within `out`. Every address may be unaligned, so words are read by memcpy.
  */
@@ -30,7 +33,8 @@ enum {
     ASKED_BYTES = 512,   /* of each page of a row */
     AHEAD_BYTES = 4096,  /* so much later lies the row that is asked for, */
     AHEAD_ROWS_MAX = 16, /* so many rows at most, */
-    AHEAD_WORDS = 256    /* and so many where a row is one word */
+    AHEAD_WORDS = 256,   /* and so many where a row is one word */
+    TILE_ROWS = 256      /* packed rows that become columns together, in the nearest caches */
 };
 
 struct source {
@@ -38,6 +42,12 @@ struct source {
     const char *starts;   /* int64[rows + 1], in elements */
     const uint8_t *valid; /* uint8[rows], or NULL where all are */
     int64_t count;        /* elements of `values`, where there are starts */
+};
+
+struct field {
+    int64_t at;    /* in a packed row */
+    int64_t bytes; /* at most to the end of the row */
+    char *column;  /* the same of all rows, one after the other */
 };
 
 INLINE int64_t word(const char *words, int64_t at)
@@ -62,6 +72,14 @@ INLINE void ask_row(const char *from, int64_t bytes)
             __builtin_prefetch(from);
         from = page_end;
     }
+}
+
+/* Into the second level cache, as single words are. */
+INLINE void ask_packed_row(const char *from, int64_t bytes)
+{
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES)
+        ask_word(from + at);
+    ask_word(from + bytes - 1);
 }
 
 INLINE int64_t rows_ahead(int64_t row_bytes)
@@ -178,6 +196,139 @@ EXPORT void gather_valid(const struct source *sources, int64_t stride, const int
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *valid = sources[index[2 * i] * stride].valid;
         out[i] = valid == NULL || valid[index[2 * i + 1]];
+    }
+}
+
+typedef int32_t fours __attribute__((vector_size(16)));
+
+#ifdef __clang__
+#define PICKED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICKED(a, b, ...) __builtin_shuffle(a, b, (fours){__VA_ARGS__})
+#endif
+
+INLINE fours fours_at(const char *from)
+{
+    fours found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+INLINE void put_fours(char *to, fours given)
+{
+    memcpy(to, &given, sizeof given);
+}
+
+/* Four runs of four words of 4 bytes: word j of run i becomes word i of run j. */
+INLINE void turn_fours(char *const from[4], char *const to[4])
+{
+    fours a = fours_at(from[0]), b = fours_at(from[1]);
+    fours c = fours_at(from[2]), d = fours_at(from[3]);
+    fours ab = PICKED(a, b, 0, 4, 1, 5), cd = PICKED(c, d, 0, 4, 1, 5);
+    put_fours(to[0], PICKED(ab, cd, 0, 1, 4, 5));
+    put_fours(to[1], PICKED(ab, cd, 2, 3, 6, 7));
+    ab = PICKED(a, b, 2, 6, 3, 7), cd = PICKED(c, d, 2, 6, 3, 7);
+    put_fours(to[2], PICKED(ab, cd, 0, 1, 4, 5));
+    put_fours(to[3], PICKED(ab, cd, 2, 3, 6, 7));
+}
+
+/* The same of two runs of two words of 8 bytes. */
+INLINE void turn_twos(char *const from[2], char *const to[2])
+{
+    fours a = fours_at(from[0]), b = fours_at(from[1]);
+    put_fours(to[0], PICKED(a, b, 0, 1, 4, 5));
+    put_fours(to[1], PICKED(a, b, 2, 3, 6, 7));
+}
+
+/* How many fields, from the first on, lie side by side and are turned together: 4, 2 or 1. */
+INLINE int64_t turned_together(const struct field *fields, int64_t count)
+{
+    int64_t bytes = fields->bytes, most = bytes == 4 ? 4 : bytes == 8 ? 2 : 1;
+    if (most > count)
+        return 1;
+    for (int64_t f = 1; f < most; f++)
+        if (fields[f].bytes != bytes || fields[f].at != fields->at + f * bytes)
+            return 1;
+    return most;
+}
+
+INLINE void copy_field(char *const *rows, int64_t count, const struct field *field, int64_t first,
+                       int64_t bytes, int into_rows)
+{
+    char *column = field->column + first * bytes;
+    for (int64_t i = 0; i < count; i++)
+        if (into_rows)
+            memcpy(rows[i] + field->at, column + i * bytes, bytes);
+        else
+            memcpy(column + i * bytes, rows[i] + field->at, bytes);
+}
+
+INLINE void copy_any_field(char *const *rows, int64_t count, const struct field *field,
+                           int64_t first, int into_rows)
+{
+    switch (field->bytes) {
+    case 1: copy_field(rows, count, field, first, 1, into_rows); return;
+    case 2: copy_field(rows, count, field, first, 2, into_rows); return;
+    case 4: copy_field(rows, count, field, first, 4, into_rows); return;
+    case 8: copy_field(rows, count, field, first, 8, into_rows); return;
+    case 16: copy_field(rows, count, field, first, 16, into_rows); return;
+    default: copy_field(rows, count, field, first, field->bytes, into_rows);
+    }
+}
+
+/* The rows `first` and on of the columns, into packed rows or out of them. */
+INLINE void turn(char *const *rows, int64_t count, const struct field *fields, int64_t fields_count,
+                 int64_t first, int into_rows)
+{
+    for (int64_t together; fields_count > 0; fields += together, fields_count -= together) {
+        int64_t done = 0, at = fields->at;
+        together = turned_together(fields, fields_count);
+        for (; together == 4 && done + 4 <= count; done += 4) {
+            char *const *row = rows + done;
+            char *const in_rows[] = {row[0] + at, row[1] + at, row[2] + at, row[3] + at};
+            int64_t put = (first + done) * 4;
+            char *const in_columns[] = {fields[0].column + put, fields[1].column + put,
+                                        fields[2].column + put, fields[3].column + put};
+            turn_fours(into_rows ? in_columns : in_rows, into_rows ? in_rows : in_columns);
+        }
+        for (; together == 2 && done + 2 <= count; done += 2) {
+            char *const in_rows[] = {rows[done] + at, rows[done + 1] + at};
+            int64_t put = (first + done) * 8;
+            char *const in_columns[] = {fields[0].column + put, fields[1].column + put};
+            turn_twos(into_rows ? in_columns : in_rows, into_rows ? in_rows : in_columns);
+        }
+        for (int64_t f = 0; f < together; f++)
+            copy_any_field(rows + done, count - done, fields + f, first + done, into_rows);
+    }
+}
+
+EXPORT void pack_rows(const struct field *fields, int64_t fields_count, int64_t count,
+                      int64_t row_bytes, char *out)
+{
+    char *rows[TILE_ROWS];
+    for (int64_t first = 0; first < count; first += TILE_ROWS) {
+        int64_t tile = count - first < TILE_ROWS ? count - first : TILE_ROWS;
+        for (int64_t i = 0; i < tile; i++)
+            rows[i] = out + (first + i) * row_bytes;
+        turn(rows, tile, fields, fields_count, first, 1);
+    }
+}
+
+EXPORT void gather_packed(const struct source *sources, int64_t stride, const int32_t *index,
+                          int64_t count, int64_t row_bytes, const struct field *fields,
+                          int64_t fields_count)
+{
+    char *rows[TILE_ROWS];
+    for (int64_t i = 0; i < count && i < TILE_ROWS; i++)
+        ask_packed_row(row_at(sources, stride, index, i, row_bytes), row_bytes);
+    for (int64_t first = 0; first < count; first += TILE_ROWS) {
+        int64_t tile = count - first < TILE_ROWS ? count - first : TILE_ROWS;
+        for (int64_t i = first; i < first + tile; i++) {
+            rows[i - first] = (char *)row_at(sources, stride, index, i, row_bytes);
+            if (i < count - TILE_ROWS)
+                ask_packed_row(row_at(sources, stride, index, i + TILE_ROWS, row_bytes), row_bytes);
+        }
+        turn(rows, tile, fields, fields_count, first, 0);
     }
 }
 

@@ -24,6 +24,10 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, tuple[type, ...]]] = {
     "gather_runs": (_I64, (*_SOURCES, _I64, *(_POINTER,) * 5, _I64)),
     # out
     "gather_valid": (None, (*_SOURCES, _POINTER)),
+    # row_bytes, fields, fields_count
+    "gather_packed": (None, (*_SOURCES, _I64, _POINTER, _I64)),
+    # fields, fields_count, rows, row_bytes, out
+    "pack_rows": (None, (_POINTER, _I64, _I64, _I64, _POINTER)),
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import RowOutOfBounds
-from dataplane.node.columns import BlockColumns, Bytes, Ints, RowIndex, by_block
+from dataplane.node.columns import BlockColumns, Bytes, Ints, Packing, RowIndex, by_block
 from dataplane.node.kernel import kernel
 
 
@@ -27,6 +27,12 @@ class Rows(Protocol):
         """The rows of a FIXED column, one after the other.
 
         Shapes:  out: uint8[rows * row_bytes].
+        """
+
+    def packed(self, packing: Packing, columns: Sequence[Bytes]) -> None:
+        """The rows of all columns that are packed, in the order of the packing.
+
+        Shapes:  columns[c]: uint8[rows * size], of as many rows each.
         """
 
     def spans(self, at: int) -> tuple[Ints, Ints]:
@@ -95,6 +101,16 @@ class CompiledRows:
             count = len(out) // row_bytes
             self._library.gather_fixed(*self._sources(at, count), row_bytes, out.ctypes.data)
 
+    def packed(self, packing: Packing, columns: Sequence[Bytes]) -> None:
+        count = len(columns[0]) // int(packing.fields[0, 1])
+        fields = fields_of(packing, [column.ctypes.data for column in columns])
+        self._library.gather_packed(
+            *self._sources(self._columns - 1, count),
+            packing.row_bytes,
+            fields.ctypes.data,
+            len(fields),
+        )
+
     def spans(self, at: int) -> tuple[Ints, Ints]:
         starts, lengths = np.empty(self._rows, np.int64), np.empty(self._rows, np.int64)
         first = self._library.gather_spans(
@@ -137,6 +153,14 @@ class NumpyRows:
             count = int(np.searchsorted(put, len(into)))
             into[put[:count]] = block.values[at].view.view(one_row)[take[:count]]
 
+    def packed(self, packing: Packing, columns: Sequence[Bytes]) -> None:
+        for block, take, put in self._parts:
+            rows = block.values[-1].view.reshape(-1, packing.row_bytes)
+            for (start, size), out in zip(packing.fields.tolist(), columns, strict=True):
+                into = out.reshape(-1, size)
+                count = int(np.searchsorted(put, len(into)))
+                into[put[:count]] = rows[take[:count], start : start + size]
+
     def spans(self, at: int) -> tuple[Ints, Ints]:
         starts, ends = np.empty(self._rows, np.int64), np.empty(self._rows, np.int64)
         limits = np.empty(self._rows, np.int64)
@@ -166,6 +190,14 @@ class NumpyRows:
             if at in block.valid:
                 found[put] = block.valid[at][take]
         return found[:count]
+
+
+def fields_of(packing: Packing, addresses: Sequence[int]) -> Ints:
+    """What the kernel knows of packed rows, and of columns that lie at these addresses.
+
+    Shapes:  result: int64[columns, 3].
+    """
+    return np.column_stack([packing.fields, np.array(addresses, np.int64)])
 
 
 def _first(outside: npt.NDArray[np.bool_]) -> int:

@@ -31,6 +31,8 @@ _TOLD_BYTES_A_PIECE = 16
 _ALIGN_BYTES = 64
 # A batch of rows of different lengths may well be larger than the mean says.
 _SPREAD = 1.25
+# Of how many parts of a stored sample are bytes, as large as images, for one that is text or lists.
+_BYTES_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +63,19 @@ def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
     """What one sample takes in a slab: exactly, for its images; about, for all else."""
     if not spec.transforms:
         return 0, dataset.row_bytes()
-    columns = delivered(dataset.columns.specs, spec.transforms)
-    images = {image.column for image in spec.transforms}
-    sizes = {
-        column.name: math.prod(column.shape) * column.value_bytes
-        for column in columns
-        if column.kind is Kind.FIXED
-    }
-    pixels = sum(sizes[name] for name in images)
-    is_exact = len(sizes) == len(columns)
-    return pixels, sum(sizes.values()) - pixels if is_exact else dataset.row_bytes()
+    names = {image.column for image in spec.transforms}
+    pixels, others, stored_parts, other_parts = 0, 0, 0, 0
+    for column in delivered(dataset.columns.specs, spec.transforms):
+        size = math.prod(column.shape) * column.value_bytes
+        if column.name in names:
+            pixels += size
+            stored_parts += _BYTES_PARTS
+        elif column.kind is Kind.FIXED:
+            others += size
+        else:
+            other_parts += _BYTES_PARTS if column.kind is Kind.BYTES else 1
+    share = dataset.row_bytes() * other_parts // (stored_parts + other_parts)
+    return pixels, others + share
 
 
 def row_index_bytes(rows: int) -> int:

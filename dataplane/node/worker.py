@@ -35,7 +35,8 @@ from dataplane.errors import (
 )
 from dataplane.formats import base, registry
 from dataplane.model import Region
-from dataplane.node.columns import BlockColumns, open_block
+from dataplane.node import packing
+from dataplane.node.columns import BlockColumns, Packing, open_block
 from dataplane.node.gather import Gather
 from dataplane.rpc import local, tasks
 from dataplane.store.local import local_etag
@@ -54,6 +55,7 @@ class _Dataset:
     schema: pa.Schema
     plan: ColumnPlan
     fill_null: Mapping[str, float]
+    packing: Packing | None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -150,11 +152,13 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
         state.schema_parts[body.dataset_id] = schema_bytes
         return tasks.Done()
     schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes))
+    plan = plan_columns(schema, body.columns, body.lists)
     state.datasets[body.dataset_id] = _Dataset(
         registry.by_name(body.format),
         schema,
-        plan_columns(schema, body.columns, body.lists),
+        plan,
         dict(body.fill_null),
+        packing.plan_packing(plan.specs) if body.pack else None,
     )
     return tasks.Done()
 
@@ -162,19 +166,24 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
 def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     dataset = state.datasets[body.dataset_id]
     batch = _canonical_batch(state, dataset, body.raw)
-    schema = dataset.plan.schema
+    packed = dataset.packing
+    stream = batch if packed is None else packing.others(batch, packed)
     mock = pa.MockOutputStream()
-    with pa.ipc.new_stream(mock, schema) as writer:
-        writer.write_batch(batch)
+    with pa.ipc.new_stream(mock, stream.schema) as writer:
+        writer.write_batch(stream)
     size = int(mock.size())
+    if packed is not None:
+        size = packing.packed_block_bytes(size, batch.num_rows, packed)
     if size > body.into.length:
         return tasks.Decoded(size, stored=False)
-    into = pa.py_buffer(state.arenas[0].view(body.into.offset, body.into.length))
+    into = state.arenas[0].view(body.into.offset, size)
     with (
-        pa.FixedSizeBufferWriter(into) as sink,
-        pa.ipc.new_stream(sink, schema) as writer,
+        pa.FixedSizeBufferWriter(pa.py_buffer(into)) as sink,
+        pa.ipc.new_stream(sink, stream.schema) as writer,
     ):
-        writer.write_batch(batch)
+        writer.write_batch(stream)
+    if packed is not None:
+        packing.pack(batch, dataset.plan.specs, packed, np.frombuffer(into, np.uint8))
     if body.raw.path is not None:
         _mapped_shard(state, body.raw)  # it may have been written while it was read
     return tasks.Decoded(size, stored=True)
@@ -271,21 +280,24 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
     dataset = state.datasets[body.dataset_id] if body.blocks else None
     for source in body.blocks:
         assert dataset is not None
-        columns = open_block(_batch_of(state, dataset, source), dataset.plan.specs)
+        columns = _columns_of(state, dataset, source)
         in_file = source.raw is not None and source.raw.path is not None
         shard = _mapped_shard(state, source.raw) if in_file and source.raw is not None else None
         state.blocks[source.key] = _OpenBlock(columns, shard, source.origin)
     return tasks.Done()
 
 
-def _batch_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> pa.RecordBatch:
+def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> BlockColumns:
+    specs = dataset.plan.specs
     if source.raw is not None:
-        return _canonical_batch(state, dataset, source.raw)
+        return open_block(_canonical_batch(state, dataset, source.raw), specs)
     assert source.decoded is not None
     region = source.decoded
     view = state.arenas[0].view(region.offset, region.length).toreadonly()
+    if dataset.packing is not None:
+        return packing.open_packed(view, specs, dataset.packing)
     with pa.ipc.open_stream(pa.py_buffer(view)) as reader:
-        return reader.read_next_batch()
+        return open_block(reader.read_next_batch(), specs)
 
 
 def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
@@ -311,6 +323,7 @@ def _pictures(
 ) -> Pictures | None:
     if render is None:
         return None
+    # Pillow and libjpeg are loaded where there are images.
     from dataplane.node.pictures import Pictures
 
     origins = [block.origin for block in blocks if block.origin is not None]

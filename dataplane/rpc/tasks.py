@@ -44,6 +44,7 @@ class OpenDataset:
     columns: tuple[str, ...] = ()
     lists: ListPolicy = ListPolicy.PADDED
     fill_null: tuple[FillNull, ...] = ()
+    pack: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,10 @@ from kernels import BOTH, compiled_rows
 
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
-from dataplane.node.build_kernel import LIBRARY, SOURCE, BuildKernel, compile_library
 from dataplane.node.columns import BlockColumns, Ints, RowIndex, open_block
-from dataplane.node.kernel import kernel, load
+from dataplane.node.kernel import LIBRARY, kernel
 from dataplane.node.rows import Open
 
-ROOT = Path(__file__).resolve().parents[2]
 UNTOUCHED = 0xAA
 
 
@@ -175,77 +171,4 @@ def test_this_installation_has_the_kernel_of_this_source() -> None:
     assert str(kernel()) == "the compiled kernel"
     library = kernel().library
     assert library is not None
-    assert library._name == str(ROOT / LIBRARY)
-
-
-def _compiler() -> None:
-    if shutil.which("cc") is None:
-        compiled_rows([], np.zeros((0, 2), np.int32))
-        pytest.skip("no C compiler")
-
-
-def _hook(root: Path) -> BuildKernel:
-    return BuildKernel(str(root), {}, None, None, str(root), "wheel", None)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project with nothing but the source of the kernel."""
-    (tmp_path / SOURCE).parent.mkdir(parents=True)
-    shutil.copyfile(ROOT / SOURCE, tmp_path / SOURCE)
-    return tmp_path
-
-
-def test_the_source_compiles_without_a_warning(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _compiler()
-    monkeypatch.setenv("CFLAGS", "-Werror -Wpedantic -Wshadow")
-    compile_library(project / SOURCE, project / LIBRARY)
-    assert load(project / LIBRARY, project / SOURCE).missing == ""
-    assert sorted(path.name for path in (project / LIBRARY).parent.iterdir()) == [
-        "kernel.c",
-        "libkernel.so",
-    ]
-
-
-def test_a_library_of_another_source_is_not_used(project: Path) -> None:
-    _compiler()
-    compile_library(project / SOURCE, project / LIBRARY)
-    with (project / SOURCE).open("a") as source:
-        source.write("\n")
-    assert "was made from another kernel.c" in load(project / LIBRARY, project / SOURCE).missing
-
-
-def test_what_is_no_library_is_not_used(project: Path) -> None:
-    assert "no C compiler" in load(project / LIBRARY, project / SOURCE).missing
-    (project / LIBRARY).write_bytes(b"something else")
-    found = load(project / LIBRARY, project / SOURCE)
-    assert found.library is None
-    assert str(found).startswith("numpy (libkernel.so cannot be loaded")
-
-
-def test_a_build_has_the_library_and_the_platform_in_its_name(project: Path) -> None:
-    _compiler()
-    build: dict[str, Any] = {"artifacts": []}
-    _hook(project).initialize("standard", build)
-    assert build["artifacts"] == ["dataplane/node/libkernel.so"]
-    assert build["pure_python"] is False
-    assert build["tag"].startswith("py3-none-linux_")
-
-
-@pytest.mark.parametrize("compiler", ["false", "no-such-compiler-anywhere"])
-def test_a_build_without_a_compiler_says_so_and_has_no_library(
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    compiler: str,
-) -> None:
-    monkeypatch.setenv("CC", compiler)
-    (project / LIBRARY).write_bytes(b"of an older build")
-    build: dict[str, Any] = {"artifacts": []}
-    _hook(project).initialize("standard", build)
-    assert build == {"artifacts": []}
-    assert not (project / LIBRARY).exists()
-    told = "".join(capsys.readouterr())
-    assert "kernel.c is not compiled, numpy takes its place" in told
+    assert library._name == str(LIBRARY)

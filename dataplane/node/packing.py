@@ -1,0 +1,119 @@
+"""Packed blocks: the small columns of a row side by side, so that a row that is read at random is
+one miss of the cache or two, and not one for each column.
+
+In the block arena a packed block is the Arrow stream of its other columns, then its packed rows,
+up to the end of its region; both start at multiples of a cache line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.errors import RowOutOfBounds
+from dataplane.model import ColumnSpec, Kind
+from dataplane.node.columns import (
+    NOTHING,
+    BlockColumns,
+    Bytes,
+    Packing,
+    Part,
+    open_block,
+    row_bytes,
+)
+from dataplane.node.kernel import kernel
+from dataplane.node.rows import fields_of
+
+_LINE_BYTES = 64
+_SMALL_BYTES = 32
+"""A longer row of a column is worth a miss of its own."""
+_COLUMNS_MIN = 4
+"""Fewer columns would not be read that much faster than it takes to pack them."""
+_PADDING_SHARE = 8
+"""Rows are padded, so that they cross fewer lines, by this part of their size at most."""
+
+
+def plan_packing(specs: Sequence[ColumnSpec]) -> Packing | None:
+    """Which columns are worth it, or None where they are too few."""
+    sizes = {
+        at: row_bytes(spec)
+        for at, spec in enumerate(specs)
+        if spec.kind is Kind.FIXED and 0 < row_bytes(spec) <= _SMALL_BYTES
+    }
+    if len(sizes) < _COLUMNS_MIN:
+        return None
+    # Equal ones side by side: the kernel turns several of them at once.
+    columns = sorted(sizes, key=lambda at: -sizes[at])
+    ends = np.cumsum([sizes[at] for at in columns])
+    fields = np.array([(end - sizes[at], sizes[at]) for at, end in zip(columns, ends, strict=True)])
+    return Packing(tuple(columns), fields.astype(np.int64), _padded(int(ends[-1])))
+
+
+def _padded(size: int) -> int:
+    """The widest alignment that costs little."""
+    for step in (_LINE_BYTES, _LINE_BYTES // 2, _LINE_BYTES // 4, _LINE_BYTES // 8):
+        padded = -(-size // step) * step
+        if (padded - size) * _PADDING_SHARE <= size:
+            return padded
+    return size
+
+
+def others(batch: pa.RecordBatch, packing: Packing) -> pa.RecordBatch:
+    """A canonical block without what is packed: as many rows, even where no column is left."""
+    packed = frozenset(packing.columns)
+    return batch.select([at for at in range(batch.num_columns) if at not in packed])
+
+
+def packed_block_bytes(stream_bytes: int, rows: int, packing: Packing) -> int:
+    """What a packed block takes whose other columns are a stream of that size."""
+    return _lines(stream_bytes) + _lines(rows * packing.row_bytes)
+
+
+def pack(
+    batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing, region: Bytes
+) -> None:
+    """Write the packed rows of a canonical block at the end of its region.
+
+    Shapes:  region: uint8[packed_block_bytes].
+    Raises:  RowOutOfBounds: a buffer ends before its column does.
+    """
+    if not batch.num_rows:
+        return
+    start = len(region) - _lines(batch.num_rows * packing.row_bytes)
+    out = region[start : start + batch.num_rows * packing.row_bytes]
+    chosen = [specs[at] for at in packing.columns]
+    columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
+    library = kernel().library
+    if library is not None:
+        fields = fields_of(packing, [column.address for column in columns])
+        library.pack_rows(
+            fields.ctypes.data, len(fields), batch.num_rows, packing.row_bytes, out.ctypes.data
+        )
+        return
+    rows = out.reshape(-1, packing.row_bytes)
+    for (at, size), column in zip(packing.fields.tolist(), columns, strict=True):
+        rows[:, at : at + size] = column.view.reshape(-1, size)
+
+
+def open_packed(region: memoryview, specs: Sequence[ColumnSpec], packing: Packing) -> BlockColumns:
+    """Where the columns of a packed block lie.
+
+    Raises:  RowOutOfBounds: the region is too short for its rows, or a buffer for its column.
+    """
+    buffer = pa.py_buffer(region)
+    with pa.ipc.open_stream(buffer) as reader:
+        batch = reader.read_next_batch()
+    length = batch.num_rows * packing.row_bytes
+    start = buffer.size - _lines(length)
+    if start < 0:
+        raise RowOutOfBounds(
+            f"{batch.num_rows} packed rows take more than the {buffer.size} bytes of their block",
+            row=0,
+        )
+    return open_block(batch, specs, packing, Part(buffer, start, length) if length else NOTHING)
+
+
+def _lines(size: int) -> int:
+    return -(-size // _LINE_BYTES) * _LINE_BYTES

@@ -1,0 +1,212 @@
+"""Encoded images in memory -> resized crops in a slab, in the form that training wants.
+
+Every image becomes RGB: grey is repeated, CMYK and YCCK are taken as inverted (as Adobe and Pillow
+do) and converted without a colour profile, an alpha channel is dropped and what lies under it
+stays; of 16 bits a channel the upper eight count. EXIF orientation is applied. A JPEG is decoded
+only where its box lies, shrunk by 2, 4 or 8 on the way where the box has so many times the pixels
+that are wanted. Everything else is decoded whole, by Pillow.
+
+A result depends on image, box, flip and view alone, and not on the processor. It differs by at most
+`TOLERANCE` of 255 from what Pillow makes of the whole image, and where a JPEG is shrunk while it is
+decoded, by `TOLERANCE_SHRUNK` in the mean. Without compiled library or libjpeg-turbo Pillow makes
+all of it, within the same bounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError, ImageError
+from dataplane.transforms import pixels_pillow as pillow
+from dataplane.transforms.pixels_library import REASON_BYTES, Maker, maker
+
+Ints = NDArray[np.int64]
+Doubles = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
+
+LAYOUTS: Final = ("HWC", "CHW")
+DTYPES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+TOLERANCE: Final = 1
+TOLERANCE_SHRUNK: Final = 4.0
+_SIDE_MAX = 1 << 15
+_NO_JPEG = 1
+_COLOURS = 3
+
+
+class _View(ctypes.Structure):
+    """As csrc/pixels.h has it."""
+
+    _fields_ = (
+        ("height", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("is_planar", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("scale", ctypes.c_float * _COLOURS),
+        ("bias", ctypes.c_float * _COLOURS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PixelView:
+    """What every image of a column becomes.
+
+    `layout` is HWC or CHW; `dtype` uint8, float16, bfloat16 or float32. `mean` and `std` are of
+    values in 0..1, as torchvision's Normalize; without them uint8 is 0..255, and floats are 0..1.
+
+    Raises:  ConfigError: there is no such layout or dtype, or its values would have no room.
+    """
+
+    height: int
+    width: int
+    layout: str
+    dtype: str
+    mean: tuple[float, float, float] | None
+    std: tuple[float, float, float] | None
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"layout {self.layout!r} is none of {', '.join(LAYOUTS)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if not (1 <= self.height <= _SIDE_MAX and 1 <= self.width <= _SIDE_MAX):
+            raise ConfigError(f"{self.height} x {self.width} pixels: a side has 1 to {_SIDE_MAX}")
+        if self.dtype == "uint8" and (self.mean or self.std):
+            raise ConfigError("uint8 has no room for normalised values: choose a float dtype")
+        if self.std and not all(self.std):
+            raise ConfigError(f"std {self.std} has a 0, which values would be divided by")
+
+    @property
+    def bytes(self) -> int:
+        """Of one image."""
+        return self.height * self.width * _COLOURS * DTYPES[self.dtype]
+
+    def factors(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """A value of 0..255 times the first, plus the second, is what is delivered.
+
+        Shapes:  results: float32[3].
+        """
+        mean = np.array(self.mean or (0.0,) * _COLOURS)
+        std = np.array(self.std or (1.0,) * _COLOURS)
+        return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+
+
+def sizes(images: Ints, by: Maker | None = None) -> NDArray[np.int32]:
+    """(height, width) of each image as it is seen, its EXIF orientation applied, from its header.
+
+    Shapes:  images: int64[n, 2], address and length of each: the caller keeps the memory alive.
+             result: int32[n, 2].
+    Raises:  ImageError: row says which; truncated, too large, or no image at all.
+    """
+    by = by or maker()
+    images = np.ascontiguousarray(images, np.int64)
+    found = np.empty((len(images), 2), np.int32)
+    outcomes = np.full(len(images), _NO_JPEG, np.uint8)
+    if by.library is not None:
+        reason = ctypes.create_string_buffer(REASON_BYTES)
+        failed = by.library.pixels_sizes(
+            images.ctypes.data, len(images), found.ctypes.data, outcomes.ctypes.data, reason
+        )
+        _refuse(failed, reason)
+    for row in np.flatnonzero(outcomes == _NO_JPEG).tolist():
+        with pillow.opened(images, row) as (image, orientation):
+            found[row] = pillow.seen_size(image, orientation)
+    return found
+
+
+def render(
+    images: Ints,
+    boxes: Doubles,
+    flips: Bytes,
+    view: PixelView,
+    out: Bytes,
+    by: Maker | None = None,
+) -> None:
+    """What lies in the box of each image, resized to the view, mirrored left-right where `flips`
+    says so, normalised, in the view's layout.
+
+    A resize is bilinear with antialiasing: torchvision's antialias=True, Pillow's BILINEAR with a
+    box, whose filter also sees the pixels around the box.
+
+    Shapes:  images: int64[n, 2], address and length of each.   flips: uint8[n].
+             boxes: float64[n, 4] = top, left, height, width in pixels of the image as it is seen.
+             out: uint8[n * view.bytes].
+    Raises:  ImageError: row says which; what was written of it is undefined.
+    """
+    by = by or maker()
+    images = np.ascontiguousarray(images, np.int64)
+    boxes = np.ascontiguousarray(boxes, np.float64)
+    flips = np.ascontiguousarray(flips, np.uint8)
+    count = len(images)
+    if boxes.shape != (count, 4) or flips.shape != (count,) or out.nbytes != count * view.bytes:
+        raise ValueError("images, boxes, flips and out are not of one length")
+    if not out.flags.c_contiguous:
+        raise ValueError("out is not contiguous")
+    outcomes = np.full(count, _NO_JPEG, np.uint8)
+    form = _form(view)
+    if by.library is not None and by.has_jpeg:
+        reason = ctypes.create_string_buffer(REASON_BYTES)
+        failed = by.library.pixels_render(
+            images.ctypes.data, count, boxes.ctypes.data, flips.ctypes.data, ctypes.byref(form),
+            view.bytes, out.ctypes.data, outcomes.ctypes.data, reason,
+        )  # fmt: skip
+        _refuse(failed, reason)
+    places = out.reshape(count, view.bytes)
+    for row in np.flatnonzero(outcomes == _NO_JPEG).tolist():
+        with pillow.opened(images, row) as (image, orientation):
+            _check(boxes[row], *pillow.seen_size(image, orientation), row)
+            if by.library is None:
+                seen = pillow.turned(pillow.rgb(image), orientation)
+                pixels = pillow.resized(seen, boxes[row], view.height, view.width)
+                places[row] = _delivered(pixels, view, is_flipped=bool(flips[row]))
+                continue
+            stored = pillow.rgb(image).tobytes("raw", "RGBX")
+            failed = by.library.pixels_resize(
+                stored, image.height, image.width, orientation, boxes[row].ctypes.data,
+                flips[row:].ctypes.data, ctypes.byref(form), places[row].ctypes.data,
+            )  # fmt: skip
+            if failed:
+                raise ImageError("no memory for its resize", row=row)
+
+
+def _form(view: PixelView) -> _View:
+    scale, bias = view.factors()
+    form = _View(view.height, view.width, view.layout == "CHW", [*DTYPES].index(view.dtype))
+    form.scale[:], form.bias[:] = scale.tolist(), bias.tolist()
+    return form
+
+
+def _refuse(row: int, reason: ctypes.Array[ctypes.c_char]) -> None:
+    if row >= 0:
+        raise ImageError(reason.value.decode(errors="replace"), row=row)
+
+
+def _check(box: Doubles, height: int, width: int, row: int) -> None:
+    slack = 1e-6
+    top, left, down, right = box.tolist()
+    if not (
+        down > 0 and right > 0 and top >= -slack and left >= -slack
+        and top + down <= height + slack and left + right <= width + slack
+    ):  # fmt: skip
+        raise ImageError(f"its box does not lie within its {height} x {width} pixels", row=row)
+
+
+def _delivered(pixels: NDArray[np.uint8], view: PixelView, *, is_flipped: bool) -> Bytes:
+    """Shapes:  pixels: uint8[height, width, 3].   result: uint8[view.bytes]."""
+    values: NDArray[np.generic] = pixels[:, ::-1] if is_flipped else pixels
+    if view.dtype != "uint8":
+        scale, bias = view.factors()
+        floats = values.astype(np.float32) * scale + bias
+        if view.dtype == "bfloat16":
+            bits = floats.view(np.uint32)
+            # To the nearest, ties to even.
+            values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        else:
+            values = floats.astype(view.dtype)
+    if view.layout == "CHW":
+        values = values.transpose(2, 0, 1)
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -1,0 +1,214 @@
+"""Images: pixels in batches, the same whoever makes them, of every dtype and layout."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from dataplane_torch import (
+    CenterCrop,
+    DataLoader,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ShardedIterableDataset,
+    ToDtype,
+    ToLayout,
+)
+from PIL import Image
+
+from dataplane.errors import ConfigError, ImageError, SpecMismatch
+
+COUNT = 60
+GLOBAL_BATCH = 12
+CROP = [RandomResizedCrop(16), RandomHorizontalFlip()]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+pytestmark = pytest.mark.usefixtures("small_node")
+
+
+def jpeg(number: int) -> bytes:
+    """A picture of no other number, whose left half is not its right half."""
+    chance = np.random.default_rng(number)
+    coarse = chance.integers(0, 256, (6, 8, 3), np.uint8)
+    size = (64 + number % 5, 48 + number % 7)
+    sink = io.BytesIO()
+    Image.fromarray(coarse).resize(size, Image.Resampling.BILINEAR).save(sink, "JPEG", quality=90)
+    return sink.getvalue()
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """Two Parquet shards of pictures, in small blocks."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    table = pa.table(
+        {
+            "id": pa.array(range(COUNT), pa.int64()),
+            "jpg": pa.array([jpeg(i) for i in range(COUNT)], pa.binary()),
+            "text": [f"no. {i}" for i in range(COUNT)],
+            "tokens": [[i] * (i % 3) for i in range(COUNT)],
+        }
+    )
+    for i, start in enumerate(range(0, COUNT, 35)):
+        pq.write_table(table.slice(start, 35), folder / f"{i}.parquet", row_group_size=10)
+    return str(folder)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, name: str, workers: int) -> None:
+    """Loaders from here on have a node of their own, with so many workers."""
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": name}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", str(workers))
+
+
+def drawn(batches) -> Iterator[tuple[int, str]]:
+    """Each sample's id, and a hash of its pixels."""
+    for batch in batches:
+        for number, pixels in zip(batch["id"].tolist(), batch["jpg"], strict=True):
+            yield number, hashlib.blake2b(pixels.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def test_pixels_are_the_same_for_every_worker_count_dp_size_and_resume_point(
+    shards, monkeypatch
+) -> None:
+    """Invariants 2, 3 and 5."""
+    options = {
+        "global_batch_size": GLOBAL_BATCH, "shuffle": True, "seed": 3, "columns": ["id", "jpg"],
+        "transforms": {"jpg": CROP},
+    }  # fmt: skip
+    launched(monkeypatch, "one", 1)
+    with DataLoader(shards, **options) as loader:
+        iterator = iter(loader)
+        head = [next(iterator), next(iterator)]
+        state = loader.state_dict()
+        whole = list(drawn([*head, *iterator]))
+        second = dict(drawn(loader))
+    assert sorted(number for number, _ in whole) == list(range(COUNT))
+    assert len({hashed for _, hashed in whole}) == COUNT
+    changed = sum(second[number] != hashed for number, hashed in whole)
+    assert changed > COUNT * 0.9, "another epoch draws other boxes"
+    for size, workers, resumed in ((2, 3, None), (3, 2, state)):
+        launched(monkeypatch, f"of-{size}", workers)
+        ranks = [
+            DataLoader(shards, name="job", dp_rank=rank, dp_size=size, **options)
+            for rank in range(size)
+        ]
+        parts = []
+        for loader in ranks:
+            if resumed is not None:
+                loader.load_state_dict(resumed)
+            parts.append(list(drawn(loader)))
+            loader.close()
+        rest = whole[2 * GLOBAL_BATCH :] if resumed is not None else whole
+        assert [row for rows in zip(*parts, strict=True) for row in rows] == rest
+    dataset = ShardedIterableDataset(shards, **options)
+    assert list(drawn(dataset)) == whole
+    dataset.close()
+
+
+VIEWS = {
+    ("uint8", "CHW", False): 0.5,
+    ("float32", "HWC", False): 1 / 255,
+    ("float16", "CHW", True): 1 / 255,
+    ("bfloat16", "HWC", True): 3 / 255,
+    ("float32", "CHW", True): 1 / 255,
+}
+
+
+@pytest.mark.parametrize(
+    ("shard", "column"),
+    [("webdataset/*.tar", "jpg"), ("parquet/images-huggingface.parquet", "image.bytes")],
+)
+def test_photographs_of_every_dtype_and_layout(data_dir, shard, column) -> None:
+    url = str(data_dir / shard)
+
+    def first(*more) -> torch.Tensor:
+        steps = {column: [*CROP, *more]}
+        with DataLoader(url, 8, shuffle=True, columns=[column], transforms=steps) as loader:
+            found: torch.Tensor = next(iter(loader))[column]
+        return found
+
+    plain = first()
+    assert (plain.dtype, plain.shape) == (torch.uint8, (8, 16, 16, 3))
+    assert plain.float().std() > 20
+    for (dtype, layout, normal), tolerance in VIEWS.items():
+        steps = [ToLayout(layout), ToDtype(dtype), *([Normalize(MEAN, STD)] if normal else [])]
+        found = first(*steps)
+        assert found.dtype == getattr(torch, dtype)
+        assert found.is_contiguous()
+        found = found.movedim(1, 3) if layout == "CHW" else found
+        expected = plain.float() if dtype == "uint8" else plain.float() / 255
+        if normal:
+            expected = (expected - torch.tensor(MEAN)) / torch.tensor(STD)
+        assert found.shape == plain.shape
+        difference = (found.float() - expected).abs().max()
+        assert difference <= (tolerance / min(STD) if normal else tolerance)
+
+
+def test_a_centred_crop_shows_the_middle_in_its_colours(shards) -> None:
+    steps = {"jpg": [Resize(32), CenterCrop(16)]}
+    with DataLoader(shards, 20, columns=["jpg", "text", "tokens"], transforms=steps) as loader:
+        batches = list(loader)
+    for number, pixels in enumerate(image for batch in batches for image in batch["jpg"]):
+        whole = Image.open(io.BytesIO(jpeg(number)))
+        scale = 32 / min(whole.size)
+        size = (int(whole.width * scale), int(whole.height * scale))
+        left, top = round((size[0] - 16) / 2), round((size[1] - 16) / 2)
+        middle = whole.resize(size, Image.Resampling.BILINEAR).crop(
+            (left, top, left + 16, top + 16)
+        )
+        assert np.abs(np.asarray(middle, np.float32) - pixels.numpy()).mean() < 8
+    assert [text for batch in batches for text in batch["text"]] == [
+        f"no. {i}" for i in range(COUNT)
+    ]
+
+
+def test_a_broken_image_names_shard_row_and_column(tmp_path) -> None:
+    for number, broken in enumerate((b"no image at all", None, jpeg(0)[:300], b"")):
+        path = tmp_path / f"broken-{number}.parquet"
+        images = [*(jpeg(i) for i in range(17)), broken, jpeg(18)]
+        pq.write_table(pa.table({"jpg": pa.array(images, pa.binary())}), path, row_group_size=6)
+        with DataLoader(path, 5, transforms={"jpg": CROP}) as loader:
+            iterator = iter(loader)
+            assert len(next(iterator)["jpg"]) == 5
+            with pytest.raises(ImageError, match="null" if broken is None else ".") as caught:
+                list(iterator)
+        error = caught.value
+        assert (error.row, error.column) == (17, "jpg")
+        assert str(error.shard).endswith(path.name)
+        assert f"{error.shard}: row 17, column 'jpg': " in str(error)
+
+
+def test_other_transforms_are_another_job(shards) -> None:
+    with DataLoader(shards, 5, name="job", transforms={"jpg": CROP}) as loader:
+        state = loader.state_dict()
+        other = DataLoader(shards, 5, name="job", transforms={"jpg": [CenterCrop(16)]})
+        with other, pytest.raises(SpecMismatch, match="transforms") as caught:
+            len(other)
+        assert caught.value.field == "transforms"
+    with (
+        DataLoader(shards, 5, transforms={"jpg": [RandomResizedCrop(16)]}) as loader,
+        pytest.raises(SpecMismatch, match="transforms"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_a_column_without_images_is_refused_at_opening(shards) -> None:
+    what = {"id": "int64", "text": "text", "tokens": "lists", "png": "they have.*jpg"}
+    for column, match in what.items():
+        with (
+            DataLoader(shards, 5, transforms={column: CROP}) as loader,
+            pytest.raises(ConfigError, match=match) as caught,
+        ):
+            len(loader)
+        assert caught.value.field == "transforms"
+        assert repr(column) in str(caught.value)

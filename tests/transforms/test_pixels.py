@@ -1,0 +1,277 @@
+"""Pixels are what Pillow makes of the whole image, whoever makes them and however little it reads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import drawn, encoded, exif, expected, made, photographs, seen, sizes
+
+from dataplane.errors import ConfigError
+from dataplane.transforms.pixels import (
+    DTYPES,
+    TOLERANCE,
+    TOLERANCE_SHRUNK,
+    PixelView,
+)
+from dataplane.transforms.pixels_library import PILLOW, Maker, maker
+
+FOUND = maker()
+IN_C = Maker(FOUND.library, has_jpeg=False, missing="chosen")
+MAKERS = (FOUND, IN_C, PILLOW) if FOUND.library is not None else (PILLOW,)
+VIEW = PixelView(24, 32, "HWC", "uint8", None, None)
+FORMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("RGB", "JPEG", {"quality": 95, "subsampling": "4:4:4"}),
+    ("RGB", "JPEG", {"quality": 90, "subsampling": "4:2:0", "optimize": True}),
+    ("RGB", "JPEG", {"quality": 80, "subsampling": "4:2:2", "progressive": True}),
+    ("RGB", "JPEG", {"quality": 90, "restart_marker_blocks": 3}),
+    ("RGB", "JPEG", {"quality": 90, "keep_rgb": True, "subsampling": "4:4:4"}),
+    ("L", "JPEG", {"quality": 90}),
+    ("CMYK", "JPEG", {"quality": 90}),
+    ("RGB", "PNG", {}),
+    ("RGBA", "PNG", {}),
+    ("L", "PNG", {}),
+    ("LA", "PNG", {}),
+    ("RGB", "WEBP", {"quality": 90}),
+    ("RGBA", "WEBP", {"lossless": True}),
+    ("RGB", "GIF", {}),
+    ("RGB", "BMP", {}),
+    ("CMYK", "TIFF", {}),
+)
+
+
+def test_this_installation_has_all_that_makes_pixels_fast() -> None:
+    if str(FOUND) != "libjpeg-turbo" and not os.environ.get("CI"):
+        pytest.skip(f"made by {FOUND}")
+    assert str(FOUND) == "libjpeg-turbo"
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+@pytest.mark.parametrize(("mode", "form", "options"), FORMS)
+def test_every_form_of_image_becomes_what_pillow_makes_of_it(
+    by: Maker, mode: str, form: str, options: dict[str, Any]
+) -> None:
+    image = encoded(drawn(47, 61, mode), form, **options)
+    boxes = [(0, 0, 47, 61), (5, 7, 31, 40), (11.25, 3.5, 20.5, 9.75), (46, 60, 1, 1)]
+    flips = [0, 1, 0, 1]
+    assert sizes([image], by).tolist() == [[47, 61]]
+    found = made([image] * 4, boxes, flips, VIEW, by).reshape(4, 24, 32, 3)
+    for row, (box, flip) in enumerate(zip(boxes, flips, strict=True)):
+        far = np.abs(found[row] - expected(image, box, bool(flip), VIEW))
+        assert far.max() <= TOLERANCE, (row, far.max())
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_images_are_turned_as_exif_says(by: Maker, form: str) -> None:
+    images = [
+        encoded(drawn(40, 56), form, exif=exif(turn), quality=95) for turn in (*range(1, 9), 0, 9)
+    ]
+    shapes = sizes(images, by).tolist()
+    assert shapes == [[40, 56]] * 4 + [[56, 40]] * 4 + [[40, 56]] * 2
+    box = (3.0, 2.0, 30.0, 35.0)
+    views = [PixelView(24, 32, layout, "uint8", None, None) for layout in ("HWC", "CHW")]
+    for flip, view in itertools.product((0, 1), views):
+        found = made(images, [box] * 10, [flip] * 10, view, by)
+        for image, pixels in zip(images, found, strict=True):
+            shaped = (
+                pixels.reshape(24, 32, 3)
+                if view.layout == "HWC"
+                else pixels.reshape(3, 24, 32).transpose(1, 2, 0)
+            )
+            assert np.abs(shaped - expected(image, box, bool(flip), view)).max() <= TOLERANCE
+
+
+@st.composite
+def jpegs(draw: st.DrawFn) -> tuple[bytes, tuple[int, int]]:
+    height, width = draw(st.integers(1, 90)), draw(st.integers(1, 90))
+    mode = draw(st.sampled_from(["RGB", "RGB", "RGB", "L", "CMYK"]))
+    options: dict[str, Any] = {
+        "quality": draw(st.sampled_from([50, 85, 95])),
+        "progressive": draw(st.booleans()),
+        "restart_marker_blocks": draw(st.sampled_from([0, 0, 2])),
+        "exif": exif(draw(st.sampled_from([1, 1, 1, 2, 3, 6, 7]))),
+    }
+    if mode == "RGB":
+        options["subsampling"] = draw(st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]))
+    image = encoded(drawn(height, width, mode, seed=height), **options)
+    return image, (height, width)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, height: int, width: int) -> tuple[float, float, float, float]:
+    def part(size: int) -> tuple[float, float]:
+        if draw(st.booleans()):
+            start = draw(st.integers(0, size - 1))
+            return start, draw(st.integers(1, size - start))
+        start = draw(st.floats(0, size * 0.99))
+        return start, draw(st.floats(min(0.01, size - start), size - start))
+
+    (top, down), (left, right) = part(height), part(width)
+    return top, left, down, right
+
+
+@given(jpegs(), st.data())
+def test_any_box_of_any_jpeg_is_that_of_the_whole_image(
+    jpeg: tuple[bytes, tuple[int, int]], data: st.DataObject
+) -> None:
+    image, _ = jpeg
+    height, width = sizes([image])[0].tolist()
+    box = data.draw(boxes_in(height, width))
+    shape = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
+    flip = data.draw(st.integers(0, 1))
+    view = PixelView(*shape, "HWC", "uint8", None, None)
+    found = [made([image], [box], [flip], view, by).reshape(*shape, 3) for by in MAKERS]
+    reference = expected(image, box, bool(flip), view)
+    is_shrunk = box[2] >= 2 * shape[0] and box[3] >= 2 * shape[1]
+    for by, pixels in zip(MAKERS, found, strict=True):
+        far = np.abs(pixels - reference)
+        if by.has_jpeg and is_shrunk:
+            # Of a drawn picture as small as this, at any quality.
+            assert far.mean() <= 2 * TOLERANCE_SHRUNK
+        else:
+            assert far.max() <= TOLERANCE
+    if not is_shrunk and len(MAKERS) > 1:
+        assert (found[0] == found[1]).all(), "a part decodes to what it is in the whole"
+
+
+def test_photographs_are_decoded_in_part_to_the_same_bytes(data_dir: Path) -> None:
+    images = photographs(data_dir / "images")
+    random = np.random.default_rng(0)
+    view = PixelView(112, 96, "CHW", "uint8", None, None)
+    whole = sizes(images).astype(float)
+    assert (whole == sizes(images, PILLOW)).all()
+    # Less than twice the view in one direction, so that nothing is shrunk while it is decoded.
+    parts = np.minimum(
+        whole,
+        np.stack([random.uniform(20, 900, len(whole)), random.uniform(20, 190, len(whole))], 1),
+    )
+    boxes = np.concatenate([random.uniform(0, 1, whole.shape) * (whole - parts), parts], 1)
+    flips = random.integers(0, 2, len(images))
+    found = [made(images, boxes, flips, view, by) for by in MAKERS]
+    if len(MAKERS) > 1:
+        assert (found[0] == found[1]).all()
+    for row, image in enumerate(images[::8]):
+        pixels = found[0][8 * row].reshape(3, 112, 96).transpose(1, 2, 0)
+        far = np.abs(pixels - expected(image, boxes[8 * row], bool(flips[8 * row]), view))
+        assert far.max() <= TOLERANCE
+
+
+def test_large_parts_of_photographs_are_shrunk_with_little_loss(data_dir: Path) -> None:
+    images = photographs(data_dir / "images")
+    whole = sizes(images)
+    boxes = np.concatenate([np.zeros(whole.shape), whole], 1)
+    for side in (64, 32):
+        view = PixelView(side, side, "HWC", "uint8", None, None)
+        found = made(images, boxes, [0] * len(images), view).reshape(-1, side, side, 3)
+        far = [
+            np.abs(pixels - expected(image, box, False, view)).mean()
+            for image, box, pixels in zip(images[::4], boxes[::4], found[::4], strict=True)
+        ]
+        assert max(far) <= TOLERANCE_SHRUNK
+        assert np.mean(far) <= TOLERANCE_SHRUNK / 2
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+@pytest.mark.parametrize("width", [1, 5, 33])
+def test_every_layout_and_dtype_holds_the_same_picture(by: Maker, layout: str, width: int) -> None:
+    images = [encoded(drawn(40, 50), quality=95), encoded(drawn(40, 50), "PNG")]
+    boxes, flips = [(2, 3, 30, 40)] * 2, [0, 1]
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+    def values(dtype: str, of: tuple[float, float, float] | None) -> np.ndarray[Any, Any]:
+        view = PixelView(17, width, layout, dtype, of, of and std)
+        assert view.bytes == 17 * width * 3 * DTYPES[dtype]
+        found = made(images, boxes, flips, view, by)
+        if dtype == "bfloat16":
+            words = found.view(np.uint16).astype(np.uint32) << 16
+            found = words.view(np.float32)
+        else:
+            found = found.view(dtype)
+        shaped = (
+            found.reshape(2, 17, width, 3)
+            if layout == "HWC"
+            else found.reshape(2, 3, 17, width).transpose(0, 2, 3, 1)
+        )
+        return shaped.astype(np.float64)
+
+    whole = values("uint8", None)
+    for row, image in enumerate(images):
+        view = PixelView(17, width, layout, "uint8", None, None)
+        assert (
+            np.abs(whole[row] - expected(image, boxes[row], bool(flips[row]), view)).max()
+            <= TOLERANCE
+        )
+    plain, normal = values("float32", None), values("float32", mean)
+    assert np.abs(plain * 255 - whole).max() <= 0.51
+    assert np.abs(normal * std + mean - plain).max() < 1e-5
+    for exact, of in ((plain, None), (normal, mean)):
+        assert (values("float16", of) == exact.astype(np.float16)).all()
+        assert np.abs(values("bfloat16", of) - exact).max() <= 2**-8 * np.abs(exact).max()
+        assert (np.abs(values("bfloat16", of) / np.where(exact == 0, 1, exact) - 1) <= 2**-8)[
+            exact != 0
+        ].all()
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+def test_sixteen_bits_become_their_upper_eight(by: Maker) -> None:
+    from PIL import Image
+
+    values = np.arange(40 * 50, dtype=np.uint16).reshape(40, 50) * 32
+    image = encoded(Image.fromarray(values), "PNG")
+    view = PixelView(40, 50, "HWC", "uint8", None, None)
+    found = made([image], [(0, 0, 40, 50)], [0], view, by).reshape(40, 50, 3)
+    assert (found == (values >> 8)[..., None]).all()
+
+
+@pytest.mark.parametrize("by", MAKERS, ids=str)
+def test_no_images_are_no_pixels(by: Maker) -> None:
+    assert sizes([], by).shape == (0, 2)
+    assert made([], [], [], VIEW, by).shape == (0, VIEW.bytes)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 8))
+def test_a_single_colour_stays_itself_at_any_size(colour: int) -> None:
+    from PIL import Image
+
+    value = (0, 1, 37, 100, 127, 128, 200, 254, 255)[colour]
+    image = encoded(Image.new("RGB", (37, 300), (value,) * 3), "PNG")
+    for shape in ((1, 1), (7, 3), (90, 200), (301, 40)):
+        view = PixelView(*shape, "HWC", "uint8", None, None)
+        assert (made([image], [(0.3, 0.2, 299.1, 36.5)], [0], view) == value).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"layout": "WHC"}, "layout"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"height": 0}, "pixels"),
+        ({"dtype": "uint8", "mean": (0.5, 0.5, 0.5)}, "uint8"),
+        ({"std": (1.0, 0.0, 1.0)}, "std"),
+    ],
+)
+def test_a_view_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
+    fields = {
+        "height": 4,
+        "width": 4,
+        "layout": "HWC",
+        "dtype": "float32",
+        "mean": None,
+        "std": None,
+    }
+    with pytest.raises(ConfigError, match=said):
+        PixelView(**(fields | changed))
+
+
+def test_what_is_seen_is_what_pillow_sees() -> None:
+    image = encoded(drawn(30, 20), exif=exif(6), quality=95)
+    assert seen(image).size == (30, 20)
