@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 import sys
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dataplane import units
 from dataplane.commands import output
 from dataplane.errors import ConfigError
+from dataplane_bench.folders import bench_folder
 
 
 class _Bar:
@@ -190,7 +190,7 @@ def _needs_extra() -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"the benchmark needs {error.name}: pip install 'dataplane-loader[torch,bench]'"
+            f"the benchmark needs {error.name}: install the extras, pip install '.[torch,bench]'"
         ) from error
 
 
@@ -286,9 +286,3 @@ def _clean() -> None:
     for name in ("source", "prepared", "own"):
         shutil.rmtree(bench_folder() / name, ignore_errors=True)
     output.stderr().print(f"removed generated and converted samples below {bench_folder()}")
-
-
-def bench_folder() -> Path:
-    """Where samples, environments of peers and reports are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "dataplane" / "bench"

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,11 +42,13 @@ class Show(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A system that takes part, and the interpreter of its environment."""
+    """A system that takes part, the interpreter of its environment, and what is installed there:
+    versions by the name of the distribution.
+    """
 
     name: str
     python: str
-    version: str
+    versions: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class Contest:
         """All systems in one case."""
         runners = [self._runner(entry, case, workload) for entry in self._entries]
         going = [one for one in runners if one.runs]
-        self._show.planned(len(going) * (1 + self._rounds))
+        self._show.planned(sum(self._rounds_of(one) for one in going))
         for one in going:
             with self._failing(one):
                 self._prepared.place(one.entry.name, one.entry.python, workload, case.store)
@@ -100,14 +102,16 @@ class Contest:
         for round_index in range(self._rounds):
             self._bounds(case, workload, limits)
             for one in runners:
-                once = one.entry.name == HARNESS and round_index > 0
-                if one.runs and not once:
+                if one.runs and round_index < self._rounds_of(one):
                     with self._failing(one):
                         self._take_turn(one, case, workload, round_index)
         for one in runners:
             one.now(trials=tuple(one.trials))
         measured = tuple(Bound(name, tuple(values)) for name, values in limits.items())
         return CaseResult(case, tuple(one.result for one in runners), measured)
+
+    def _rounds_of(self, one: _Runner) -> int:
+        return 1 if one.entry.name == HARNESS else self._rounds
 
     def _runner(self, entry: Entry, case: Case, workload: Workload) -> _Runner:
         system = adapter(entry.name)
@@ -119,7 +123,7 @@ class Contest:
             SystemResult(
                 entry.name,
                 system.title,
-                entry.version,
+                entry.versions.get(system.distribution, ""),
                 "" if refused else system.describe(workload),
                 refused=refused,
             ),
@@ -174,6 +178,7 @@ class Contest:
         truth = self.truth(workload)
         key = (one.entry.name, workload.fingerprint, case.store, case.ranks)
         if key not in self._digests:
+            self._show.planned(1)
             self._show.trial(f"{_where(case, workload)}: {one.entry.name}, every byte of an epoch")
             self._digests[key] = self._trial(one.entry, whole, workload, one.settings, self._timing)
         found = self._digests[key]
@@ -191,7 +196,7 @@ class Contest:
         if key not in self._digests:
             self._show.planned(1)
             self._show.trial(f"{workload.name}: every byte of the source")
-            entry = Entry(REFERENCE, sys.executable, "")
+            entry = Entry(REFERENCE, sys.executable, {})
             case = Case("source", workload.name, Mode.VERIFY)
             found = self._trial(entry, case, workload, {}, self._timing)
             self._digests[key] = found

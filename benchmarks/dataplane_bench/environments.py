@@ -31,6 +31,7 @@ from typing import Any
 
 from dataplane.errors import ConfigError
 from dataplane_bench import processes
+from dataplane_bench.folders import bench_folder
 from dataplane_bench.peers.registry import adapter
 
 Say = Callable[[str], None]
@@ -72,16 +73,10 @@ def remove(name: str) -> None:
     environment(adapter(name)).remove()
 
 
-def environments_folder() -> Path:
-    """Where all of them are: in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "dataplane" / "bench" / "peers"
-
-
 def environment(peer: Any, folder: Path | None = None) -> Environment:
     """That of an adapter, below `folder` or where all are."""
     return Environment(
-        (folder or environments_folder()) / peer.name,
+        (folder or bench_folder() / "peers") / peer.name,
         peer.requirements,
         peer.distribution,
         getattr(peer, "lacks", None) or (lambda: ""),
@@ -223,7 +218,7 @@ def _torch_version() -> str:
         return importlib.metadata.version("torch").partition("+")[0]
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
-            "the benchmark needs torch: pip install 'dataplane-loader[torch,bench]'"
+            "the benchmark needs torch: install the extras, pip install '.[torch,bench]'"
         ) from error
 
 

@@ -17,7 +17,7 @@ from dataplane_bench import environments
 from dataplane_bench.contest import Contest, Entry, Show
 from dataplane_bench.machine import machine_facts
 from dataplane_bench.model import Case, Workload
-from dataplane_bench.peers.registry import HARNESS, OURS, PEERS, adapter
+from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
 from dataplane_bench.prepared import Prepared
 from dataplane_bench.report.results import CaseResult, Report, ScenarioResult
 from dataplane_bench.scenarios.base import Scale, Scenario
@@ -114,21 +114,20 @@ def entries(asked: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
     for name in (OURS, *dict.fromkeys((*named, *(PEERS if ALL in asked else ()))), HARNESS):
         python = environments.python_of(name)
         if python is None:
-            missing[name] = f"not installed: dataplane bench --install-peer {name}"
+            missing[name] = _not_installed(name)
             if name in named:
                 raise ConfigError(f"{name} is {missing[name]}", field="peers")
             continue
-        version = environments.versions(name).get(adapter(name).distribution, "")
-        found.append(Entry(name, python, version))
+        found.append(Entry(name, python, environments.versions(name)))
     for name in PEERS:
         if name not in missing and all(entry.name != name for entry in found):
             installed = environments.python_of(name) is not None
-            missing[name] = (
-                "not asked for: --peers all"
-                if installed
-                else f"not installed: dataplane bench --install-peer {name}"
-            )
+            missing[name] = "not asked for: --peers all" if installed else _not_installed(name)
     return found, missing
+
+
+def _not_installed(name: str) -> str:
+    return f"not installed: dataplane bench --install-peer {name}"
 
 
 def run(options: Options, root: Path, command: str, show: Show) -> Report:
@@ -164,7 +163,7 @@ def run(options: Options, root: Path, command: str, show: Show) -> Report:
         created=created,
         command=command,
         machine=machine_facts(root),
-        versions={entry.name: environments.versions(entry.name) for entry in systems},
+        versions={entry.name: entry.versions for entry in systems},
         options={**_plain(options), "interrupted": interrupted},
         workloads=tuple(workloads.values()),
         sample_bytes=contest.sample_bytes,

@@ -12,7 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from dataplane_bench.environments import environment, environments_folder, python_of, versions
+from dataplane_bench.environments import environment, python_of, versions
+from dataplane_bench.folders import bench_folder
 
 from dataplane.errors import ConfigError
 
@@ -165,7 +166,7 @@ def test_two_that_install_at_once_make_one_environment(tmp_path) -> None:
 
 def test_systems_without_requirements_run_in_ours(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert environments_folder() == tmp_path / "dataplane" / "bench" / "peers"
+    assert bench_folder() == tmp_path / "dataplane" / "bench"
     assert python_of("dataplane") == sys.executable
     assert versions("dataplane")["dataplane-loader"] == version("dataplane-loader")
     assert environment(Peer(("six",))).python is None

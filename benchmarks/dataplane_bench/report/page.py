@@ -101,7 +101,7 @@ def render(report: Report) -> str:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(
-            f"the page needs {error.name}: pip install 'dataplane-loader[bench]'"
+            f"the page needs {error.name}: install the extra, pip install '.[bench]'"
         ) from error
     found = case_figures(report)
     looks = marks(one.result.name for case in found for one in case.systems)
