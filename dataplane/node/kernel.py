@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from dataplane import compiled
 
 SOURCE = Path(__file__).with_name("kernel.c")
 LIBRARY = Path(__file__).with_name("libkernel.so")
 
 _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _SOURCES = (_POINTER, _I64, _POINTER, _I64)
-_SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | None, tuple[type, ...]]] = {
+_SIGNATURES: dict[str, compiled.Signature] = {
     # index, count, block_rows, blocks -> the first row outside of its block
     "gather_check": (_I64, (_POINTER, _I64, _POINTER, _I64)),
     # sources, stride, index, count, then: row_bytes, out
@@ -50,17 +51,5 @@ def kernel() -> Kernel:
 
 def load(path: Path, source: Path) -> Kernel:
     """A library, if it is there and was made from this source."""
-    if not path.exists():
-        return Kernel(None, "there was no C compiler when Dataplane was installed")
-    try:
-        library = ctypes.CDLL(str(path))
-        library.gather_source_crc.restype = ctypes.c_uint32
-        made_from = library.gather_source_crc()
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as fault:
-        return Kernel(None, f"{path.name} cannot be loaded: {fault}")
-    if made_from != zlib.crc32(source.read_bytes()):
-        return Kernel(None, f"{path.name} was made from another {source.name}")
-    return Kernel(library)
+    found = compiled.load(path, (source,), "gather_source_crc", _SIGNATURES)
+    return Kernel(found.library, found.missing)

@@ -20,6 +20,7 @@ from dataplane.model import End, Kind, Stream
 from dataplane.node.dataset import Dataset
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
+from dataplane.plan.windows import distinct
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
 from dataplane.transforms.images import delivered
@@ -159,14 +160,16 @@ class Walk:
         count = min(self._batch_count, left)
         steps = self._slice.positions_of_steps(self._next_step, count, stride)
         blocks, rows = self.order.locate(steps.positions)
-        used, index = np.unique(blocks, return_inverse=True)
+        used, index = distinct(blocks) if len(blocks) else (blocks, blocks)
+        row_index = np.empty((len(blocks), 2), np.int32)
+        row_index[:, 0], row_index[:, 1] = index, rows
         plan = Plan(
             batches=tuple(
                 Batch(self._next_step + i * stride, int(steps.rows[i]), int(steps.valid[i]))
                 for i in range(count)
             ),
             blocks=used,
-            row_index=np.stack([index.reshape(-1), rows], axis=1).astype(np.int32),
+            row_index=row_index,
             first_position=self.position,
         )
         self._next_step += count * stride

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
+from dataplane.plan.finder import Finder
 from dataplane.plan.permute import Domain, checked_word, key, permutation
 from dataplane.plan.windows import Int64, Windows
 
@@ -42,8 +43,8 @@ class Order:
     """
 
     __slots__ = (
-        "_blocks", "_ranks", "_starts", "_windows", "epoch", "lanes", "sample_count", "seed",
-        "shuffle", "window",
+        "_blocks", "_finder", "_ranks", "_starts", "_windows", "epoch", "lanes", "sample_count",
+        "seed", "shuffle", "window",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +86,7 @@ class Order:
             del order
             block_rows = block_rows[self._blocks]
         np.cumsum(block_rows, out=self._starts[1:])
+        self._finder = Finder(self._starts)
 
     @property
     def block_count(self) -> int:
@@ -105,7 +107,7 @@ class Order:
             offset, lane = np.divmod(positions, self.lanes)
             place = self._windows.permuted(lane, offset)
             place += self.lane_starts(lane)
-        found = np.searchsorted(self._starts, place, side="right") - 1
+        found = self._finder.find(place)
         row = place - self._starts[found]
         return self._block_at(found), row
 

@@ -92,8 +92,12 @@ class Windows:
         start = window * self._window
         window *= self._lanes
         window += lane
-        found, number = distinct(window)
         within = offset - start
+        if window[0] == window.max() and window[0] == window.min() and not inverse:
+            slot = int(self._held(window[:1])[0])
+            start += self._pool[slot].take(within)
+            return start
+        found, number = distinct(window)
         if len(found) <= self._capacity:
             return start + self._looked_up(found, number, within, inverse=inverse)
         # More windows than are remembered: one group of windows after the other.

@@ -1,0 +1,33 @@
+"""A place is found in the interval that a search finds it in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.plan.finder import Finder
+
+LENGTHS = st.lists(st.integers(1, 9) | st.integers(1, 1 << 40), min_size=1, max_size=40)
+
+
+@given(LENGTHS, st.data())
+def test_intervals_of_any_lengths_are_found(lengths: list[int], data: st.DataObject) -> None:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    drawn = data.draw(st.lists(st.integers(0, int(starts[-1]) - 1), max_size=20))
+    places = np.array([*drawn, *starts[:-1], *(starts[1:] - 1)], np.int64)
+    expected = np.searchsorted(starts, places, side="right") - 1
+    assert Finder(starts).find(places).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 3, 100, 70_000])
+@pytest.mark.parametrize("length", [1, 7, 23_301])
+def test_equal_intervals_with_a_short_one_at_every_tenth_are_found(count: int, length: int) -> None:
+    lengths = np.full(count, length, np.int64)
+    lengths[9::10] = 1
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    places = np.random.default_rng(0).integers(0, starts[-1], 1000)
+    found = Finder(starts).find(places)
+    assert (starts[found] <= places).all()
+    assert (places < starts[found + 1]).all()
