@@ -1,7 +1,7 @@
 """Compiles what is in C when the project is installed or built: a build hook of hatchling.
 
 Nothing imports this module but hatchling and tests. Where there is no C compiler the build goes on
-without the libraries: the node gathers with numpy, and images are made by Pillow.
+without the libraries: numpy sorts and gathers, and images are made by Pillow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ KERNEL = Library(Path("dataplane/node/kernel.c"), Path("dataplane/node/libkernel
 PIXELS = Library(
     Path("dataplane/transforms/csrc"), Path("dataplane/transforms/libpixels.so"), "Pillow"
 )
-LIBRARIES = (KERNEL, PIXELS)
+SORTING = Library(Path("dataplane/plan/sorting.c"), Path("dataplane/plan/libsorting.so"), "numpy")
+LIBRARIES = (KERNEL, PIXELS, SORTING)
 
 
 class BuildKernels(BuildHookInterface[BuilderConfig]):

@@ -15,11 +15,13 @@ from dataplane.build_kernels import (
     KERNEL,
     LIBRARIES,
     PIXELS,
+    SORTING,
     BuildKernels,
     Library,
     compile_library,
 )
 from dataplane.node import kernel
+from dataplane.plan import sorting
 from dataplane.transforms import pixels_library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,9 +36,10 @@ class Loaded:
     another: str
 
 
-BOTH = (
+ALL = (
     Loaded(KERNEL, lambda path, at: kernel.load(path, at).missing, "kernel.c"),
     Loaded(PIXELS, lambda path, at: pixels_library.load(path, at).missing, "csrc/"),
+    Loaded(SORTING, lambda path, at: sorting.load(path, at).missing, "sorting.c"),
 )
 
 
@@ -68,7 +71,7 @@ def _hook(root: Path) -> BuildKernels:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("which", ALL)
 def test_the_sources_compile_without_a_warning(
     project: Path, which: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +86,7 @@ def test_the_sources_compile_without_a_warning(
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("which", ALL)
 def test_a_library_of_other_sources_is_not_used(
     project: Path, which: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +100,7 @@ def test_a_library_of_other_sources_is_not_used(
     assert f"was made from another {which.another}" in missing
 
 
-@pytest.mark.parametrize("which", BOTH)
+@pytest.mark.parametrize("which", ALL)
 def test_what_is_no_library_is_not_used(project: Path, which: Loaded) -> None:
     path, sources = project / which.library.path, project / which.library.sources
     assert "no C compiler" in which.load(path, sources)
@@ -115,6 +118,7 @@ def test_a_build_has_the_libraries_and_the_platform_in_its_name(
     assert build["artifacts"] == [
         "dataplane/node/libkernel.so",
         "dataplane/transforms/libpixels.so",
+        "dataplane/plan/libsorting.so",
     ]
     assert build["pure_python"] is False
     assert build["tag"].startswith("py3-none-linux_")

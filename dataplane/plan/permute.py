@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
+from dataplane.plan.sorting import sort_rows, sorting
 
 Words = NDArray[np.uint64]
 
@@ -120,7 +121,7 @@ def permutations(keys: Sequence[int] | Words, length: int) -> Words:
     mix_in_place(words)
     words &= ~index_mask
     words |= np.arange(length, dtype=np.uint64)
-    words.sort(axis=1)
+    sort_rows(words, sorting().library)
     words &= index_mask
     return words
 

@@ -1,0 +1,97 @@
+/*
+ * Sorts words that begin with a hash: their leading bits say nearly where each of them goes.
+ *
+ * Words are dealt to buckets of about a thousand, then to buckets of a few, and what is left is put
+ * right by insertion. Any words are sorted; those that crowd into few buckets take longer.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum {
+    WORD_BITS = 64,
+    NEAR_BITS = 10,      /* about 2**10 words are in a first bucket, in the nearest cache */
+    DEALT_BITS_MAX = 12, /* and 2**12 first buckets there are at most */
+    INSERTED_MAX = 64    /* a second bucket that has more is sorted in another way */
+};
+
+static int rising(const void *a, const void *b)
+{
+    uint64_t x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+static int bits_of(uint64_t number)
+{
+    return number ? WORD_BITS - __builtin_clzll(number) : 0;
+}
+
+/* Deals words by the `bits` bits below the first `skipped` ones; ends[b] is where bucket b ends. */
+static void deal(const uint64_t *from, uint64_t *to, int64_t count, int skipped, int bits,
+                 int64_t *ends)
+{
+    int shift = WORD_BITS - skipped - bits;
+    uint64_t mask = ((uint64_t)1 << bits) - 1;
+    memset(ends, 0, sizeof *ends << bits);
+    for (int64_t i = 0; i < count; i++)
+        ends[from[i] >> shift & mask]++;
+    for (int64_t bucket = 0, sum = 0; bucket <= (int64_t)mask; bucket++) {
+        int64_t found = ends[bucket];
+        ends[bucket] = sum;
+        sum += found;
+    }
+    for (int64_t i = 0; i < count; i++)
+        to[ends[from[i] >> shift & mask]++] = from[i];
+}
+
+/* Sorts `from` into `to`: words that are alike in their first `skipped` bits. */
+static void sort_near(const uint64_t *from, uint64_t *to, int64_t count, int skipped)
+{
+    if (count < 2) {
+        memcpy(to, from, count * sizeof *to);
+        return;
+    }
+    int64_t ends[1 << NEAR_BITS];
+    int bits = bits_of(count) - 2; /* a few words each */
+    bits = bits < 1 ? 1 : bits > NEAR_BITS ? NEAR_BITS : bits;
+    deal(from, to, count, skipped, bits, ends);
+    for (int64_t bucket = 0, start = 0; bucket < (int64_t)1 << bits; start = ends[bucket++])
+        if (ends[bucket] - start > INSERTED_MAX)
+            qsort(to + start, ends[bucket] - start, sizeof *to, rising);
+    for (int64_t i = 1; i < count; i++) {
+        uint64_t word = to[i];
+        int64_t at = i;
+        for (; at > 0 && to[at - 1] > word; at--)
+            to[at] = to[at - 1];
+        to[at] = word;
+    }
+}
+
+/* Each row of words by itself. `scratch` has room for one row. */
+EXPORT void sort_words(uint64_t *words, int64_t rows, int64_t count, uint64_t *scratch)
+{
+    int64_t ends[1 << DEALT_BITS_MAX];
+    int bits = bits_of(count) - NEAR_BITS;
+    bits = bits < 0 ? 0 : bits > DEALT_BITS_MAX ? DEALT_BITS_MAX : bits;
+    for (uint64_t *row = words; rows > 0; rows--, row += count) {
+        if (!bits) {
+            memcpy(scratch, row, count * sizeof *row);
+            sort_near(scratch, row, count, 0);
+            continue;
+        }
+        deal(row, scratch, count, 0, bits, ends);
+        for (int64_t bucket = 0, start = 0; bucket < (int64_t)1 << bits; start = ends[bucket++])
+            sort_near(scratch + start, row + start, ends[bucket] - start, bits);
+    }
+}
+
+EXPORT uint32_t sorting_source_crc(void)
+{
+    return SOURCE_CRC;
+}
