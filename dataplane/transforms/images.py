@@ -106,6 +106,12 @@ def image_specs(transforms: Mapping[str, Sequence[Transform]]) -> tuple[ImageSpe
 
     Raises:  ConfigError: steps that mean nothing, or not in this order; names column and step.
     """
+    if not isinstance(transforms, Mapping) or not all(isinstance(one, str) for one in transforms):
+        raise ConfigError(
+            f"transforms={transforms!r:.80}: pass a dict of lists, by column: "
+            '{"jpg": [RandomResizedCrop(224)]}',
+            field="transforms",
+        )
     return tuple(image_spec(column, transforms[column]) for column in sorted(transforms))
 
 
@@ -212,13 +218,14 @@ def check_image(spec: ImageSpec) -> None:
     sides = (spec.height, spec.width)
     resized = spec.resize * 2 if len(spec.resize) == 1 else spec.resize
     rules = {
+        f"resize is {spec.resize}: none, the shorter side, or height and width": len(spec.resize)
+        <= 2,
         f"every side has 1 to {SIDE_MAX} pixels, not {(*spec.resize, *sides)}": all(
             1 <= side <= SIDE_MAX for side in (*resized, *sides)
         ),
         f"CenterCrop{sides} is larger than what Resize{spec.resize} leaves": spec.cut
         is not Cut.CENTER
-        or not resized
-        or (sides[0] <= resized[0] and sides[1] <= resized[1]),
+        or all(side <= room for side, room in zip(sides, resized, strict=False)),
         f"RandomResizedCrop's scale is {spec.scale}: two shares of the area, 0 < least <= most <= "
         "1": spec.cut is not Cut.RANDOM or _is_range(spec.scale, 1.0),
         f"RandomResizedCrop's ratio is {spec.ratio}: two of width by height, 0 < least <= most":
@@ -248,9 +255,11 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
     Raises:  ConfigError: there is no such column, or it holds no bytes; says what it holds.
     """
     by_name = {spec.name: spec for spec in specs}
-    pixels = {}
+    pixels: dict[str, ColumnSpec] = {}
     for image in images:
         check_image(image)
+        if image.column in pixels:
+            raise ConfigError(f"transforms name {image.column!r} twice", field="transforms")
         found = by_name.get(image.column)
         if found is None:
             raise ConfigError(

@@ -28,7 +28,8 @@ class DataLoader:
     global batch: "ragged" (every rank has as many steps, local batches may differ by one and be
     empty), "drop" (as drop_last=True), or "pad" (samples of the epoch's start fill it;
     `valid_count` tells how many rows of the last batch are not padding). `timeout` is how long to
-    wait for a batch in seconds, 0 for what the node says.
+    wait for a batch in seconds, 0 for what the node says. `transforms` names columns of encoded
+    images, and what the node makes of them: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}.
 
     Every pass over the loader is one epoch, and the next pass is the next epoch; a pass that was
     left early is begun again by the next. `state_dict()` tells of the pass begun last: what it has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -137,3 +138,28 @@ def test_what_means_nothing_is_refused_with_column_step_and_what_is_allowed(step
 def test_a_column_without_bytes_is_refused_with_what_it_is(spec, what) -> None:
     with pytest.raises(ConfigError, match=what):
         delivered([spec], [image_spec("x", [CenterCrop(8)])])
+
+
+IMAGE = image_spec("x", [Resize(9), CenterCrop(8)])
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        (IMAGE, IMAGE),
+        (replace(IMAGE, height=0),),
+        (replace(IMAGE, resize=(9, 9, 9)),),
+        (replace(IMAGE, cut=Cut.RANDOM),),
+        (replace(IMAGE, dtype="int7"),),
+        (replace(IMAGE, mean=(0.5,), dtype="float32"),),
+    ],
+)
+def test_a_node_refuses_what_no_list_can_mean(images) -> None:
+    with pytest.raises(ConfigError, match="transforms"):
+        delivered([ColumnSpec("x", Kind.BYTES, "")], images)
+
+
+def test_transforms_are_lists_by_column() -> None:
+    for wrong in ([CenterCrop(8)], {1: [CenterCrop(8)]}, "jpg"):
+        with pytest.raises(ConfigError, match="dict of lists"):
+            image_specs(wrong)  # type: ignore[arg-type]
