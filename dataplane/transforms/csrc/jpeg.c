@@ -9,12 +9,14 @@
  * that touch no pixel.
  */
 
+#define _GNU_SOURCE /* dladdr */
 #include <dlfcn.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "entropy.h"
 #include "jpeg.h"
 #include "pixels.h"
 
@@ -37,8 +39,18 @@ struct decoder {
     char *reason;
     int is_made, is_single_scan, is_end_given;
     struct resize resize;
+    struct entropy entropy;
     void *rows;
     size_t rows_bytes;
+};
+
+/*
+ * How libjpeg decodes an MCU: the head of jpegint.h's struct jpeg_entropy_decoder, which has been
+ * the same since libjpeg 6. It is changed only where both functions are libjpeg's own.
+ */
+struct methods {
+    void (*start_pass)(j_decompress_ptr);
+    boolean (*decode_mcu)(j_decompress_ptr, JBLOCKROW *);
 };
 
 static const JOCTET END[] = {0xff, JPEG_EOI};
@@ -155,6 +167,7 @@ void decoder_free(struct decoder *decoder)
     if (decoder->is_made)
         libjpeg.destroy(&decoder->cinfo);
     resize_free(&decoder->resize);
+    entropy_free(&decoder->entropy);
     free(decoder->rows);
     free(decoder);
 }
@@ -162,6 +175,7 @@ void decoder_free(struct decoder *decoder)
 /* Does this library do what it should, with the codes of messages that the headers give? */
 EXPORT int64_t pixels_open(const char *path, char *reason)
 {
+    entropy_prepare();
     struct { const char *name; void *place; } wanted[] = {
         {"jpeg_std_error", &libjpeg.std_error},
         {"jpeg_CreateDecompress", &libjpeg.create},
@@ -232,6 +246,47 @@ static void choose_colours(struct decoder *decoder)
     }
 }
 
+static boolean mcu_decode(j_decompress_ptr cinfo, JBLOCKROW *blocks)
+{
+    enum entropy_fault fault = entropy_mcu(&decoder_of((j_common_ptr)cinfo)->entropy, blocks);
+    if (fault != ENTROPY_FINE)
+        fail_saying((j_common_ptr)cinfo, fault == ENTROPY_BROKEN ? "truncated, or corrupt"
+                                                                 : "no memory for its scan");
+    return TRUE;
+}
+
+static int is_of_libjpeg(void *function)
+{
+    Dl_info found, known;
+    void *header = NULL;
+    memcpy(&header, &libjpeg.read_header, sizeof header);
+    return dladdr(function, &found) && dladdr(header, &known) &&
+           found.dli_fbase == known.dli_fbase;
+}
+
+/* Let our own functions decode the MCUs that hold these pixels, of the image as it is decoded. */
+static void entropy_take_over(struct decoder *decoder, int top, int bottom, int left, int right)
+{
+    struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
+    struct methods *methods = (struct methods *)cinfo->entropy;
+    struct entropy *entropy = &decoder->entropy;
+    void *functions[2];
+    memcpy(functions, methods, sizeof functions);
+    if (!decoder->is_single_scan || !is_of_libjpeg(functions[0]) || !is_of_libjpeg(functions[1]) ||
+        !entropy_begin(entropy, cinfo))
+        return;
+    int is_lone = cinfo->num_components == 1;
+    int height = cinfo->min_DCT_scaled_size * (is_lone ? 1 : cinfo->max_v_samp_factor);
+    int width = cinfo->min_DCT_scaled_size * (is_lone ? 1 : cinfo->max_h_samp_factor);
+    entropy->row_first = (top < 0 ? 0 : top) / height;
+    entropy->row_last = (bottom - 1) / height;
+    entropy->column_first = (left < 0 ? 0 : left) / width;
+    entropy->column_last = (right - 1) / width;
+    if (entropy->column_last >= entropy->mcus_per_row)
+        entropy->column_last = entropy->mcus_per_row - 1;
+    methods->decode_mcu = mcu_decode;
+}
+
 /* Decode what the resize needs, and no more. */
 static void rows_read(struct decoder *decoder)
 {
@@ -241,6 +296,7 @@ static void rows_read(struct decoder *decoder)
     first = first < 0 ? 0 : first;
     end = end > (int)cinfo->output_width ? (int)cinfo->output_width : end;
     JDIMENSION from = (JDIMENSION)first, width = (JDIMENSION)(end - first);
+    entropy_take_over(decoder, resize->rows.first - MARGIN, resize->rows.end + MARGIN, first, end);
     if (width < cinfo->output_width)
         libjpeg.crop(cinfo, &from, &width);
     size_t stride = ((size_t)width + (size_t)resize_padding(resize)) * PIXEL_BYTES;
