@@ -4,8 +4,9 @@
 
 Rows are drawn at random from many blocks, as a shuffled window gives them. One bound is np.take of
 as many random rows of the same mean size out of one array, with nothing else to do; the other is
-memcpy of as many bytes that lie one after the other. Exit status 1 says that the kernel missed its
-bar, a share of np.take's speed.
+memcpy of as many bytes that lie one after the other. Tables are gathered from packed blocks too,
+and the packing is measured. Exit status 1 says that the kernel missed its bar, a share of np.take's
+speed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.model import ListPolicy
-from dataplane.node.columns import BlockColumns, RowIndex, open_block
+from dataplane.node.columns import BlockColumns, Packing, RowIndex, open_block
 from dataplane.node.gather import Gather
+from dataplane.node.packing import open_stored, plan_packing, store, stored_bytes
 from dataplane.node.rows import NumpyRows, Open, rows_of
 from dataplane.rpc.messages import Batch
 from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
@@ -76,11 +78,13 @@ BLOCKS = 128
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One line of the table: GB/s of slab."""
+    """One line of the table: GB/s of slab; 0 of what packs no columns."""
 
     name: str
     numpy_gb_s: float
     kernel_gb_s: float
+    packed_gb_s: float
+    pack_gb_s: float
     take_gb_s: float
     memcpy_gb_s: float
     bar: float
@@ -97,10 +101,18 @@ class Slabs:
         random = np.random.default_rng(0)
         first = pa.record_batch(case.make(random, case.block_rows))
         self.plan: ColumnPlan = plan_columns(first.schema, [], ListPolicy.RAGGED)
+        self.packing = plan_packing(self.plan.specs)
         self.blocks: list[BlockColumns] = []
+        self._packed: list[BlockColumns] = []
         for _ in range(BLOCKS):
-            batch = pa.record_batch(case.make(random, case.block_rows))
-            self.blocks.append(open_block(canonical(batch, self.plan, {}, ""), self.plan.specs))
+            batch = canonical(
+                pa.record_batch(case.make(random, case.block_rows)), self.plan, {}, ""
+            )
+            self.blocks.append(open_block(batch, self.plan.specs))
+            if self.packing is not None:
+                region = memoryview(bytearray(stored_bytes(batch, self.packing)))
+                store(batch, self.plan.specs, self.packing, region)
+                self._packed.append(open_stored(region, self.plan.specs, self.packing))
         count = max(int(SLAB_BYTES * 0.9 / first.nbytes * case.block_rows / case.batch_rows), 1)
         self.batches = [Batch(i, case.batch_rows, case.batch_rows) for i in range(count)]
         rows = count * case.batch_rows
@@ -121,13 +133,19 @@ class Slabs:
         self._taken = np.zeros((rows, words), np.int32)
         self._cold = np.ones(SLABS * SLAB_BYTES, np.uint8)
         self.bytes_taken = self._taken.nbytes * len(self._columns)
+        self._region = memoryview(bytearray(stored_bytes(self.blocks[0].batch, self.packing)))
 
-    def gather(self, how: Open, index: RowIndex) -> int:
+    def gather(self, how: Open, index: RowIndex, *, packed: bool = False) -> int:
         """Make one slab; how many bytes it has."""
-        gather = Gather(self.plan.specs, self.blocks, index, self.batches, how)
+        blocks = self._packed if packed else self.blocks
+        gather = Gather(self.plan.specs, blocks, index, self.batches, how)
         done = gather.into(memoryview(self.slab))
         assert done.batch_count == len(self.batches)
         return done.bytes_used
+
+    def pack(self, number: int, packing: Packing) -> None:
+        """Pack one block."""
+        store(self.blocks[number].batch, self.plan.specs, packing, self._region)
 
     def take(self, number: int) -> None:
         """A bound: what numpy does in one call a column."""
@@ -144,9 +162,12 @@ class Slabs:
 def measure(case: Case) -> Measure:
     """In turns, so that a busy neighbour slows all of them; the best round of each counts."""
     slabs = Slabs(case)
+    packing, nothing = slabs.packing, lambda _: None
     calls: tuple[Callable[[int], object], ...] = (
         lambda i: slabs.gather(NumpyRows, slabs.indexes[i]),
         lambda i: slabs.gather(rows_of, slabs.indexes[i]),
+        (lambda i: slabs.gather(rows_of, slabs.indexes[i], packed=True)) if packing else nothing,
+        (lambda i: slabs.pack(i, packing)) if packing else nothing,
         slabs.take,
         slabs.copy,
     )
@@ -157,8 +178,8 @@ def measure(case: Case) -> Measure:
             for number in range(SLABS):
                 call(number)
             best[which] = min(best[which], time.thread_time() - began)
-    used = slabs.bytes_used
-    sizes = (used, used, slabs.bytes_taken, used)
+    used, block = slabs.bytes_used, slabs.blocks[0].batch.nbytes
+    sizes = (used, used, used * bool(packing), block * bool(packing), slabs.bytes_taken, used)
     speeds = [size * SLABS / seconds / 1e9 for size, seconds in zip(sizes, best, strict=True)]
     return Measure(case.name, *speeds, case.bar)
 
@@ -178,6 +199,7 @@ def main() -> int:
         else:
             print(
                 f"{found.name}: numpy {found.numpy_gb_s:.2f} GB/s, kernel {found.kernel_gb_s:.2f}, "
+                f"packed {found.packed_gb_s:.2f} (packing {found.pack_gb_s:.2f}), "
                 f"np.take {found.take_gb_s:.2f}, memcpy {found.memcpy_gb_s:.2f}; "
                 f"kernel / np.take {found.share:.2f} (at least {found.bar})",
                 flush=True,

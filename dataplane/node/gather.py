@@ -168,6 +168,7 @@ class _Slab:
         self._words = self._bytes[: len(slab) // _INT_BYTES * _INT_BYTES].view(np.int64)
         self._batch_rows = batch_rows
         self._bounds = _sums(batch_rows)
+        self._row_bounds: list[int] = self._bounds.tolist()
 
     @functools.cached_property
     def _places(self) -> tuple[Ints, Ints]:
@@ -177,22 +178,26 @@ class _Slab:
 
     def write(self, at: int, spec: ColumnSpec, pieces: _Pieces, begin: int) -> Column:
         """One column, from `begin` on."""
+        if spec.kind is Kind.FIXED:
+            return self._write_fixed(at, row_bytes(spec), begin)
         count = len(self._batch_rows)
         values, sides = begin + pieces.values[:count], begin + pieces.sides[:count]
         width = pieces.width[:count]
-        if spec.kind is Kind.FIXED:
-            size = row_bytes(spec)
-            end = begin + int(self._bounds[-1]) * size
-            if at in self._packed:
-                self._packed[at] = self._bytes[begin:end]
-            elif not self._draw(at, self._bytes[begin:end]):
-                self._rows.fixed(at, size, self._bytes[begin:end])
-        elif spec.kind is Kind.OBJECT:
+        if spec.kind is Kind.OBJECT:
             for start, stream in zip(values.tolist(), pieces.streams, strict=False):
                 self._bytes[start : start + len(stream)] = np.frombuffer(stream, np.uint8)
         else:
             self._write_runs(at, spec, pieces.spans, values, sides, width)
         return Column(tuple(values.tolist()), tuple(sides.tolist()), tuple(width.tolist()))
+
+    def _write_fixed(self, at: int, size: int, begin: int) -> Column:
+        *starts, end = (begin + bound * size for bound in self._row_bounds)
+        out = self._bytes[begin:end]
+        if at in self._packed:
+            self._packed[at] = out
+        elif not self._draw(at, out):
+            self._rows.fixed(at, size, out)
+        return Column(tuple(starts), (), ())
 
     def write_packed(self) -> None:
         """The columns that are packed, all at once: `write` has only said where they go."""

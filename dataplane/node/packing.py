@@ -60,29 +60,68 @@ def _padded(size: int) -> int:
     return size
 
 
-def others(batch: pa.RecordBatch, packing: Packing) -> pa.RecordBatch:
-    """A canonical block without what is packed: as many rows, even where no column is left."""
+def stored_bytes(batch: pa.RecordBatch, packing: Packing | None) -> int:
+    """What a canonical block takes in the block arena."""
+    stream = _others(batch, packing)
+    mock = pa.MockOutputStream()
+    with pa.ipc.new_stream(mock, stream.schema) as writer:
+        writer.write_batch(stream)
+    size = int(mock.size())
+    return size if packing is None else _lines(size) + _packed_bytes(batch, packing)
+
+
+def store(
+    batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing | None, region: memoryview
+) -> None:
+    """Write a canonical block.
+
+    Shapes:  region: uint8[stored_bytes], writable; padding keeps what it holds.
+    Raises:  RowOutOfBounds: a buffer ends before its column does.
+    """
+    stream = _others(batch, packing)
+    with (
+        pa.FixedSizeBufferWriter(pa.py_buffer(region)) as sink,
+        pa.ipc.new_stream(sink, stream.schema) as writer,
+    ):
+        writer.write_batch(stream)
+    if packing is not None and batch.num_rows:
+        start = len(region) - _packed_bytes(batch, packing)
+        length = batch.num_rows * packing.row_bytes
+        _pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start))
+
+
+def open_stored(
+    region: memoryview, specs: Sequence[ColumnSpec], packing: Packing | None
+) -> BlockColumns:
+    """Where the columns of a stored block lie.
+
+    Raises:  RowOutOfBounds: the region is too short for its rows, or a buffer for its column.
+    """
+    buffer = pa.py_buffer(region)
+    with pa.ipc.open_stream(buffer) as reader:
+        batch = reader.read_next_batch()
+    if packing is None:
+        return open_block(batch, specs)
+    start = buffer.size - _packed_bytes(batch, packing)
+    if start < 0:
+        raise RowOutOfBounds(
+            f"{batch.num_rows} packed rows take more than the {buffer.size} bytes of their block",
+            row=0,
+        )
+    length = batch.num_rows * packing.row_bytes
+    return open_block(batch, specs, packing, Part(buffer, start, length) if length else NOTHING)
+
+
+def _others(batch: pa.RecordBatch, packing: Packing | None) -> pa.RecordBatch:
+    """What is not packed: as many rows, even where no column is left."""
+    if packing is None:
+        return batch
     packed = frozenset(packing.columns)
     return batch.select([at for at in range(batch.num_columns) if at not in packed])
 
 
-def packed_block_bytes(stream_bytes: int, rows: int, packing: Packing) -> int:
-    """What a packed block takes whose other columns are a stream of that size."""
-    return _lines(stream_bytes) + _lines(rows * packing.row_bytes)
-
-
-def pack(
-    batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing, region: Bytes
-) -> None:
-    """Write the packed rows of a canonical block at the end of its region.
-
-    Shapes:  region: uint8[packed_block_bytes].
-    Raises:  RowOutOfBounds: a buffer ends before its column does.
-    """
-    if not batch.num_rows:
-        return
-    start = len(region) - _lines(batch.num_rows * packing.row_bytes)
-    out = region[start : start + batch.num_rows * packing.row_bytes]
+def _pack(batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing, out: Bytes) -> None:
+    """Shapes:  out: uint8[rows * row_bytes], of one row at least."""
     chosen = [specs[at] for at in packing.columns]
     columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
     library = kernel().library
@@ -97,22 +136,8 @@ def pack(
         rows[:, at : at + size] = column.view.reshape(-1, size)
 
 
-def open_packed(region: memoryview, specs: Sequence[ColumnSpec], packing: Packing) -> BlockColumns:
-    """Where the columns of a packed block lie.
-
-    Raises:  RowOutOfBounds: the region is too short for its rows, or a buffer for its column.
-    """
-    buffer = pa.py_buffer(region)
-    with pa.ipc.open_stream(buffer) as reader:
-        batch = reader.read_next_batch()
-    length = batch.num_rows * packing.row_bytes
-    start = buffer.size - _lines(length)
-    if start < 0:
-        raise RowOutOfBounds(
-            f"{batch.num_rows} packed rows take more than the {buffer.size} bytes of their block",
-            row=0,
-        )
-    return open_block(batch, specs, packing, Part(buffer, start, length) if length else NOTHING)
+def _packed_bytes(batch: pa.RecordBatch, packing: Packing) -> int:
+    return _lines(batch.num_rows * packing.row_bytes)
 
 
 def _lines(size: int) -> int:

@@ -166,24 +166,11 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
 def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     dataset = state.datasets[body.dataset_id]
     batch = _canonical_batch(state, dataset, body.raw)
-    packed = dataset.packing
-    stream = batch if packed is None else packing.others(batch, packed)
-    mock = pa.MockOutputStream()
-    with pa.ipc.new_stream(mock, stream.schema) as writer:
-        writer.write_batch(stream)
-    size = int(mock.size())
-    if packed is not None:
-        size = packing.packed_block_bytes(size, batch.num_rows, packed)
+    size = packing.stored_bytes(batch, dataset.packing)
     if size > body.into.length:
         return tasks.Decoded(size, stored=False)
     into = state.arenas[0].view(body.into.offset, size)
-    with (
-        pa.FixedSizeBufferWriter(pa.py_buffer(into)) as sink,
-        pa.ipc.new_stream(sink, stream.schema) as writer,
-    ):
-        writer.write_batch(stream)
-    if packed is not None:
-        packing.pack(batch, dataset.plan.specs, packed, np.frombuffer(into, np.uint8))
+    packing.store(batch, dataset.plan.specs, dataset.packing, into)
     if body.raw.path is not None:
         _mapped_shard(state, body.raw)  # it may have been written while it was read
     return tasks.Decoded(size, stored=True)
@@ -294,10 +281,7 @@ def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> 
     assert source.decoded is not None
     region = source.decoded
     view = state.arenas[0].view(region.offset, region.length).toreadonly()
-    if dataset.packing is not None:
-        return packing.open_packed(view, specs, dataset.packing)
-    with pa.ipc.open_stream(pa.py_buffer(view)) as reader:
-        return open_block(reader.read_next_batch(), specs)
+    return packing.open_stored(view, specs, dataset.packing)
 
 
 def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
