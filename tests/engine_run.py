@@ -16,7 +16,7 @@ from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Stream
 from dataplane.node.engine import Engine
-from dataplane.node.walk import Walk
+from dataplane.node.walk import SlabSizes, Walk
 from dataplane.node.work import Delivery, StreamState
 from dataplane.plan.order import Order
 from dataplane.rpc import messages
@@ -158,7 +158,8 @@ class Run:
             epoch,
         )
         at = Stream(epoch, cursor, dp_rank, dp_size, first, stride)
-        walk = Walk(spec, order, at, chance.choice([1, 4, 16]) if not self.consumers else 8)
+        most = chance.choice([1, 4, 16]) if not self.consumers else 8
+        walk = Walk(spec, order, at, SlabSizes(most, 16, 0))
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
         consumer = Consumer(self.engine, delivery, world, at, walk, patience, self.row_bytes)
         self.consumers.append(consumer)

@@ -158,7 +158,7 @@ class Jobs:
                 request.first_step,
                 request.step_stride,
             ),
-            member.sizes.batches_max,
+            member.sizes,
         )
         stream = self._engine.open_stream(member.delivery, walk, send, member)
         member.streams[stream.stream_id] = stream

@@ -2,8 +2,8 @@
 
 Invariants:
 1. The plans of a walk, one after the other, are the steps of its slice: none twice or left out.
-2. How a walk is cut depends on the manifest and the spec alone, so that two peers who walk alike
-   ask for the same slabs.
+2. A plan is as long as what was made so far says that a slab has room for: a guess that is wrong
+   costs time, and changes no batch.
 3. The first plan is one batch, and plans grow from there: the first batch is early.
 """
 
@@ -36,12 +36,33 @@ _SPREAD = 1.25
 _BYTES_PARTS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SlabSizes:
-    """How many batches a slab takes; how large its slot must be for their bytes and row index."""
+    """How many batches a slab takes, as far as is known, and at most, however small they turn out
+    to be. How large its slot must be for their bytes and row index.
+    """
 
+    batches: int
     batches_max: int
     slot_bytes: int
+    _batch_bytes: float = 0.0
+    _spread_bytes: float = 0.0
+
+    def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
+        """So many batches took so much of a slab that has so much: what is planned from now on is
+        as long as fits. A slab that is `cut` had more batches, and costs a message more.
+        """
+        if not cut and 2 * batch_count < self.batches:
+            return  # the first ones are short
+        found = bytes_used / batch_count
+        if self._batch_bytes:
+            away = found - self._batch_bytes
+            self._batch_bytes += away / 4
+            self._spread_bytes += (abs(away) - self._spread_bytes) / 4
+        else:
+            self._batch_bytes = found
+        fitting = int(slab_bytes / max(self._batch_bytes + 2 * self._spread_bytes, 1.0))
+        self.batches = max(1, min(fitting, self.batches_max))
 
 
 def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -> SlabSizes:
@@ -54,10 +75,10 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
     batch_bytes = rows * pixels + int(rows * others * _SPREAD) + padding
     exact = rows * (pixels + others) + padding
     told_bytes = _TOLD_BYTES_A_PIECE * (len(dataset.columns.specs) + 1)
-    most = min(_BATCHES_MAX, slab_bytes // exact, _TOLD_BYTES_MAX // told_bytes)
-    batches = max(most, 1)
+    most = max(min(_BATCHES_MAX, _TOLD_BYTES_MAX // told_bytes), 1)
+    batches = max(min(most, slab_bytes // exact), 1)
     index_bytes = row_index_bytes(batches * rows)
-    return SlabSizes(batches, max(slab_bytes, batch_bytes) + index_bytes)
+    return SlabSizes(batches, most, max(slab_bytes, batch_bytes) + index_bytes)
 
 
 def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
@@ -105,8 +126,11 @@ class Plan:
         )
 
     def _part(self, batches: tuple[Batch, ...], rows: npt.NDArray[np.int32]) -> Plan:
-        used, index = np.unique(rows[:, 0], return_inverse=True)
-        own = np.stack([index.reshape(-1).astype(np.int32), rows[:, 1]], axis=1)
+        if not len(rows):
+            return Plan(batches, self.blocks[:0], rows, self.first_position)
+        used, index = distinct(rows[:, 0])
+        own = rows.copy()
+        own[:, 0] = index
         return Plan(batches, self.blocks[used], own, self.first_position)
 
 
@@ -118,7 +142,7 @@ class Walk:
         spec: JobSpec,
         order: Order,
         stream: Stream,
-        batches_max: int,
+        sizes: SlabSizes,
     ) -> None:
         self.order = order
         self.stream = stream
@@ -132,7 +156,7 @@ class Walk:
             stream.dp_rank,
             stream.dp_size,
         )
-        self._batches_max = batches_max
+        self.sizes = sizes
         self._next_step = stream.first_step
         self._batch_count = 1
         self._global_batch = spec.global_batch
@@ -158,20 +182,18 @@ class Walk:
         stride = self.stream.step_stride
         left = -(-(self.step_count - self._next_step) // stride)
         count = min(self._batch_count, left)
+        numbers = range(self._next_step, self._next_step + count * stride, stride)
         steps = self._slice.positions_of_steps(self._next_step, count, stride)
         blocks, rows = self.order.locate(steps.positions)
         used, index = distinct(blocks) if len(blocks) else (blocks, blocks)
         row_index = np.empty((len(blocks), 2), np.int32)
         row_index[:, 0], row_index[:, 1] = index, rows
         plan = Plan(
-            batches=tuple(
-                Batch(self._next_step + i * stride, int(steps.rows[i]), int(steps.valid[i]))
-                for i in range(count)
-            ),
+            batches=tuple(map(Batch, numbers, steps.rows.tolist(), steps.valid.tolist())),
             blocks=used,
             row_index=row_index,
             first_position=self.position,
         )
         self._next_step += count * stride
-        self._batch_count = min(self._batch_count * 2, self._batches_max)
+        self._batch_count = min(self._batch_count * 2, self.sizes.batches)
         return plan

@@ -221,7 +221,7 @@ class Works:
     # -- assembling ------------------------------------------------------------------------------
 
     def assemble(self, work: Work) -> bool:
-        """Have a work's slab made: False if there is no slot for it. All of its blocks are ready."""
+        """Have a work's slab made, whose blocks are all ready: False if there is no slot for it."""
         slot = self._slot_for(work)
         if slot is None:
             return False
@@ -319,7 +319,11 @@ class Works:
         if not result.batch_count:
             self._outgrown(work, result.bytes_needed)
             return
-        if result.batch_count < len(work.plan.batches):
+        is_cut = result.batch_count < len(work.plan.batches)
+        assert work.slot is not None
+        room = work.slot.length - row_index_bytes(len(work.plan.row_index))
+        work.stream.walk.sizes.fitted(result.batch_count, result.bytes_used, room, cut=is_cut)
+        if is_cut:
             self._cut(work, result.batch_count)
         work.assembled, work.phase = result, Phase.READY
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dataplane.config import JobSpec
 from dataplane.model import End, Stream
-from dataplane.node.walk import Plan, Walk
+from dataplane.node.walk import Plan, SlabSizes, Walk
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 
@@ -34,7 +34,7 @@ def walks(draw: st.DrawFn) -> tuple[Walk, Order, Slice, Stream, int]:
     )  # fmt: skip
     most = draw(st.integers(1, 8))
     own = Slice(total, cursor, batch, spec.end, at.dp_rank, dp_size)
-    return Walk(spec, order, at, most), order, own, at, most
+    return Walk(spec, order, at, SlabSizes(most, most, 0)), order, own, at, most
 
 
 def _all(walk: Walk, counts: st.SearchStrategy[int], data: st.DataObject) -> list[Plan]:
@@ -92,3 +92,20 @@ def test_a_plan_that_is_split_is_the_same_batches_of_the_blocks_that_each_needs(
         first, rest = plan.split(data.draw(st.integers(1, len(plan.batches) - 1)))
         assert (*first.batches, *rest.batches) == plan.batches
         assert _samples(first) + _samples(rest) == _samples(plan)
+
+
+@given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 10_000))
+def test_plans_become_as_long_as_slabs_turn_out_to_have_room(first, most, batch_bytes):
+    rows = np.array([100] * 100, np.int64)
+    spec = JobSpec("f", 1, False, 1, 1, 1, End.RAGGED)
+    order = Order(rows, 1, False, 1, 1, 0)
+    walk = Walk(spec, order, Stream(0, 0, 0, 1), SlabSizes(min(first, most), most, 0))
+    slab_bytes, sizes = 100_000, []
+    while plans := walk.next_plans(1):
+        count = len(plans[0].batches)
+        sizes.append(count)
+        fits = min(count, slab_bytes // batch_bytes)
+        walk.sizes.fitted(fits, fits * batch_bytes, slab_bytes, cut=fits < count)
+    assert sum(sizes) == 10_000
+    # What is left of the epoch, and the short ones of its start, apart.
+    assert set(sizes[9:-1]) <= {min(most, slab_bytes // batch_bytes)}
