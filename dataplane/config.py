@@ -50,12 +50,33 @@ class JobSpec:
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
-        """(field, mine, other's) for every field that differs."""
-        return tuple(
-            (field.name, str(getattr(self, field.name)), str(getattr(other, field.name)))
+        """(field, mine, other's) for every field that differs; of transforms, what differs."""
+        found = {
+            field.name: (getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+        }
+        return tuple(
+            (name, _images_shown(mine, others), _images_shown(others, mine))
+            if name == "transforms"
+            else (name, str(mine), str(others))
+            for name, (mine, others) in found.items()
+            if mine != others
         )
+
+
+def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) -> str:
+    """What is not equal in the others: "jpg: flip=0.5, dtype=float32"."""
+    by_column = {image.column: image for image in others}
+    shown = []
+    for image in images:
+        other = by_column.get(image.column)
+        fields = [
+            f"{name}={value}"
+            for name, value in dataclasses.asdict(image).items()
+            if name != "column" and (other is None or value != getattr(other, name))
+        ]
+        shown += [f"{image.column}: {', '.join(fields)}"] if fields else []
+    return "; ".join(shown) or "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _ALIGN_BYTES = 64
 _INT_BYTES = 8
 _NONE = np.empty(0, np.int64)
-_NO_BYTES = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,7 @@ class Gather:
         self._packing = blocks[0].packing if blocks else None
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
+        self._alike: dict[int, _Pieces] = {}  # FIXED columns, by the size of a row
         # A copy: the trainer maps the memory that an index is told in.
         row_index = np.array(row_index, np.int32, order="C")
         self._index = row_index
@@ -89,18 +89,19 @@ class Gather:
         Shapes:  slab: uint8[bytes], writable, page-aligned.
         Raises:  RowOutOfBounds: a row is not where its block says.
         """
-        begins, ends = [], np.zeros_like(self._bounds)
-        for pieces in self._pieces:
-            begins.append(_aligned(ends))
-            ends = begins[-1] + pieces.ends
+        sizes = np.array([pieces.ends for pieces in self._pieces], np.int64)
+        sizes = sizes.reshape(len(self._pieces), len(self._bounds))
+        padded = _aligned(sizes)
+        begins = np.cumsum(padded, axis=0) - padded
+        ends = begins[-1] + sizes[-1] if len(sizes) else np.zeros_like(self._bounds)
         count = int(np.searchsorted(ends, len(slab), side="right")) - 1
         if not count:
             return Assembled(0, bytes_needed=int(ends[1]))
         out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw, self._packing)
         columns = tuple(
-            out.write(at, spec, pieces, int(begin[count]))
+            out.write(at, spec, pieces, begin)
             for at, (spec, pieces, begin) in enumerate(
-                zip(self._specs, self._pieces, begins, strict=True)
+                zip(self._specs, self._pieces, begins[:, count].tolist(), strict=True)
             )
         )
         out.write_packed()
@@ -115,8 +116,7 @@ class Gather:
 
     def _of(self, at: int, spec: ColumnSpec) -> _Pieces:
         if spec.kind is Kind.FIXED:
-            ends = self._bounds * row_bytes(spec)
-            return _Pieces(ends[:-1], ends, _NONE, _NONE)
+            return self._fixed(row_bytes(spec))
         spans, size, rows = self._rows.spans(at), element_bytes(spec), self._batch_rows
         if spec.kind is Kind.PADDED:
             width = self._longest(spans[1])
@@ -124,6 +124,13 @@ class Gather:
         width = np.diff(_sums(spans[1])[self._bounds])
         sides = (rows + 1) * _INT_BYTES + (rows if spec.kind in TEXTS else 0)
         return _pieces(width * size, sides, width, spans=spans)
+
+    def _fixed(self, size: int) -> _Pieces:
+        found = self._alike.get(size)
+        if found is None:
+            ends = self._bounds * size
+            found = self._alike[size] = _Pieces(ends[:-1], ends, _NONE, _NONE)
+        return found
 
     def _longest(self, lengths: Ints) -> Ints:
         """The greatest length of each batch, 0 of an empty one."""
@@ -161,9 +168,7 @@ class _Slab:
         packing: Packing | None,
     ) -> None:
         self._rows, self._draw, self._packing = rows, draw, packing
-        self._packed: dict[int, Bytes] = dict.fromkeys(
-            packing.columns if packing else (), _NO_BYTES
-        )
+        self._begins: dict[int, int] = dict.fromkeys(packing.columns if packing else (), 0)
         self._bytes: Bytes = np.frombuffer(slab, np.uint8)
         self._words = self._bytes[: len(slab) // _INT_BYTES * _INT_BYTES].view(np.int64)
         self._batch_rows = batch_rows
@@ -191,18 +196,18 @@ class _Slab:
         return Column(tuple(values.tolist()), tuple(sides.tolist()), tuple(width.tolist()))
 
     def _write_fixed(self, at: int, size: int, begin: int) -> Column:
-        *starts, end = (begin + bound * size for bound in self._row_bounds)
-        out = self._bytes[begin:end]
-        if at in self._packed:
-            self._packed[at] = out
-        elif not self._draw(at, out):
-            self._rows.fixed(at, size, out)
+        *starts, end = [begin + bound * size for bound in self._row_bounds]
+        if at in self._begins:
+            self._begins[at] = begin
+        elif not self._draw(at, self._bytes[begin:end]):
+            self._rows.fixed(at, size, self._bytes[begin:end])
         return Column(tuple(starts), (), ())
 
     def write_packed(self) -> None:
         """The columns that are packed, all at once: `write` has only said where they go."""
         if self._packing is not None:
-            self._rows.packed(self._packing, list(self._packed.values()))
+            begins = np.array([*self._begins.values()], np.int64)
+            self._rows.packed(self._packing, self._row_bounds[-1], self._bytes, begins)
 
     def _write_runs(
         self,

@@ -126,7 +126,7 @@ def _pack(batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing, 
     columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
     library = kernel().library
     if library is not None:
-        fields = fields_of(packing, [column.address for column in columns])
+        fields = fields_of(packing, np.array([column.address for column in columns]))
         library.pack_rows(
             fields.ctypes.data, len(fields), batch.num_rows, packing.row_bytes, out.ctypes.data
         )

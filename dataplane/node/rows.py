@@ -29,10 +29,11 @@ class Rows(Protocol):
         Shapes:  out: uint8[rows * row_bytes].
         """
 
-    def packed(self, packing: Packing, columns: Sequence[Bytes]) -> None:
-        """The rows of all columns that are packed, in the order of the packing.
+    def packed(self, packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
+        """The first rows of all columns that are packed, each column from where it begins in `out`.
 
-        Shapes:  columns[c]: uint8[rows * size], of as many rows each.
+        Shapes:  begins: int64[columns], in the order of the packing.
+        Raises:  RowOutOfBounds: a column does not end within `out`.
         """
 
     def spans(self, at: int) -> tuple[Ints, Ints]:
@@ -101,9 +102,9 @@ class CompiledRows:
             count = len(out) // row_bytes
             self._library.gather_fixed(*self._sources(at, count), row_bytes, out.ctypes.data)
 
-    def packed(self, packing: Packing, columns: Sequence[Bytes]) -> None:
-        count = len(columns[0]) // int(packing.fields[0, 1])
-        fields = fields_of(packing, [column.ctypes.data for column in columns])
+    def packed(self, packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
+        _expect_room(packing, count, out, begins)
+        fields = fields_of(packing, begins + out.ctypes.data)
         self._library.gather_packed(
             *self._sources(self._columns - 1, count),
             packing.row_bytes,
@@ -153,13 +154,14 @@ class NumpyRows:
             count = int(np.searchsorted(put, len(into)))
             into[put[:count]] = block.values[at].view.view(one_row)[take[:count]]
 
-    def packed(self, packing: Packing, columns: Sequence[Bytes]) -> None:
+    def packed(self, packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
+        _expect_room(packing, count, out, begins)
         for block, take, put in self._parts:
             rows = block.values[-1].view.reshape(-1, packing.row_bytes)
-            for (start, size), out in zip(packing.fields.tolist(), columns, strict=True):
-                into = out.reshape(-1, size)
-                count = int(np.searchsorted(put, len(into)))
-                into[put[:count]] = rows[take[:count], start : start + size]
+            some = int(np.searchsorted(put, count))
+            for (start, size), begin in zip(packing.fields.tolist(), begins.tolist(), strict=True):
+                into = out[begin : begin + count * size].reshape(-1, size)
+                into[put[:some]] = rows[take[:some], start : start + size]
 
     def spans(self, at: int) -> tuple[Ints, Ints]:
         starts, ends = np.empty(self._rows, np.int64), np.empty(self._rows, np.int64)
@@ -192,12 +194,18 @@ class NumpyRows:
         return found[:count]
 
 
-def fields_of(packing: Packing, addresses: Sequence[int]) -> Ints:
+def fields_of(packing: Packing, addresses: Ints) -> Ints:
     """What the kernel knows of packed rows, and of columns that lie at these addresses.
 
-    Shapes:  result: int64[columns, 3].
+    Shapes:  addresses: int64[columns].   result: int64[columns, 3].
     """
-    return np.column_stack([packing.fields, np.array(addresses, np.int64)])
+    return np.concatenate([packing.fields, addresses[:, None]], axis=1)
+
+
+def _expect_room(packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
+    outside = (begins < 0) | (begins > len(out) - count * packing.fields[:, 1])
+    if outside.any():
+        raise RowOutOfBounds(f"{count} rows of packed columns do not fit into their slab", row=0)
 
 
 def _first(outside: npt.NDArray[np.bool_]) -> int:

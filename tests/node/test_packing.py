@@ -192,3 +192,18 @@ def test_a_packed_block_is_decoded_where_another_lies_in_its_file(tmp_path: Path
     assert plain.marks.decoded.tolist() == [0]
     assert packed.needs_decode(0)
     assert int(packed.marks.decoded[0]) >= 64 * 8 * 8
+
+
+@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("begin", [-1, 1 << 40, 33])
+def test_columns_that_do_not_fit_into_their_slab_are_refused(how: Open, begin: int) -> None:
+    batch = _all_small(5, 4, 1, ("int64",))
+    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    packed_as = packing.plan_packing(plan.specs)
+    assert packed_as is not None
+    block = packed_block(canonical(batch, plan, {}, ""), plan.specs, packed_as)
+    rows = how([block], np.zeros((4, 2), np.int32))
+    out = np.full(64, UNTOUCHED, np.uint8)
+    with pytest.raises(RowOutOfBounds):
+        rows.packed(packed_as, 4, out, np.array([0, 0, 0, begin]))
+    assert (out == UNTOUCHED).all()

@@ -195,6 +195,7 @@ def test_other_transforms_are_another_job(shards) -> None:
         with other, pytest.raises(SpecMismatch, match="transforms") as caught:
             len(other)
         assert caught.value.field == "transforms"
+        assert "transforms=jpg: cut=center, " in str(caught.value)
     with (
         DataLoader(shards, 5, transforms={"jpg": [RandomResizedCrop(16)]}) as loader,
         pytest.raises(SpecMismatch, match="transforms"),

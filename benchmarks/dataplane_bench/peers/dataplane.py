@@ -49,10 +49,12 @@ class Dataplane:
         return told
 
     def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
-        del workload, case
-        # Large slabs cost less a batch, and memory; fewer workers leave the trainer its core.
+        del case
+        # Large slabs cost less a batch, and memory; fewer workers leave the trainer its core, where
+        # they have little to do.
         large = {"slab_bytes": "16MiB", "delivery_bytes_per_rank": "256MiB"}
-        fewer = {"worker_count": cores // 2} if 1 < cores <= WORKERS_MAX else {}
+        is_light = not workload.of_kind(Kind.IMAGE)
+        fewer = {"worker_count": cores // 2} if is_light and 1 < cores <= WORKERS_MAX else {}
         return ({}, large, {**large, **fewer}) if fewer else ({}, large)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
