@@ -86,6 +86,10 @@ def _fixed(value: Value) -> Callable[[Machine, Mapping[str, str]], Value]:
     return lambda _machine, _environ: value
 
 
+def _within(value: int, least: int, most: int) -> int:
+    return max(least, min(value, most)) // MIB * MIB
+
+
 def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, str]], Value]:
     """Our folder below an XDG one."""
 
@@ -151,13 +155,15 @@ SETTINGS: tuple[Setting, ...] = (
         "delivery_bytes_per_rank",
         units.BYTES,
         "memory for finished batches, per rank of a job",
-        _fixed(128 * MIB),
+        # Of eight ranks an eighth of the machine, and enough for 16 slabs.
+        lambda machine, _environ: _within(machine.memory_bytes // 64, 64 * MIB, 256 * MIB),
     ),
     Setting(
         "slab_bytes",
         units.BYTES,
         "size of a slab: batches travel to a trainer in pieces of this size",
-        _fixed(4 * MIB),
+        # Larger ones cost less a batch, up to here.
+        lambda machine, _environ: _within(machine.memory_bytes // 1024, 4 * MIB, 16 * MIB),
     ),
     Setting(
         "worker_count",

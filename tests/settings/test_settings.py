@@ -44,7 +44,7 @@ def test_the_first_of_flag_variable_file_and_default_counts(flag, variable, in_f
         (flag, MIB, "--slab-bytes"),
         (variable, 2 * MIB, "$DATAPLANE_SLAB_BYTES"),
         (in_file, 3 * MIB, str(file.path)),
-        (True, 4 * MIB, "default"),
+        (True, 16 * MIB, "default"),
     ]
     value, source = next((value, source) for given, value, source in expected if given)
     assert (found.value, found.source) == (value, source)
@@ -65,6 +65,16 @@ def test_every_default_is_a_value_that_its_setting_may_have():
 def test_the_block_arena_is_a_quarter_of_memory_up_to_a_bound(memory, expected):
     machine = Machine(memory_bytes=memory, cpu_count=2, uid=0)
     assert resolved(machine=machine)["block_arena_bytes"].value == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "delivery", "slab"),
+    [(2 << 30, 64 * MIB, 4 * MIB), (8 << 30, 128 * MIB, 8 * MIB), (1 << 40, 256 * MIB, 16 * MIB)],
+)
+def test_a_ranks_memory_follows_the_machines(memory, delivery, slab):
+    found = resolved(machine=Machine(memory_bytes=memory, cpu_count=2, uid=0))
+    assert found["delivery_bytes_per_rank"].value == delivery
+    assert found["slab_bytes"].value == slab
 
 
 @pytest.mark.parametrize(("cpus", "expected"), [(1, 1), (6, 6), (64, 8)])

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4 << 20
 """Of a record batch: large enough to gather from, and small enough to fetch."""
-WORKERS_MAX = 8
-"""Of a node, unless it is told otherwise."""
 START_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 10.0
 _READY = "ready: node "
@@ -49,13 +47,8 @@ class Dataplane:
         return told
 
     def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
-        del case
-        # Large slabs cost less a batch, and memory; fewer workers leave the trainer its core, where
-        # they have little to do.
-        large = {"slab_bytes": "16MiB", "delivery_bytes_per_rank": "256MiB"}
-        is_light = not workload.of_kind(Kind.IMAGE)
-        fewer = {"worker_count": cores // 2} if is_light and 1 < cores <= WORKERS_MAX else {}
-        return ({}, large, {**large, **fewer}) if fewer else ({}, large)
+        del workload, case, cores
+        return ({},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         if workload.urls:
