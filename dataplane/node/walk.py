@@ -128,7 +128,7 @@ class Plan:
     def _part(self, batches: tuple[Batch, ...], rows: npt.NDArray[np.int32]) -> Plan:
         if not len(rows):
             return Plan(batches, self.blocks[:0], rows, self.first_position)
-        used, index = distinct(rows[:, 0])
+        used, index = distinct(rows[:, 0].astype(np.int64))
         own = rows.copy()
         own[:, 0] = index
         return Plan(batches, self.blocks[used], own, self.first_position)

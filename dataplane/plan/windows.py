@@ -88,7 +88,8 @@ class Windows:
             return self.permuted(np.zeros_like(offset), offset)
         start = first * self._window
         slot = int(self._held(np.array([first]))[0])
-        place = self._pool[slot].take(offset - start if start else offset).astype(np.int64)
+        within = offset - start if start else offset
+        place: Int64 = self._pool[slot].take(within).astype(np.int64)
         place += start
         return place
 
