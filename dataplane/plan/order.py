@@ -103,13 +103,15 @@ class Order:
         if not len(positions):
             return positions.copy(), positions.copy()
         place = positions
-        if self.shuffle:
+        if self.shuffle and self.lanes == 1:
+            place = self._windows.permuted_alone(positions)
+        elif self.shuffle:
             offset, lane = np.divmod(positions, self.lanes)
             place = self._windows.permuted(lane, offset)
             place += self.lane_starts(lane)
         found = self._finder.find(place)
-        row = place - self._starts[found]
-        return self._block_at(found), row
+        row = self._starts.take(found)
+        return self._block_at(found), np.subtract(place, row, out=row)
 
     def position_of(self, blocks: Int64, rows: Int64) -> Int64:
         """The position at which each sample stands: the inverse of `locate`.
@@ -221,7 +223,7 @@ class Order:
         return lane, place - self.lane_starts(lane)
 
     def _block_at(self, found: Int64) -> Int64:
-        return found if self._blocks is None else self._blocks[found].astype(np.int64)
+        return found if self._blocks is None else self._blocks.take(found).astype(np.int64)
 
     def _placed(self, blocks: Int64) -> tuple[Int64, Int64]:
         """Where each block begins and ends in the concatenation of the blocks in their order."""

@@ -27,6 +27,9 @@ _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
+# Words of one permutation that are made together, in the nearest caches.
+_TOGETHER = 1 << 14
+
 
 class Domain(enum.IntEnum):
     """What a key is for: the first part of every key, so that no two uses share a stream."""
@@ -116,11 +119,15 @@ def permutations(keys: Sequence[int] | Words, length: int) -> Words:
     Shapes:  keys: uint64[m].   result: uint64[m, length].
     """
     index_mask = np.uint64((1 << (length - 1).bit_length()) - 1 if length else 0)
-    words = np.arange(length, dtype=np.uint64) * np.uint64(_GAMMA)
-    words = words + np.asarray(keys, np.uint64)[:, None]
-    mix_in_place(words)
-    words &= ~index_mask
-    words |= np.arange(length, dtype=np.uint64)
+    starts = np.asarray(keys, np.uint64)[:, None]
+    words = np.empty((len(starts), length), np.uint64)
+    for begin in range(0, length, _TOGETHER):
+        some = words[:, begin : begin + _TOGETHER]
+        index = np.arange(begin, begin + some.shape[1], dtype=np.uint64)
+        np.add(index * np.uint64(_GAMMA), starts, out=some)
+        mix_in_place(some)
+        some &= ~index_mask
+        some |= index
     sort_rows(words, sorting().library)
     words &= index_mask
     return words

@@ -78,6 +78,21 @@ class Windows:
         """
         return self._mapped(lane, offset, inverse=False)
 
+    def permuted_alone(self, offset: Int64) -> Int64:
+        """As `permuted`, where there is one lane: most slabs are within one window of it.
+
+        Shapes:  offset, result: int64[n], n > 0.
+        """
+        first, last = int(offset.min()) // self._window, int(offset.max()) // self._window
+        if first != last or self._window == 1:
+            return self.permuted(np.zeros_like(offset), offset)
+        start = first * self._window
+        slot = int(self._held(np.array([first]))[0])
+        within = offset - start if start else offset
+        place: Int64 = self._pool[slot].take(within).astype(np.int64)
+        place += start
+        return place
+
     def restored(self, lane: Int64, place: Int64) -> Int64:
         """The lane offset at which the sample at each place of its lane is served.
 
@@ -93,10 +108,6 @@ class Windows:
         window *= self._lanes
         window += lane
         within = offset - start
-        if window[0] == window.max() and window[0] == window.min() and not inverse:
-            slot = int(self._held(window[:1])[0])
-            start += self._pool[slot].take(within)
-            return start
         found, number = distinct(window)
         if len(found) <= self._capacity:
             return start + self._looked_up(found, number, within, inverse=inverse)

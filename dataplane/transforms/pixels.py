@@ -173,6 +173,28 @@ def render(
                 raise ImageError("no memory for its resize", row=row)
 
 
+def rewritten(image: bytes | memoryview, by: Maker | None = None) -> bytes:
+    """The same JPEG with an index of its scan, an APP15 segment: crops of it decode only the rows
+    and columns that they need, to the same pixels. It is about 4 % larger.
+
+    Whatever would gain nothing comes back as it is: other formats, JPEGs with restart markers, which
+    are an index, and what cannot be decoded.
+    """
+    by = by or maker()
+    memory = np.frombuffer(image, np.uint8)
+    if by.library is not None and by.has_jpeg and len(memory):
+        out, reason = ctypes.c_void_p(), ctypes.create_string_buffer(REASON_BYTES)
+        length = by.library.pixels_rewritten(
+            memory.ctypes.data, len(memory), ctypes.byref(out), reason
+        )
+        if length and out.value is not None:
+            try:
+                return ctypes.string_at(out.value, length)
+            finally:
+                by.library.pixels_release(out)
+    return bytes(image)
+
+
 def _form(view: PixelView) -> _View:
     scale, bias = view.factors()
     form = _View(view.height, view.width, view.layout == "CHW", [*DTYPES].index(view.dtype))

@@ -49,8 +49,8 @@ def test_a_slot_has_room_for_images_and_what_is_beside_them(url, columns, beside
             manifest.fingerprint, global_batch=2 * ROWS, columns=columns, transforms=images
         )
         sizes = slab_sizes(dataset_of(1, manifest, spec), spec, dp_size=2, slab_bytes=1 << 10)
-        assert sizes.batches_max == 1
+        assert sizes.batches == 1
         needed = ROWS * (SIDE * SIDE * 3 * size + beside)
         assert needed <= sizes.slot_bytes <= needed * most
         large = slab_sizes(dataset_of(1, manifest, spec), spec, dp_size=2, slab_bytes=needed * 10)
-        assert 6 <= large.batches_max <= 10
+        assert 6 <= large.batches <= 10

@@ -3,9 +3,9 @@
  * needs; libjpeg does all that comes after it. An MCU is a block of each colour, or a few.
  *
  * What is not needed is stepped over: by restart markers or an index if there are some, else by
- * decoding it to nowhere. A coefficient takes one look into a table that knows the code and the bits
- * behind it, where libjpeg takes two. Stuffed zeros are taken out beforehand, so that 8 bytes are
- * read at once.
+ * decoding it to nowhere. One look into a table gives two coefficients, where their codes and the
+ * bits behind them are short; libjpeg takes two looks for one. Stuffed zeros are taken out
+ * beforehand, so that 8 bytes are read at once.
  *
  * Bits are checked after each MCU: the memory behind a window has room for what one can read.
  *
@@ -20,7 +20,8 @@
 enum {
     LOOK_BITS = FAST_BITS,
     EOB_RUN = 128,      /* more than any place in a block, however it adds up */
-    PLACES = 64 + EOB_RUN + 1,
+    BROKEN_RUN = 64,    /* ends a block too, but at a place where no run does */
+    PLACES = 64 + 2 * (EOB_RUN + 1),
     /* What an MCU takes at most, of 32 bits a coefficient, and what is read ahead. */
     SLACK_BYTES = D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * 4 + 32,
     IS_PARTIAL = 1 << 15 /* of an entry: the bits behind the code are not in it */
@@ -90,6 +91,42 @@ static int table_fill(struct codes *codes, const uint8_t *counts, const uint8_t 
     return 1;
 }
 
+/*
+ * A pair, from its lowest bit on: 6 bits, how many bits it takes in all; 6, how many the first
+ * coefficient takes; 1, whether it is partial; 9, the first one's run; 9, from its place to that of
+ * the second; 1, from there to the next; 16 and 16, the values. A pair of one coefficient has a zero
+ * at the place behind it, and goes on from there.
+ */
+enum { PAIR_FIRST = 6, PAIR_PARTIAL = 12, PAIR_RUN = 13, PAIR_STEP = 22, PAIR_ON = 31 };
+
+INLINE uint64_t pair_of_one(int32_t entry)
+{
+    uint64_t bits = (uint64_t)(entry & 63), run = (uint64_t)(entry >> 6 & 511);
+    return bits | bits << PAIR_FIRST | run << PAIR_RUN | 1ull << PAIR_STEP |
+           (uint64_t)(uint16_t)(entry >> 16) << 32;
+}
+
+static void pairs_fill(struct codes *codes)
+{
+    for (uint32_t bits = 0; bits < 1u << LOOK_BITS; bits++) {
+        int32_t first = codes->entries[bits];
+        if (first == 0 || first & IS_PARTIAL) {
+            codes->pairs[bits] = 1ull << PAIR_PARTIAL;
+            continue;
+        }
+        uint64_t pair = pair_of_one(first);
+        int32_t second = codes->entries[bits << (first & 63) & ((1u << LOOK_BITS) - 1)];
+        int both = (first & 63) + (second & 63);
+        if (second != 0 && !(second & IS_PARTIAL) && both <= LOOK_BITS &&
+            (first >> 6 & 511) != EOB_RUN) {
+            pair &= ~(63ull | 511ull << PAIR_STEP);
+            pair |= (uint64_t)both | ((uint64_t)(second >> 6 & 511) + 1) << PAIR_STEP |
+                    1ull << PAIR_ON | (uint64_t)(uint16_t)(second >> 16) << 48;
+        }
+        codes->pairs[bits] = pair;
+    }
+}
+
 static int codes_make(struct codes *codes, const JHUFF_TBL *table, int is_dc)
 {
     if (table == NULL)
@@ -99,6 +136,8 @@ static int codes_make(struct codes *codes, const JHUFF_TBL *table, int is_dc)
         memcmp(codes->values, table->huffval, sizeof codes->values) == 0)
         return 1;
     codes->is_made = table_fill(codes, table->bits, table->huffval, is_dc);
+    if (!is_dc)
+        pairs_fill(codes);
     memcpy(codes->bits, table->bits, sizeof codes->bits);
     memcpy(codes->values, table->huffval, sizeof codes->values);
     return codes->is_made;
@@ -122,7 +161,7 @@ INLINE void consume(struct reader *reader, int bits)
     reader->count -= bits;
 }
 
-/* A code that no entry has whole; 0 bits where there is no such code. */
+/* A code that no entry has whole. Where there is none, 0 bits, and a run that ends the block. */
 static int32_t entry_slow(const struct codes *codes, uint64_t word, int32_t entry, int is_dc)
 {
     int length = entry & 63, symbol = entry >> 16;
@@ -131,7 +170,7 @@ static int32_t entry_slow(const struct codes *codes, uint64_t word, int32_t entr
         for (length = LOOK_BITS + 1; length <= 16 && top >= codes->ends[length]; length++)
             ;
         if (length > 16)
-            return 0;
+            return is_dc ? 0 : entry_of(0, BROKEN_RUN, 0, 0);
         symbol = codes->symbols[(int)(top >> (16 - length)) + codes->offsets[length]];
     }
     int count = symbol & 15, run = symbol >> 4;
@@ -141,37 +180,65 @@ static int32_t entry_slow(const struct codes *codes, uint64_t word, int32_t entr
     return entry_of(extended(bits, count), run, length + count, 0);
 }
 
-/* The next coefficient; 32 bits at most are taken of those that are in the word. */
-INLINE int32_t entry_next(struct reader *reader, const struct codes *codes, int is_dc)
+/* A word is filled so that the table may be looked into; where it does not know, filled anew. */
+INLINE int32_t dc_next(struct reader *reader, const struct codes *codes)
 {
-    if (reader->count < 32)
-        refill(reader);
     int32_t entry = codes->entries[reader->word >> (64 - LOOK_BITS)];
-    if (__builtin_expect(entry == 0 || entry & IS_PARTIAL, 0))
-        entry = entry_slow(codes, reader->word, entry, is_dc);
+    if (entry == 0 || entry & IS_PARTIAL)
+        entry = entry_slow(codes, reader->word, entry, 1);
     consume(reader, entry & 63);
     return entry;
+}
+
+INLINE uint64_t pair_next(struct reader *reader, const struct codes *codes)
+{
+    uint64_t top = reader->word >> (64 - LOOK_BITS), pair = codes->pairs[top];
+    if (__builtin_expect(pair >> PAIR_PARTIAL & 1, 0)) {
+        refill(reader);
+        pair = pair_of_one(entry_slow(codes, reader->word, codes->entries[top], 0));
+        consume(reader, pair & 63);
+        refill(reader);
+    } else {
+        consume(reader, pair & 63);
+    }
+    return pair;
 }
 
 /* Returns 0 where the bits are no block. The block has only zeros before, or is never looked at. */
 INLINE int block_read(struct reader *reader, const struct codes *dc, const struct codes *ac,
                       int *last_dc, JCOEF *block)
 {
-    int32_t entry = entry_next(reader, dc, 1);
+    refill(reader);
+    int32_t entry = dc_next(reader, dc);
     if ((entry & 63) == 0)
         return 0;
     *last_dc = (int)((unsigned)*last_dc + (unsigned)(entry >> 16));
     block[0] = (JCOEF)*last_dc;
-    int k = 1;
-    do {
-        entry = entry_next(reader, ac, 0);
-        if (__builtin_expect((entry & 63) == 0, 0))
-            return 0;
-        k += entry >> 6 & 511;
-        block[places[k]] = (JCOEF)(entry >> 16);
-        k++;
-    } while (k < 64);
-    return k == 64 || k > EOB_RUN;
+    for (unsigned k = 1;;) {
+        /* A full word has enough for four, of which the table knows all. */
+        refill(reader);
+        for (int i = 0; i < 4; i++) {
+            struct reader before = *reader;
+            uint64_t pair = pair_next(reader, ac);
+            unsigned first = k + (pair >> PAIR_RUN & 511);
+            unsigned second = first + (pair >> PAIR_STEP & 511);
+            block[places[first]] = (JCOEF)(pair >> 32);
+            block[places[second]] = (JCOEF)(pair >> 48);
+            k = second + (pair >> PAIR_ON & 1);
+            if (k < 64)
+                continue;
+            if (first == 63) {
+                /* The block ends before the second, whose bits are the next block's. */
+                block[63] = (JCOEF)(pair >> 32);
+                if (pair >> PAIR_ON & 1) {
+                    *reader = before;
+                    consume(reader, pair >> PAIR_FIRST & 63);
+                }
+                return 1;
+            }
+            return first > 63 ? first > EOB_RUN : second == 63 || second > EOB_RUN;
+        }
+    }
 }
 
 /*
@@ -214,6 +281,7 @@ static int window_open(struct entropy *entropy, const struct mark *mark, size_t 
 }
 
 /* Returns 0 where the bits are no MCU, or end within it. `blocks` may be NULL: it is stepped over. */
+FOR_EACH_PROCESSOR
 static int mcu_read(struct entropy *entropy, JBLOCKROW *blocks)
 {
     struct reader reader = entropy->reader;
@@ -267,14 +335,20 @@ static void mark_first(struct mark *mark, int64_t mcu, size_t offset)
     mark->offset = offset;
 }
 
+struct mark *entropy_room_for_marks(struct entropy *entropy, size_t count)
+{
+    entropy->marks =
+        reserved(entropy->marks, &entropy->marks_bytes, count * sizeof *entropy->marks);
+    entropy->mark_count = 0;
+    return entropy->marks;
+}
+
 /* Every restart is a mark. Returns 0 where they are not what they should be. */
 static int marks_of_restarts(struct entropy *entropy, int64_t interval)
 {
     int64_t mcus = entropy->mcus_per_row * entropy->mcu_rows;
     size_t count = (size_t)((mcus + interval - 1) / interval);
-    entropy->marks =
-        reserved(entropy->marks, &entropy->marks_bytes, count * sizeof *entropy->marks);
-    if (entropy->marks == NULL)
+    if (entropy_room_for_marks(entropy, count) == NULL)
         return 0;
     mark_first(entropy->marks, 0, 0);
     const uint8_t *scan = entropy->scan, *end = scan + entropy->scan_bytes, *at = scan;
@@ -322,12 +396,50 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
     entropy->is_restarting = cinfo->restart_interval != 0;
     if (entropy->is_restarting)
         return marks_of_restarts(entropy, cinfo->restart_interval);
-    entropy->marks = reserved(entropy->marks, &entropy->marks_bytes, sizeof *entropy->marks);
-    if (entropy->marks == NULL)
+    if (entropy_room_for_marks(entropy, 1) == NULL)
         return 0;
     mark_first(entropy->marks, 0, 0);
     entropy->mark_count = 1;
     return 1;
+}
+
+/* How many bytes of the scan, stuffed zeros among them, make so many of the window. */
+static size_t stuffed_bytes(const uint8_t *scan, size_t from, size_t count)
+{
+    for (; count > 0; count--)
+        if (scan[from++] == 0xff) {
+            while (scan[from] == 0xff)
+                from++;
+            from++;
+        }
+    return from;
+}
+
+size_t entropy_survey(struct entropy *entropy, int64_t step)
+{
+    int64_t per_row = (entropy->mcus_per_row + step - 1) / step;
+    size_t found = 0, known = 0, known_stuffed = 0;
+    struct mark first;
+    mark_first(&first, 0, 0);
+    struct mark *marks = entropy_room_for_marks(entropy, (size_t)(per_row * entropy->mcu_rows));
+    if (marks == NULL || !window_open(entropy, &first, entropy->scan_bytes))
+        return 0;
+    for (int64_t row = 0; row < entropy->mcu_rows; row++)
+        for (int64_t column = 0; column < entropy->mcus_per_row; column++) {
+            if (column % step == 0) {
+                const struct reader *reader = &entropy->reader;
+                size_t bits = (size_t)(reader->next - entropy->window) * 8 - (size_t)reader->count;
+                known_stuffed = stuffed_bytes(entropy->scan, known_stuffed, bits / 8 - known);
+                known = bits / 8;
+                struct mark *mark = marks + found++;
+                mark_first(mark, entropy->mcu_next, known_stuffed);
+                mark->bit = (int)(bits % 8);
+                memcpy(mark->dc, entropy->last_dc, sizeof mark->dc);
+            }
+            if (!mcu_read(entropy, NULL))
+                return 0;
+        }
+    return entropy->mark_count = found;
 }
 
 void entropy_free(struct entropy *entropy)

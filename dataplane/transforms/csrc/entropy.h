@@ -18,7 +18,8 @@ enum entropy_fault { ENTROPY_FINE, ENTROPY_BROKEN, ENTROPY_NO_MEMORY };
 
 /* A Huffman table, as it is looked at. */
 struct codes {
-    int32_t entries[1 << FAST_BITS];
+    int32_t entries[1 << FAST_BITS]; /* of one coefficient */
+    uint64_t pairs[1 << FAST_BITS];  /* of two, where both fit; not made of DC codes */
     uint32_t ends[17]; /* of the codes of a length, as the upper bits of 16 */
     int offsets[17];   /* of a code's symbol, from the code */
     uint8_t symbols[256];
@@ -75,6 +76,15 @@ void entropy_prepare(void);
 
 /* A scan that libjpeg has just begun. Returns 0 where libjpeg must decode it itself. */
 int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo);
+
+/*
+ * Decode every MCU to nowhere, and tell where each `step`-th of a row begins, from the first row's
+ * first on. Returns how many marks there are, in entropy->marks; 0 where the scan is broken.
+ */
+size_t entropy_survey(struct entropy *entropy, int64_t step);
+
+/* After entropy_begin, and where it is known what is needed: use these marks beside the start. */
+struct mark *entropy_room_for_marks(struct entropy *entropy, size_t count);
 
 /* The next MCU that libjpeg asks for: its coefficients, or nothing if it is not needed. */
 enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks);

@@ -16,6 +16,7 @@ enum {
     EOI = 0xd9,
     SOS = 0xda,
     APP1 = 0xe1,
+    INDEX = 0xef, /* APP15 */
     TEM = 0x01,
     RST0 = 0xd0,
     ORIENTATION = 0x0112,
@@ -98,6 +99,7 @@ enum outcome jpeg_header(const struct image *image, struct header *header, char 
     if (length < 3 || bytes[0] != MARKER || bytes[1] != SOI || bytes[2] != MARKER)
         return NO_JPEG;
     int is_exif_seen = 0;
+    memset(header, 0, sizeof *header);
     header->orientation = 1;
     for (;;) {
         /* As libjpeg: what lies between two segments is stepped over. */
@@ -120,6 +122,7 @@ enum outcome jpeg_header(const struct image *image, struct header *header, char 
         if (size < 2 || at + size > length)
             break;
         const uint8_t *segment = bytes + at + 2;
+        header->frame_at = at - 2;
         if (is_frame(marker))
             return frame_read(marker, segment, size - 2, header, reason);
         if (marker == APP1 && !is_exif_seen && size - 2 >= EXIF_HEADER_BYTES &&
@@ -127,6 +130,11 @@ enum outcome jpeg_header(const struct image *image, struct header *header, char 
             is_exif_seen = 1;
             header->orientation =
                 orientation_of(segment + EXIF_HEADER_BYTES, size - 2 - EXIF_HEADER_BYTES);
+        }
+        if (marker == INDEX && size - 2 >= INDEX_NAME_BYTES &&
+            memcmp(segment, INDEX_NAME, INDEX_NAME_BYTES) == 0) {
+            header->index = segment;
+            header->index_bytes = size - 2;
         }
         at += size;
     }

@@ -75,7 +75,7 @@ EXPORT int64_t pixels_resize(const uint8_t *pixels, int32_t height, int32_t widt
                              int32_t orientation, const double *boxes, const uint8_t *flips,
                              const struct view *view, uint8_t *out)
 {
-    struct header header = {height, width, orientation};
+    struct header header = {.height = height, .width = width, .orientation = orientation};
     struct box box = box_at(boxes, flips, 0);
     struct resize resize;
     memset(&resize, 0, sizeof resize);
@@ -93,6 +93,21 @@ EXPORT int64_t pixels_resize(const uint8_t *pixels, int32_t height, int32_t widt
     resize_free(&resize);
     free(row);
     return failed;
+}
+
+/* A JPEG with an index, to be given back to pixels_release; 0 where it would gain nothing. */
+EXPORT int64_t pixels_rewritten(const uint8_t *bytes, int64_t length, uint8_t **out, char *reason)
+{
+    struct image image = {bytes, length};
+    struct decoder *decoder = decoder_new();
+    int64_t written = decoder == NULL ? 0 : jpeg_rewritten(decoder, &image, out, reason);
+    decoder_free(decoder);
+    return written;
+}
+
+EXPORT void pixels_release(uint8_t *rewritten)
+{
+    free(rewritten);
 }
 
 /* Of the sources that this was made from: pixels_library.py takes no other's. */

@@ -14,15 +14,21 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-/* One source, compiled for this processor and for any; the loader chooses. Results are equal. */
+/* One source, compiled for newer processors and for any; the loader chooses. Results are equal. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=haswell", "default")))
+#if __GNUC__ >= 12
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#endif
 #else
 #define FOR_EACH_PROCESSOR
 #endif
 
 enum { REASON_BYTES = 256, PIXEL_BYTES = 4, PIXELS_MAX = 178956970 /* as Pillow refuses */ };
+#define INDEX_NAME "dataplane" /* and its zero, in an APP15 segment */
+enum { INDEX_NAME_BYTES = sizeof INDEX_NAME };
 enum dtype { BYTE, HALF, BFLOAT, FLOAT };
 enum outcome { DONE, NO_JPEG, FAILED };
 
@@ -47,6 +53,9 @@ struct box {
 struct header {
     int32_t height, width; /* as stored */
     int orientation;       /* EXIF's, 1..8 */
+    int64_t frame_at;      /* where the frame's marker is, in bytes */
+    const uint8_t *index;  /* of rewrite.c, or NULL: not to be trusted */
+    int64_t index_bytes;
 };
 
 /* One direction of a resize: result i is the sum of `taps` pixels from starts[i] on, weighted. */
@@ -108,6 +117,13 @@ struct decoder; /* One thread's: what libjpeg and the resize keep from image to 
 
 struct decoder *decoder_new(void);
 void decoder_free(struct decoder *decoder);
+
+/*
+ * A copy of a JPEG with an index of its scan, in memory to be freed; its length, or 0 and NULL where
+ * it gains nothing, or cannot be decoded.
+ */
+int64_t jpeg_rewritten(struct decoder *decoder, const struct image *image, uint8_t **out,
+                       char *reason);
 
 /* Of an image that has this header, what lies in the box: DONE, or FAILED and the reason. */
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,

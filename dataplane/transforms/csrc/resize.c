@@ -13,8 +13,8 @@
 
 #include "pixels.h"
 
-#ifdef __SSE2__
-#include <emmintrin.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #endif
 
 enum {
@@ -212,69 +212,147 @@ int resize_padding(const struct resize *resize)
     return resize->columns.taps;
 }
 
-#ifdef __SSE2__
+#if defined(__x86_64__)
+
+/* Two pixels of RGBX, as 16 bit pairs of one channel: r0 r1 g0 g1 b0 b1 x0 x1. */
+INLINE __m128i channel_pairs(const uint8_t *pixels)
+{
+    __m128i two = _mm_loadl_epi64((const __m128i *)pixels);
+    two = _mm_unpacklo_epi8(two, _mm_srli_si128(two, PIXEL_BYTES));
+    return _mm_unpacklo_epi8(two, _mm_setzero_si128());
+}
 
 /* The weighted sum of some pixels: four channels of 1/64, 32 bits each. */
 INLINE __m128i weighed(const uint8_t *pixels, const int16_t *weights, int taps)
 {
-    const __m128i zero = _mm_setzero_si128();
     __m128i sum = _mm_set1_epi32(1 << (FIRST_SHIFT - 1));
     for (int k = 0; k < taps; k += 2) {
         int32_t pair;
         memcpy(&pair, weights + k, sizeof pair);
-        __m128i two = _mm_loadl_epi64((const __m128i *)(pixels + PIXEL_BYTES * k));
-        two = _mm_unpacklo_epi8(two, _mm_srli_si128(two, PIXEL_BYTES));
-        two = _mm_unpacklo_epi8(two, zero);
+        __m128i two = channel_pairs(pixels + PIXEL_BYTES * k);
         sum = _mm_add_epi32(sum, _mm_madd_epi16(two, _mm_set1_epi32(pair)));
     }
     return _mm_srai_epi32(sum, FIRST_SHIFT);
 }
 
+/* The same, four pixels at once. */
+__attribute__((target("avx2"), always_inline)) static inline __m128i
+weighed_wide(const uint8_t *pixels, const int16_t *weights, int taps)
+{
+    const __m128i pairs = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    const __m256i places = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    __m256i wide = _mm256_setzero_si256();
+    int k = 0;
+    for (; k + 4 <= taps; k += 4) {
+        __m128i four = _mm_loadu_si128((const __m128i *)(pixels + PIXEL_BYTES * k));
+        __m256i values = _mm256_cvtepu8_epi16(_mm_shuffle_epi8(four, pairs));
+        __m128i given = _mm_loadl_epi64((const __m128i *)(weights + k));
+        __m256i spread = _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(given), places);
+        wide = _mm256_add_epi32(wide, _mm256_madd_epi16(values, spread));
+    }
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    if (k < taps) {
+        int32_t pair;
+        memcpy(&pair, weights + k, sizeof pair);
+        __m128i two = _mm_loadl_epi64((const __m128i *)(pixels + PIXEL_BYTES * k));
+        two = _mm_cvtepu8_epi16(_mm_shuffle_epi8(two, pairs));
+        sum = _mm_add_epi32(sum, _mm_madd_epi16(two, _mm_set1_epi32(pair)));
+    }
+    sum = _mm_add_epi32(sum, _mm_set1_epi32(1 << (FIRST_SHIFT - 1)));
+    return _mm_srai_epi32(sum, FIRST_SHIFT);
+}
+
+/* Four results, as three planes or pixel by pixel. */
+INLINE void four_put(const __m128i *sums, int count, int i, int is_planar, int16_t *out)
+{
+    __m128i low = _mm_packs_epi32(sums[0], sums[1]), high = _mm_packs_epi32(sums[2], sums[3]);
+    if (is_planar) {
+        __m128i even = _mm_unpacklo_epi16(low, high);      /* r0 r2 g0 g2 b0 b2 .. */
+        __m128i odd = _mm_unpackhi_epi16(low, high);       /* r1 r3 g1 g3 b1 b3 .. */
+        __m128i red_green = _mm_unpacklo_epi16(even, odd); /* r0 r1 r2 r3 g0 .. */
+        __m128i blue = _mm_unpackhi_epi16(even, odd);
+        _mm_storel_epi64((__m128i *)(out + i), red_green);
+        _mm_storel_epi64((__m128i *)(out + count + i), _mm_srli_si128(red_green, 8));
+        _mm_storel_epi64((__m128i *)(out + 2 * (size_t)count + i), blue);
+        return;
+    }
+    /* Each store's last lane is overwritten by the next; the ring ends with room for it. */
+    int16_t *at = out + CHANNELS * i;
+    _mm_storel_epi64((__m128i *)at, low);
+    _mm_storel_epi64((__m128i *)(at + 3), _mm_srli_si128(low, 8));
+    _mm_storel_epi64((__m128i *)(at + 6), high);
+    _mm_storel_epi64((__m128i *)(at + 9), _mm_srli_si128(high, 8));
+}
+
+INLINE void one_put(__m128i sum, int count, int i, int is_planar, int16_t *out)
+{
+    int16_t channels[8];
+    _mm_storeu_si128((__m128i *)channels, _mm_packs_epi32(sum, sum));
+    for (int c = 0; c < CHANNELS; c++)
+        out[is_planar ? c * count + i : CHANNELS * i + c] = channels[c];
+}
+
+/* With a constant number of taps, the loops over them vanish. */
+#define ROW_RESIZED(weighed)                                                                      \
+    int count = axis->count, i = 0;                                                               \
+    const int *starts = axis->starts;                                                             \
+    const int16_t *weights = axis->weights;                                                       \
+    for (; i + 4 <= count; i += 4) {                                                              \
+        __m128i sums[4];                                                                          \
+        for (int k = 0; k < 4; k++)                                                               \
+            sums[k] = weighed(pixels + PIXEL_BYTES * (starts[i + k] - from),                      \
+                              weights + (size_t)(i + k) * (size_t)taps, taps);                    \
+        four_put(sums, count, i, is_planar, out);                                                 \
+    }                                                                                             \
+    for (; i < count; i++)                                                                        \
+        one_put(weighed(pixels + PIXEL_BYTES * (starts[i] - from),                                \
+                        weights + (size_t)i * (size_t)taps, taps),                                \
+                count, i, is_planar, out)
+
 INLINE void row_resized(const struct axis *axis, const uint8_t *pixels, int from, int taps,
                         int is_planar, int16_t *out)
 {
-    int count = axis->count, i = 0;
-    const int *starts = axis->starts;
-    const int16_t *weights = axis->weights;
-    for (; i + 4 <= count; i += 4) {
-        __m128i sums[4];
-        for (int k = 0; k < 4; k++)
-            sums[k] = weighed(pixels + PIXEL_BYTES * (starts[i + k] - from),
-                              weights + (size_t)(i + k) * (size_t)taps, taps);
-        __m128i low = _mm_packs_epi32(sums[0], sums[1]), high = _mm_packs_epi32(sums[2], sums[3]);
-        if (is_planar) {
-            __m128i even = _mm_unpacklo_epi16(low, high);     /* r0 r2 g0 g2 b0 b2 .. */
-            __m128i odd = _mm_unpackhi_epi16(low, high);      /* r1 r3 g1 g3 b1 b3 .. */
-            __m128i red_green = _mm_unpacklo_epi16(even, odd); /* r0 r1 r2 r3 g0 .. */
-            __m128i blue = _mm_unpackhi_epi16(even, odd);
-            _mm_storel_epi64((__m128i *)(out + i), red_green);
-            _mm_storel_epi64((__m128i *)(out + count + i), _mm_srli_si128(red_green, 8));
-            _mm_storel_epi64((__m128i *)(out + 2 * (size_t)count + i), blue);
-        } else {
-            /* Each store's last lane is overwritten by the next; the ring ends with room for it. */
-            int16_t *at = out + CHANNELS * i;
-            _mm_storel_epi64((__m128i *)at, low);
-            _mm_storel_epi64((__m128i *)(at + 3), _mm_srli_si128(low, 8));
-            _mm_storel_epi64((__m128i *)(at + 6), high);
-            _mm_storel_epi64((__m128i *)(at + 9), _mm_srli_si128(high, 8));
-        }
+    ROW_RESIZED(weighed);
+}
+
+__attribute__((target("avx2"), always_inline)) static inline void
+row_resized_wide(const struct axis *axis, const uint8_t *pixels, int from, int taps, int is_planar,
+                 int16_t *out)
+{
+    ROW_RESIZED(weighed_wide);
+}
+
+#define CASES(row_resized)                                                                        \
+    switch (axis->taps) {                                                                         \
+    case 2: row_resized(axis, pixels, from, 2, is_planar, out); return;                           \
+    case 4: row_resized(axis, pixels, from, 4, is_planar, out); return;                           \
+    case 6: row_resized(axis, pixels, from, 6, is_planar, out); return;                           \
+    default: row_resized(axis, pixels, from, axis->taps, is_planar, out);                         \
     }
-    for (; i < count; i++) {
-        int16_t four[8];
-        __m128i sum = weighed(pixels + PIXEL_BYTES * (starts[i] - from),
-                              weights + (size_t)i * (size_t)taps, taps);
-        _mm_storeu_si128((__m128i *)four, _mm_packs_epi32(sum, sum));
-        for (int c = 0; c < CHANNELS; c++)
-            out[is_planar ? c * count + i : CHANNELS * i + c] = four[c];
+
+__attribute__((target("avx2"))) static void row_to_ring_wide(const struct axis *axis,
+                                                             const uint8_t *pixels, int from,
+                                                             int is_planar, int16_t *out)
+{
+    CASES(row_resized_wide)
+}
+
+static void row_to_ring(const struct axis *axis, const uint8_t *pixels, int from, int is_planar,
+                        int16_t *out)
+{
+    if (__builtin_cpu_supports("avx2")) {
+        row_to_ring_wide(axis, pixels, from, is_planar, out);
+        return;
     }
+    CASES(row_resized)
 }
 
 #else
 
-INLINE void row_resized(const struct axis *axis, const uint8_t *pixels, int from, int taps,
-                        int is_planar, int16_t *out)
+static void row_to_ring(const struct axis *axis, const uint8_t *pixels, int from, int is_planar,
+                        int16_t *out)
 {
-    int count = axis->count;
+    int count = axis->count, taps = axis->taps;
     for (int i = 0; i < count; i++) {
         const uint8_t *at = pixels + PIXEL_BYTES * (axis->starts[i] - from);
         const int16_t *weights = axis->weights + (size_t)i * (size_t)taps;
@@ -290,26 +368,6 @@ INLINE void row_resized(const struct axis *axis, const uint8_t *pixels, int from
 }
 
 #endif
-
-/* With a constant number of taps the loops over them vanish. */
-static void row_to_ring(const struct axis *axis, const uint8_t *pixels, int from, int is_planar,
-                        int16_t *out)
-{
-#define CASE(taps)                                                        \
-    case taps:                                                            \
-        if (is_planar)                                                    \
-            row_resized(axis, pixels, from, taps, 1, out);                \
-        else                                                              \
-            row_resized(axis, pixels, from, taps, 0, out);                \
-        return
-    switch (axis->taps) {
-        CASE(2);
-        CASE(4);
-        CASE(6);
-    default: row_resized(axis, pixels, from, axis->taps, is_planar, out);
-    }
-#undef CASE
-}
 
 INLINE void sum_of(const int16_t *const *rows, const int16_t *weights, int taps, int lanes,
                    int32_t *sums)

@@ -1,0 +1,159 @@
+"""How many random resized crops does one core make of JPEGs a second, by which library?
+
+    python benchmarks/pixels.py FOLDER [--json]
+
+Photographs of the folder that are larger than ImageNet's usual 500 x 375 are first made as large,
+at a quality of 95. The same crops are made by all, in turns, so that a busy neighbour slows all of
+them; the best round of each counts. Exit status 1 says that ours missed its bar: a multiple of what
+simplejpeg (libjpeg-turbo, whole images) and OpenCV's resize reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+import simplejpeg  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+from PIL import Image
+
+from dataplane.transforms import pixels
+from dataplane.transforms.pixels_library import maker
+
+ROUNDS = 9
+SIDE = 224
+LONG_SIDE, PIXELS_USUAL = 500, 500 * 375
+QUALITY = 95
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+ATTEMPTS = 10
+BAR = 1.5
+VIEW = pixels.PixelView(SIDE, SIDE, "HWC", "uint8", None, None)
+
+Crops = NDArray[np.float64]
+Maker = Callable[[Crops], None]
+
+
+class Photographs:
+    """The photographs, and each way to make crops of all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.encoded = [_usual(path.read_bytes()) for path in sorted(folder.iterdir())]
+        self._memory = [np.frombuffer(image, np.uint8) for image in self.encoded]
+        self._places = _places(self._memory)
+        self.rewritten = [pixels.rewritten(image) for image in self.encoded]
+        self._memory_rewritten = [np.frombuffer(image, np.uint8) for image in self.rewritten]
+        self._places_rewritten = _places(self._memory_rewritten)
+        self.sizes = pixels.sizes(self._places)
+        self._flips = np.zeros(len(self.encoded), np.uint8)
+        self._out = np.zeros((len(self.encoded), SIDE, SIDE, 3), np.uint8)
+
+    def by_simplejpeg(self, boxes: Crops) -> None:
+        """Whole images, and OpenCV's resize, which does not smooth."""
+        for row, image in enumerate(self.encoded):
+            top, left, height, width = boxes[row].astype(int).tolist()
+            whole = simplejpeg.decode_jpeg(image, fastdct=False, fastupsample=False)
+            part = whole[top : top + height, left : left + width]
+            cv2.resize(part, (SIDE, SIDE), dst=self._out[row], interpolation=cv2.INTER_LINEAR)
+
+    def by_pillow(self, boxes: Crops) -> None:
+        """Whole images, resized with antialiasing."""
+        for row, image in enumerate(self.encoded):
+            top, left, height, width = boxes[row].tolist()
+            with Image.open(io.BytesIO(image)) as opened:
+                part = opened.convert("RGB").resize(
+                    (SIDE, SIDE), Image.Resampling.BILINEAR, (left, top, left + width, top + height)
+                )
+                self._out[row] = np.asarray(part)
+
+    def by_us(self, boxes: Crops) -> None:
+        pixels.render(self._places, boxes, self._flips, VIEW, self._out.reshape(-1))
+
+    def by_us_rewritten(self, boxes: Crops) -> None:
+        out = self._out.reshape(-1)
+        pixels.render(self._places_rewritten, boxes, self._flips, VIEW, out)
+
+
+def _places(memory: Sequence[NDArray[np.uint8]]) -> pixels.Ints:
+    return np.array([(each.ctypes.data, each.nbytes) for each in memory], np.int64)
+
+
+def _usual(image: bytes) -> bytes:
+    with Image.open(io.BytesIO(image)) as opened:
+        if opened.width * opened.height <= PIXELS_USUAL:
+            return image
+        shrunk = opened.convert("RGB")
+        shrunk.thumbnail((LONG_SIDE, LONG_SIDE))
+        file = io.BytesIO()
+        shrunk.save(file, "JPEG", quality=QUALITY)
+        return file.getvalue()
+
+
+def random_boxes(random: np.random.Generator, sizes: NDArray[np.int32]) -> Crops:
+    """As RandomResizedCrop draws them.   Shapes:  result: float64[n, 4], whole numbers."""
+    whole = sizes.astype(np.float64)
+    parts = whole.copy()
+    for _ in range(ATTEMPTS):
+        area = random.uniform(*SCALE, len(whole)) * whole.prod(1)
+        ratio = np.exp(random.uniform(*np.log(RATIO), len(whole)))
+        drawn = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], 1).round()
+        fits = ((drawn <= whole) & (drawn > 0)).all(1) & (parts == whole).all(1)
+        parts[fits] = drawn[fits]
+    corners = np.floor(random.uniform(0, 1, whole.shape) * (whole - parts + 1))
+    return np.concatenate([corners, parts], 1)
+
+
+def measure(photographs: Photographs) -> dict[str, float]:
+    """Images a second of one core, by name."""
+    makers: dict[str, Maker] = {
+        "simplejpeg and OpenCV": photographs.by_simplejpeg,
+        "Pillow": photographs.by_pillow,
+        "ours": photographs.by_us,
+        "ours, rewritten": photographs.by_us_rewritten,
+    }
+    random = np.random.default_rng(0)
+    best = dict.fromkeys(makers, float("inf"))
+    boxes = [random_boxes(random, photographs.sizes) for _ in range(3)]
+    for _ in range(ROUNDS):
+        for name, make in makers.items():
+            began = time.thread_time()
+            for crops in boxes:
+                make(crops)
+            best[name] = min(best[name], time.thread_time() - began)
+    return {name: len(photographs.encoded) * len(boxes) / s for name, s in best.items()}
+
+
+def main() -> int:
+    """Exit status 1: a bar was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("folder", type=Path, help="of photographs, JPEG")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    cv2.setNumThreads(1)
+    photographs = Photographs(given.folder)
+    found = measure(photographs)
+    if given.json:
+        print(json.dumps(found))
+    else:
+        size = sum(len(image) for image in photographs.encoded) / len(photographs.encoded)
+        height, width = photographs.sizes.mean(0)
+        print(
+            f"{len(photographs.encoded)} photographs, {height:.0f} x {width:.0f} pixels and "
+            f"{size / 1e3:.0f} KB in the mean, to {SIDE} x {SIDE}; ours by {maker()}"
+        )
+        base = found["simplejpeg and OpenCV"]
+        for name, rate in found.items():
+            print(f"{name}: {rate:.0f} images/s a core, {rate / base:.2f} times simplejpeg's")
+    return int(found["ours"] < BAR * found["simplejpeg and OpenCV"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
