@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -241,3 +242,32 @@ def test_a_batch_size_far_above_the_dataset_takes_no_more_than_the_dataset(shard
         DataLoader(shards, 2**31 - 1, columns=["i"], end="pad") as loader,
     ):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_a_shuffled_table_is_the_same_whatever_room_its_blocks_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    count = 24_000
+    rows = np.arange(count)
+    columns = {f"c{i}": rows.astype(dtype) + i for i, dtype in enumerate(["i8", "f4", "i4", "f8"])}
+    table = pa.table(columns | {"odd": rows % 2 == 1 if form == "parquet" else rows % 2})
+    for start in range(0, count, 6_000):
+        part = table.slice(start, 6_000).combine_chunks()
+        if form == "parquet":
+            pq.write_table(part, tmp_path / f"{start}.parquet")
+        else:
+            with pa.ipc.new_file(tmp_path / f"{start}.arrow", part.schema) as writer:
+                writer.write_table(part)
+    found = []
+    for room in ("64MiB", "640KiB"):
+        monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", room)
+        with DataLoader(str(tmp_path), 500, shuffle=True, seed=3, window=6_000) as loader:
+            found.append(list(loader))
+    for batch in found[0]:
+        for i in range(4):
+            assert (batch[f"c{i}"] == batch["c0"] + i).all()
+        assert (batch["odd"] == batch["c0"] % 2).all()
+    assert torch.cat([batch["c0"] for batch in found[0]]).sort().values.tolist() == rows.tolist()
+    for one, other in zip(*found, strict=True):
+        assert all((one[name] == other[name]).all() for name in one)
