@@ -69,6 +69,7 @@ class _Worker:
     forget: list[int] = field(default_factory=list)
     jobs_done: int = 0
     waiting: bool = False
+    is_up: bool = False
 
 
 class WorkerPool:
@@ -228,7 +229,7 @@ class WorkerPool:
         """The answer to the last packet: the job itself, or what prepares it. An arena that was
         detached meanwhile may be queued behind the job: its answer is not the job's.
         """
-        worker.waiting = False
+        worker.waiting, worker.is_up = False, True
         done, _ = worker.packets.popleft()
         job = worker.job
         if job is not None and done is job.body:
@@ -279,7 +280,8 @@ class WorkerPool:
         if not worker.jobs_done:
             self._quick_deaths += 1
         if job is not None:
-            job.deaths += 1
+            # A worker that dies before its first answer never came to the job.
+            job.deaths += worker.is_up
             if job.deaths >= _DEATHS_MAX:
                 job.report(_quarantine(job, status))
             else:

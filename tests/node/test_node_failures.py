@@ -33,7 +33,8 @@ def test_a_killed_worker_is_not_noticed_by_the_trainer(tmp_path: Path, parquet: 
         batches: Batches = []
         for i, slab in enumerate(trainer.slabs()):
             batches += trainer.values(slab)
-            if i in {0, 2}:
+            # Not soon after one another: the same slab's second death would be blamed on its rows.
+            if i in {0, ROWS // 2}:
                 for worker in node.workers():
                     worker.kill()
         assert rows_of(batches) == [expected(i) for i in range(ROWS)]
