@@ -27,7 +27,7 @@ MEASURE_S = 0.3
 MEMCPY = "memcpy_gb_per_s"
 PAGE_CACHE = "page_cache_gb_per_s"
 GATHER = "gather_gb_per_s"
-COLUMN_GATHER = "column_gather_gb_per_s"
+TABLE_GATHER = "table_gather_gb_per_s"
 PARQUET = "parquet_gb_per_s"
 JPEG_DECODE = "jpeg_decode_per_s"
 JPEG_CROP = "jpeg_decode_resize_per_s"
@@ -43,7 +43,7 @@ def names(workload: Workload, store: Store) -> tuple[str, ...]:
         case "tokens":
             found += [GATHER, PARQUET]
         case "tabular":
-            found += [COLUMN_GATHER, PARQUET]
+            found += [TABLE_GATHER, PARQUET]
         case "images":
             found += [JPEG_DECODE, JPEG_CROP]
         case _:
@@ -98,7 +98,7 @@ def bound_of(
     limits = [
         (f"JPEG decode and resize x {cores} cores", found.get(JPEG_CROP, math.inf) * cores),
         ("gather, one core", _samples(found, GATHER, fixed)),
-        ("gather of columns, one core", _samples(found, COLUMN_GATHER, fixed)),
+        ("gather of whole rows, one core", _samples(found, TABLE_GATHER, fixed)),
         ("gather and padding of lists, one core", found.get(LISTS, math.inf)),
         ("making strings, one core", found.get(STRINGS, math.inf)),
     ]

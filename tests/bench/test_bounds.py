@@ -51,8 +51,11 @@ def test_rates_become_samples(root):
         images, Store.LOCAL, {bounds.JPEG_CROP: 100.0, bounds.JPEG_DECODE: 120.0}
     ) == [(f"JPEG decode and resize x {CORES} cores", 100.0 * CORES)]
     table = generated("tabular", root, SMALL)
-    (limit,) = bounds.bound_of(table, Store.LOCAL, {bounds.COLUMN_GATHER: 1.0})
-    assert limit == ("gather of columns, one core", pytest.approx(1e9 / (29 * 4 + 6 * 4 + 5 * 8)))
+    (limit,) = bounds.bound_of(table, Store.LOCAL, {bounds.TABLE_GATHER: 1.0})
+    assert limit == (
+        "gather of whole rows, one core",
+        pytest.approx(1e9 / (29 * 4 + 6 * 4 + 5 * 8)),
+    )
 
 
 def test_what_the_server_delivers_bounds_what_is_read_from_it(root):

@@ -26,7 +26,7 @@ _BOUNDS = {
     "memcpy": "memory copy",
     "page_cache": "read from the page cache",
     "gather": "gather of random rows",
-    "column_gather": "gather of columns",
+    "table_gather": "gather of whole rows",
     "parquet": "Parquet decode",
     "jpeg_decode": "JPEG decode",
     "jpeg_decode_resize": "JPEG decode and resize",

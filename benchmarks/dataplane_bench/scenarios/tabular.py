@@ -1,6 +1,6 @@
 """How fast do shuffled rows of a 40-column table reach a training loop?
 
-Bound: one core gathering 40 columns at memory speed.
+Bound: one core gathering rows whose 40 columns lie side by side.
 """
 
 from dataplane_bench.scenarios.base import Scenario, local_and_s3
@@ -8,6 +8,6 @@ from dataplane_bench.scenarios.base import Scenario, local_and_s3
 SCENARIO = Scenario(
     "tabular",
     "How fast do shuffled rows of a 40-column table reach a training loop?",
-    "one core's gather of 40 columns from memory; from S3, what the server delivers",
+    "one core's gather of whole rows from memory; from S3, what the server delivers",
     local_and_s3,
 )
