@@ -101,8 +101,8 @@ def random_boxes(random: np.random.Generator, sizes: NDArray[np.int32]) -> Crops
     whole = sizes.astype(np.float64)
     parts = whole.copy()
     for _ in range(ATTEMPTS):
-        area = random.uniform(*SCALE, len(whole)) * whole.prod(1)
-        ratio = np.exp(random.uniform(*np.log(RATIO), len(whole)))
+        area = random.uniform(SCALE[0], SCALE[1], len(whole)) * whole.prod(1)
+        ratio = np.exp(random.uniform(np.log(RATIO[0]), np.log(RATIO[1]), len(whole)))
         drawn = np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], 1).round()
         fits = ((drawn <= whole) & (drawn > 0)).all(1) & (parts == whole).all(1)
         parts[fits] = drawn[fits]

@@ -177,8 +177,8 @@ def rewritten(image: bytes | memoryview, by: Maker | None = None) -> bytes:
     """The same JPEG with an index of its scan, an APP15 segment: crops of it decode only the rows
     and columns that they need, to the same pixels. It is about 4 % larger.
 
-    Whatever would gain nothing comes back as it is: other formats, JPEGs with restart markers, which
-    are an index, and what cannot be decoded.
+    Whatever would gain nothing comes back as it is: other formats, JPEGs with restart markers,
+    which are an index, and what cannot be decoded.
     """
     by = by or maker()
     memory = np.frombuffer(image, np.uint8)

@@ -16,7 +16,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "entropy.h"
 #include "index.h"
 #include "jpeg.h"
 #include "pixels.h"
@@ -32,20 +31,6 @@ enum {
 
 struct library libjpeg;
 
-struct decoder {
-    struct jpeg_decompress_struct cinfo;
-    struct jpeg_error_mgr errors;
-    struct jpeg_source_mgr source;
-    struct jpeg_progress_mgr progress;
-    jmp_buf failed;
-    char *reason;
-    int is_made, is_single_scan, is_end_given;
-    struct resize resize;
-    struct entropy entropy;
-    void *rows;
-    size_t rows_bytes;
-};
-
 /*
  * How libjpeg decodes an MCU: the head of jpegint.h's struct jpeg_entropy_decoder, which has been
  * the same since libjpeg 6. It is changed only where both functions are libjpeg's own.
@@ -57,11 +42,11 @@ struct methods {
 
 static const JOCTET END[] = {0xff, JPEG_EOI};
 
-/* What the library calls: the fields of a decoder are found from that of libjpeg, its first. */
+/* What the library calls. */
 
 static struct decoder *decoder_of(j_common_ptr cinfo)
 {
-    return (struct decoder *)cinfo;
+    return cinfo->client_data;
 }
 
 static void fail(j_common_ptr cinfo)
@@ -136,9 +121,10 @@ static void progress_check(j_common_ptr cinfo)
         fail_saying(cinfo, "unsupported: more than 500 scans");
 }
 
-static int decoder_make(struct decoder *decoder)
+int decoder_make(struct decoder *decoder)
 {
     decoder->cinfo.err = libjpeg.std_error(&decoder->errors);
+    decoder->cinfo.client_data = decoder;
     decoder->errors.error_exit = fail;
     decoder->errors.emit_message = warn;
     decoder->errors.output_message = say_nothing;
@@ -190,6 +176,15 @@ EXPORT int64_t pixels_open(const char *path, char *reason)
         {"jpeg_crop_scanline", &libjpeg.crop},
         {"jpeg_has_multiple_scans", &libjpeg.has_scans},
         {"jpeg_resync_to_restart", &libjpeg.resync},
+        {"jpeg_save_markers", &libjpeg.save_markers},
+        {"jpeg_read_coefficients", &libjpeg.read_coefficients},
+        {"jpeg_CreateCompress", &libjpeg.create_writer},
+        {"jpeg_destroy_compress", &libjpeg.destroy_writer},
+        {"jpeg_mem_dest", &libjpeg.write_to_memory},
+        {"jpeg_copy_critical_parameters", &libjpeg.copy_parameters},
+        {"jpeg_write_coefficients", &libjpeg.write_coefficients},
+        {"jpeg_write_marker", &libjpeg.write_marker},
+        {"jpeg_finish_compress", &libjpeg.finish_writer},
     };
     void *opened = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (opened == NULL) {
@@ -339,6 +334,15 @@ static void rows_read(struct decoder *decoder, const struct header *header)
     }
 }
 
+void decoder_begin(struct decoder *decoder, const struct image *image)
+{
+    decoder->is_single_scan = decoder->is_end_given = 0;
+    decoder->source.next_input_byte = image->bytes;
+    decoder->source.bytes_in_buffer = (size_t)image->length;
+    libjpeg.read_header(&decoder->cinfo, TRUE);
+    decoder->is_single_scan = !libjpeg.has_scans(&decoder->cinfo);
+}
+
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
                          const struct header *header, const struct box *box,
                          const struct view *view, uint8_t *out, char *reason)
@@ -347,17 +351,13 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     decoder->reason = reason;
     if (!decoder->is_made && !decoder_make(decoder))
         return FAILED;
-    decoder->is_single_scan = decoder->is_end_given = 0;
     if (setjmp(decoder->failed)) {
         libjpeg.abort(cinfo);
         return FAILED;
     }
-    decoder->source.next_input_byte = image->bytes;
-    decoder->source.bytes_in_buffer = (size_t)image->length;
-    libjpeg.read_header(cinfo, TRUE);
+    decoder_begin(decoder, image);
     if ((int)cinfo->image_height != header->height || (int)cinfo->image_width != header->width)
         fail_saying((j_common_ptr)cinfo, "its headers contradict each other");
-    decoder->is_single_scan = !libjpeg.has_scans(cinfo);
     choose_colours(decoder);
     int shrink = resize_shrink(box, view);
     cinfo->scale_num = 1;
@@ -370,51 +370,4 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     rows_read(decoder, header);
     libjpeg.abort(cinfo);
     return DONE;
-}
-
-/* A sequential JPEG in one scan, with an index before its frame. */
-static int64_t indexed(struct decoder *decoder, const struct image *image,
-                       const struct header *header, uint8_t **out)
-{
-    struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
-    struct entropy *entropy = &decoder->entropy;
-    if (setjmp(decoder->failed)) {
-        libjpeg.abort(cinfo);
-        return 0;
-    }
-    decoder->source.next_input_byte = image->bytes;
-    decoder->source.bytes_in_buffer = (size_t)image->length;
-    libjpeg.read_header(cinfo, TRUE);
-    decoder->is_single_scan = !libjpeg.has_scans(cinfo);
-    choose_colours(decoder);
-    libjpeg.start(cinfo);
-    size_t bytes = 0;
-    uint8_t *segment = NULL;
-    if (decoder->is_single_scan && cinfo->restart_interval == 0 && entropy_begin(entropy, cinfo))
-        segment = index_made(entropy, cinfo->num_components,
-                             DCTSIZE * (cinfo->num_components == 1 ? 1 : cinfo->max_h_samp_factor),
-                             &bytes);
-    libjpeg.abort(cinfo);
-    *out = segment == NULL ? NULL : malloc((size_t)image->length + bytes);
-    if (*out != NULL) {
-        size_t before = (size_t)header->frame_at;
-        memcpy(*out, image->bytes, before);
-        memcpy(*out + before, segment, bytes);
-        memcpy(*out + before + bytes, image->bytes + before, (size_t)image->length - before);
-    }
-    free(segment);
-    return *out == NULL ? 0 : image->length + (int64_t)bytes;
-}
-
-int64_t jpeg_rewritten(struct decoder *decoder, const struct image *image, uint8_t **out,
-                       char *reason)
-{
-    struct header header;
-    *out = NULL;
-    decoder->reason = reason;
-    decoder->is_single_scan = decoder->is_end_given = 0;
-    if (jpeg_header(image, &header, reason) != DONE || header.index != NULL ||
-        (!decoder->is_made && !decoder_make(decoder)))
-        return 0;
-    return indexed(decoder, image, &header, out);
 }

@@ -1,12 +1,15 @@
-/* The functions of libjpeg-turbo that are used, found at run time. */
+/* libjpeg-turbo, found at run time, and what is kept of it from image to image. */
 
 #ifndef PIXELS_JPEG_H
 #define PIXELS_JPEG_H
 
+#include <setjmp.h>
 #include <stddef.h>
 #include <stdio.h>
 
+#include "entropy.h"
 #include "libjpeg/jpeglib.h"
+#include "pixels.h"
 
 struct library {
     int is_open;
@@ -21,8 +24,38 @@ struct library {
     void (*crop)(j_decompress_ptr, JDIMENSION *from, JDIMENSION *width);
     boolean (*has_scans)(j_decompress_ptr);
     boolean (*resync)(j_decompress_ptr, int);
+    void (*save_markers)(j_decompress_ptr, int marker, unsigned bytes_max);
+    jvirt_barray_ptr *(*read_coefficients)(j_decompress_ptr);
+    void (*create_writer)(j_compress_ptr, int version, size_t struct_bytes);
+    void (*destroy_writer)(j_compress_ptr);
+    void (*write_to_memory)(j_compress_ptr, unsigned char **, unsigned long *);
+    void (*copy_parameters)(j_decompress_ptr, j_compress_ptr);
+    void (*write_coefficients)(j_compress_ptr, jvirt_barray_ptr *);
+    void (*write_marker)(j_compress_ptr, int marker, const JOCTET *, unsigned bytes);
+    void (*finish_writer)(j_compress_ptr);
 };
 
 extern struct library libjpeg;
+
+/* libjpeg hands it back as the client_data of its own structure. */
+struct decoder {
+    struct jpeg_decompress_struct cinfo;
+    struct jpeg_error_mgr errors;
+    struct jpeg_source_mgr source;
+    struct jpeg_progress_mgr progress;
+    jmp_buf failed;
+    char *reason;
+    int is_made, is_single_scan, is_end_given;
+    struct resize resize;
+    struct entropy entropy;
+    void *rows;
+    size_t rows_bytes;
+};
+
+/* Returns 0, and the reason, where libjpeg cannot be used. */
+int decoder_make(struct decoder *decoder);
+
+/* Begin with the header of an image; what fails from here on comes back to decoder->failed. */
+void decoder_begin(struct decoder *decoder, const struct image *image);
 
 #endif
