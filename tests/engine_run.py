@@ -25,7 +25,9 @@ from dataplane.trace import Trace
 
 @dataclass(eq=False)
 class Consumer:
-    """One stream's consumer; `patience` is how many slabs it holds before it lets one go."""
+    """One stream's consumer; `patience` is how many slabs it holds before it lets one go, and
+    `after` another that comes first.
+    """
 
     engine: Engine
     delivery: Delivery
@@ -34,6 +36,7 @@ class Consumer:
     walk: Walk
     patience: int
     row_bytes: int
+    after: Consumer | None = None
     stream: StreamState | None = None
     asked: int = 0
     next_step: int = 0
@@ -43,7 +46,8 @@ class Consumer:
 
     def __post_init__(self) -> None:
         self.next_step = self.at.first_step
-        self.stream = self.engine.open_stream(self.delivery, self.walk, self.receive, self)
+        before = self.after.stream if self.after is not None else None
+        self.stream = self.engine.open_stream(self.delivery, self.walk, self.receive, self, before)
 
     @property
     def is_done(self) -> bool:
@@ -161,7 +165,9 @@ class Run:
         most = chance.choice([1, 4, 16]) if not self.consumers else 8
         walk = Walk(spec, order, at, SlabSizes(most, 16, 0))
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
-        consumer = Consumer(self.engine, delivery, world, at, walk, patience, self.row_bytes)
+        ahead = [one for one in self.consumers if one.delivery is delivery and one.stream]
+        after = chance.choice(ahead) if ahead and chance.random() < 0.5 else None
+        consumer = Consumer(self.engine, delivery, world, at, walk, patience, self.row_bytes, after)
         self.consumers.append(consumer)
         return consumer
 
@@ -177,7 +183,11 @@ class Run:
     def actions(self) -> list[Callable[[], None]]:
         found: list[Callable[[], None]] = [self._end_one] * min(3, len(self.outside.pending))
         for consumer in self.consumers:
-            if not consumer.is_done and consumer.asked < 2:
+            first = consumer.after
+            if first is not None and first.stream is not None and consumer.stream is not None:
+                if first.is_done:
+                    found.append(first.close)
+            elif not consumer.is_done and consumer.asked < 2:
                 found.append(consumer.ask)
             if len(consumer.held) > consumer.patience:
                 found.append(consumer.release)

@@ -74,10 +74,17 @@ class Engine:
     # -- streams ---------------------------------------------------------------------------------
 
     def open_stream(
-        self, delivery: Delivery, walk: Walk, send: Send, holder: object
+        self,
+        delivery: Delivery,
+        walk: Walk,
+        send: Send,
+        holder: object,
+        after: StreamState | None = None,
     ) -> StreamState:
-        """A consumer starts to walk; `holder` will have its slabs."""
-        stream = StreamState(next(self._numbers), delivery, walk, send, holder)
+        """A consumer starts to walk; `holder` will have its slabs. Until `after` is closed it comes
+        last: what it would have is made of what that one leaves.
+        """
+        stream = StreamState(next(self._numbers), delivery, walk, send, holder, after=after)
         self._streams[stream.stream_id] = stream
         delivery.streams.append(stream)
         self._plan_more(stream)
@@ -182,8 +189,21 @@ class Engine:
             stream.planned_all = len(plans) < count
             for plan in plans:
                 self._works.add(stream, plan)
+            if stream.planned_all:
+                self._tell_planned(stream)
         self._plan_more(stream)
         self._soon()
+
+    def when_planned(self, stream: StreamState, call: Callable[[], None]) -> None:
+        """Have it called, once, when the last work of a stream is planned; at once if it is."""
+        stream.when_planned = call
+        if stream.planned_all:
+            self._tell_planned(stream)
+
+    def _tell_planned(self, stream: StreamState) -> None:
+        call, stream.when_planned = stream.when_planned, None
+        if call is not None and stream.error is None:
+            call()
 
     # -- blocks ----------------------------------------------------------------------------------
 
@@ -244,7 +264,7 @@ class Engine:
         ranked = [
             (depth, work.number, work)
             for stream in self._streams.values()
-            for depth, work in enumerate(stream.works)
+            for depth, work in enumerate(stream.works, _works_before(stream))
             if work.phase is Phase.WAITING
         ]
         return [work for _, _, work in sorted(ranked, key=lambda rank: rank[:2])]
@@ -321,3 +341,8 @@ class Engine:
                 copy_out=work.oversize or work.delivery.is_held_up,
             ),
         )
+
+
+def _works_before(stream: StreamState) -> int:
+    """How many its consumer takes before the first of it."""
+    return len(stream.after.works) if stream.after is not None else 0

@@ -12,7 +12,8 @@ import time
 
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
-from dataplane.node.jobs import Jobs, Member
+from dataplane.node.jobs import Jobs
+from dataplane.node.member import Member
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.trace import Trace

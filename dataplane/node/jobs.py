@@ -13,7 +13,6 @@ import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,13 +20,14 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, PeerLost
-from dataplane.model import Stream
 from dataplane.node.dataset import Dataset, can_pack, dataset_of
 from dataplane.node.engine import Engine
-from dataplane.node.walk import SlabSizes, Walk, slab_sizes
-from dataplane.node.work import Delivery, Send, StreamState
+from dataplane.node.member import Member
+from dataplane.node.streams import Streams
+from dataplane.node.walk import SlabSizes, slab_sizes
+from dataplane.node.work import Delivery
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import Order, default_lanes_window
+from dataplane.plan.order import default_lanes_window
 from dataplane.plan.slices import Slice
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
@@ -35,37 +35,8 @@ from dataplane.transforms.images import delivered
 
 OpenManifest = Callable[[messages.DatasetSource], Manifest]
 
-_ORDERS_MAX = 8
 _MANIFESTS_MAX = 16
 _ManifestKey = tuple[messages.DatasetSource, str, str]
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One rank of one job, as this node serves it. `error` ends it: its requests get it."""
-
-    request: messages.OpenJob
-    spec: JobSpec
-    delivery: Delivery
-    sizes: SlabSizes
-    generation: int
-    streams: dict[int, StreamState] = field(default_factory=dict)
-    epoch: int = 0
-    cursor: int = 0
-    stall_s: float = 0.0
-    rate: float = 0.0
-    seen: tuple[float, int, int] = (0.0, 0, 0)
-    error: DataplaneError | None = None
-
-    @property
-    def job_id(self) -> str:
-        """Its job."""
-        return self.request.job_id
-
-    @property
-    def member_id(self) -> str:
-        """Its own name."""
-        return self.request.member_id
 
 
 class Jobs:
@@ -87,8 +58,8 @@ class Jobs:
         self._manifests: OrderedDict[_ManifestKey, asyncio.Future[Manifest]] = OrderedDict()
         self._datasets: dict[object, Dataset] = {}
         self._deliveries: dict[object, Delivery] = {}
-        self._orders: OrderedDict[object, asyncio.Future[Order]] = OrderedDict()
         self._numbers = itertools.count(1)
+        self.streams = Streams(engine)
         self.members: dict[str, Member] = {}
 
     async def open(self, request: messages.OpenJob) -> tuple[Member, messages.JobOpened]:
@@ -136,42 +107,12 @@ class Jobs:
         delivery.users += 1
         return Member(request, spec, delivery, sizes, joined.generation)
 
-    async def open_stream(
-        self, member: Member, request: messages.OpenStream, send: Send
-    ) -> tuple[StreamState, messages.StreamOpened]:
-        """Start a walk of this member.
-
-        Raises:  ConfigError: no such cursor or step.
-        """
-        if request.step_stride < 1:
-            raise ConfigError("step_stride counts from 1", field="step_stride")
-        order = await self._order(member, request.epoch)
-        place = member.request.topology
-        walk = Walk(
-            member.spec,
-            order,
-            Stream(
-                request.epoch,
-                request.cursor,
-                place.dp_rank,
-                place.dp_size,
-                request.first_step,
-                request.step_stride,
-            ),
-            member.sizes,
-        )
-        stream = self._engine.open_stream(member.delivery, walk, send, member)
-        member.streams[stream.stream_id] = stream
-        member.epoch, member.cursor = request.epoch, request.cursor
-        return stream, messages.StreamOpened(stream.stream_id, walk.step_count)
-
     def close(self, member: Member) -> None:
         """The rank is gone: free what only it used. May be called twice."""
         if self.members.get(member.member_id) is member:
             del self.members[member.member_id]
-        for stream in list(member.streams.values()):
-            self._engine.close_stream(stream)
-        member.streams.clear()
+        member.closed = True
+        self.streams.close_all(member)
         delivery = member.delivery
         self._engine.release_all(delivery, member)
         delivery.users -= 1
@@ -337,25 +278,6 @@ class Jobs:
             delivery = Delivery(next(self._numbers), arena, Slots(layout), dataset)
             self._deliveries[key] = delivery
         return delivery
-
-    async def _order(self, member: Member, epoch: int) -> Order:
-        spec = member.spec
-        key = (spec.fingerprint, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
-        future = self._orders.get(key)
-        if future is None:
-            rows = member.delivery.dataset.manifest.block_rows
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(
-                None, Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch
-            )
-            self._orders[key] = future
-            if len(self._orders) > _ORDERS_MAX:
-                self._orders.popitem(last=False)
-        try:
-            return await asyncio.shield(future)
-        except DataplaneError:
-            self._orders.pop(key, None)
-            raise
 
 
 def _dataset_key(spec: JobSpec, *, packed: bool) -> object:

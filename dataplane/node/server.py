@@ -22,8 +22,9 @@ from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.index import open_dataset
-from dataplane.node.jobs import Jobs, Member
+from dataplane.node.jobs import Jobs
 from dataplane.node.kernel import kernel
+from dataplane.node.member import Member
 from dataplane.node.pool import WorkerPool
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
@@ -180,7 +181,7 @@ class Session:
 
     async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:
         member = self._member(body.job_id)
-        stream, opened = await self._server.jobs.open_stream(member, body, self.send)
+        stream, opened = await self._server.jobs.streams.open(member, body, self.send)
         if self.closed or self._members.get(body.job_id) is not member:
             self._server.engine.close_stream(stream)
             return

@@ -4,7 +4,8 @@ Invariants:
 1. The plans of a walk, one after the other, are the steps of its slice: none twice or left out.
 2. A plan is as long as what was made so far says that a slab has room for: a guess that is wrong
    costs time, and changes no batch.
-3. The first plan is one batch, and plans grow from there: the first batch is early.
+3. The first plan is one batch, and plans grow from there: the first batch is early. A walk that is
+   planned ahead of its consumer has no need of that.
 """
 
 from __future__ import annotations
@@ -143,6 +144,8 @@ class Walk:
         order: Order,
         stream: Stream,
         sizes: SlabSizes,
+        *,
+        is_ahead: bool = False,
     ) -> None:
         self.order = order
         self.stream = stream
@@ -158,7 +161,7 @@ class Walk:
         )
         self.sizes = sizes
         self._next_step = stream.first_step
-        self._batch_count = 1
+        self._batch_count = sizes.batches if is_ahead else 1
         self._global_batch = spec.global_batch
 
     @property

@@ -101,7 +101,11 @@ class Loan:
 
 @dataclass(slots=True, eq=False)
 class StreamState:
-    """One consumer's stream: the works ahead of it, in order, and the requests it waits with."""
+    """One consumer's stream: the works ahead of it, in order, and the requests it waits with.
+
+    `after` is the stream that its consumer takes before it; `when_planned` is called once, when the
+    last work is planned.
+    """
 
     stream_id: int
     delivery: Delivery
@@ -114,6 +118,13 @@ class StreamState:
     planned_all: bool = False
     error: DataplaneError | None = None
     closed: bool = False
+    after: StreamState | None = None
+    when_planned: Callable[[], None] | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it waits for the end of the stream that it comes after."""
+        return self.after is not None and not self.after.closed
 
     @property
     def position(self) -> int:

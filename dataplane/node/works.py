@@ -266,10 +266,14 @@ class Works:
         is_free = slots.zone_is_free if work.oversize else slots.free_count > 0
         if not is_free and (not _is_awaited(work) or self._spare(work) is None):
             return False
-        if work.stream.works[0] is work:
+        stream = work.stream
+        made_count = stream.made_count
+        if stream.is_ahead and stream.after is not None:
+            made_count += stream.after.made_count
+        elif stream.works[0] is work:
             return True
-        share = max(1, slots.layout.ahead_slots // max(len(work.delivery.streams), 1))
-        return work.stream.made_count < share
+        sharing = sum(not each.is_ahead for each in work.delivery.streams)
+        return made_count < max(1, slots.layout.ahead_slots // max(sharing, 1))
 
     def _slot_for(self, work: Work) -> Region | None:
         if not self.may_have_slot(work):

@@ -1,0 +1,119 @@
+"""Streams of members: the one that is asked for, and the one that will be asked for next.
+
+Invariants:
+1. What is made ahead of the trainer is taken as it is, or closed, with the next stream that the
+   member opens; it has nothing that another stream of the member needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from functools import partial
+
+from dataplane.errors import ConfigError, DataplaneError
+from dataplane.model import Stream
+from dataplane.node.engine import Engine
+from dataplane.node.member import Member
+from dataplane.node.walk import Walk
+from dataplane.node.work import Send, StreamState
+from dataplane.plan.order import Order
+from dataplane.rpc import messages
+
+_ORDERS_MAX = 8
+
+
+class Streams:
+    """Opens them. Orders are remembered: the ranks of a job walk the same one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._orders: OrderedDict[object, asyncio.Future[Order]] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(
+        self, member: Member, request: messages.OpenStream, send: Send
+    ) -> tuple[StreamState, messages.StreamOpened]:
+        """Start a walk of this member.
+
+        Raises:  ConfigError: no such cursor or step.
+        """
+        if request.step_stride < 1:
+            raise ConfigError("step_stride counts from 1", field="step_stride")
+        place = member.request.topology
+        at = Stream(
+            request.epoch,
+            request.cursor,
+            place.dp_rank,
+            place.dp_size,
+            request.first_step,
+            request.step_stride,
+        )
+        stream = self._made_ahead(member, at)
+        if stream is None:
+            order = await self._order(member, request.epoch)
+            walk = Walk(member.spec, order, at, member.sizes)
+            stream = self._engine.open_stream(member.delivery, walk, send, member)
+        member.streams[stream.stream_id] = stream
+        member.epoch, member.cursor = request.epoch, request.cursor
+        if request.step_stride == 1:
+            self._engine.when_planned(stream, partial(self._follow, member, stream))
+        return stream, messages.StreamOpened(stream.stream_id, stream.walk.step_count)
+
+    def _made_ahead(self, member: Member, at: Stream) -> StreamState | None:
+        """The stream that was made for whoever would ask for this, if it is this that is asked."""
+        stream, member.next_epoch = member.next_epoch, None
+        if stream is None:
+            return None
+        if stream.walk.stream != at or stream.error is not None:
+            self._engine.close_stream(stream)
+            return None
+        stream.after = None
+        return stream
+
+    def _follow(self, member: Member, stream: StreamState) -> None:
+        """All of this epoch is planned: begin with the next, which the trainer will ask for."""
+        task = asyncio.get_running_loop().create_task(self._open_next_epoch(member, stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _open_next_epoch(self, member: Member, stream: StreamState) -> None:
+        now = stream.walk.stream
+        try:
+            order = await self._order(member, now.epoch + 1)
+        except DataplaneError:
+            return  # whoever asks for it will be told
+        is_only = [*member.streams.values()] == [stream] and member.next_epoch is None
+        if stream.closed or not is_only or member.closed:
+            return
+        at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1)
+        walk = Walk(member.spec, order, at, member.sizes, is_ahead=True)
+        member.next_epoch = self._engine.open_stream(
+            member.delivery, walk, stream.send, member, after=stream
+        )
+
+    def close_all(self, member: Member) -> None:
+        """Of a member that is gone."""
+        for stream in [*member.streams.values(), *filter(None, [member.next_epoch])]:
+            self._engine.close_stream(stream)
+        member.streams.clear()
+        member.next_epoch = None
+
+    async def _order(self, member: Member, epoch: int) -> Order:
+        spec = member.spec
+        key = (spec.fingerprint, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
+        future = self._orders.get(key)
+        if future is None:
+            rows = member.delivery.dataset.manifest.block_rows
+            loop = asyncio.get_running_loop()
+            future = loop.run_in_executor(
+                None, Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch
+            )
+            self._orders[key] = future
+            if len(self._orders) > _ORDERS_MAX:
+                self._orders.popitem(last=False)
+        try:
+            return await asyncio.shield(future)
+        except DataplaneError:
+            self._orders.pop(key, None)
+            raise
