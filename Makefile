@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCES := dataplane loaders benchmarks tests
 PROTOS := $(wildcard proto/dataplane/rpc/v1/*.proto)
-IN_C := dataplane/node/kernel.c dataplane/plan/sorting.c $(wildcard dataplane/transforms/csrc/*.[ch])
+IN_C := dataplane/node/kernel.c dataplane/plan/loops.c $(wildcard dataplane/transforms/csrc/*.[ch])
 PROTOC := -m grpc_tools.protoc -I proto
 TEST_ARGS ?=
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
@@ -84,5 +84,5 @@ demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with pr
 	$(PY) -m dataplane_bench.demo
 
 clean: ## remove what was generated, .venv included
-	rm -rf $(VENV) dataplane/node/libkernel.so dataplane/plan/libsorting.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
+	rm -rf $(VENV) dataplane/node/libkernel.so dataplane/plan/libloops.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

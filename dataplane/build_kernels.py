@@ -44,8 +44,8 @@ KERNEL = Library(Path("dataplane/node/kernel.c"), Path("dataplane/node/libkernel
 PIXELS = Library(
     Path("dataplane/transforms/csrc"), Path("dataplane/transforms/libpixels.so"), "Pillow"
 )
-SORTING = Library(Path("dataplane/plan/sorting.c"), Path("dataplane/plan/libsorting.so"), "numpy")
-LIBRARIES = (KERNEL, PIXELS, SORTING)
+LOOPS = Library(Path("dataplane/plan/loops.c"), Path("dataplane/plan/libloops.so"), "numpy")
+LIBRARIES = (KERNEL, PIXELS, LOOPS)
 
 
 class BuildKernels(BuildHookInterface[BuilderConfig]):

@@ -14,14 +14,14 @@ import pytest
 from dataplane.build_kernels import (
     KERNEL,
     LIBRARIES,
+    LOOPS,
     PIXELS,
-    SORTING,
     BuildKernels,
     Library,
     compile_library,
 )
 from dataplane.node import kernel
-from dataplane.plan import sorting
+from dataplane.plan import loops
 from dataplane.transforms import pixels_library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +39,7 @@ class Loaded:
 ALL = (
     Loaded(KERNEL, lambda path, at: kernel.load(path, at).missing, "kernel.c"),
     Loaded(PIXELS, lambda path, at: pixels_library.load(path, at).missing, "csrc/"),
-    Loaded(SORTING, lambda path, at: sorting.load(path, at).missing, "sorting.c"),
+    Loaded(LOOPS, lambda path, at: loops.load(path, at).missing, "loops.c"),
 )
 
 
@@ -118,7 +118,7 @@ def test_a_build_has_the_libraries_and_the_platform_in_its_name(
     assert build["artifacts"] == [
         "dataplane/node/libkernel.so",
         "dataplane/transforms/libpixels.so",
-        "dataplane/plan/libsorting.so",
+        "dataplane/plan/libloops.so",
     ]
     assert build["pure_python"] is False
     assert build["tag"].startswith("py3-none-linux_")

@@ -109,9 +109,8 @@ class Order:
             offset, lane = np.divmod(positions, self.lanes)
             place = self._windows.permuted(lane, offset)
             place += self.lane_starts(lane)
-        found = self._finder.find(place)
-        row = self._starts.take(found)
-        return self._block_at(found), np.subtract(place, row, out=row)
+        found, row = self._finder.find(place)
+        return self._block_at(found), row
 
     def position_of(self, blocks: Int64, rows: Int64) -> Int64:
         """The position at which each sample stands: the inverse of `locate`.

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
-from dataplane.plan.sorting import sort_rows, sorting
+from dataplane.plan.loops import loops, sort_rows
 
 Words = NDArray[np.uint64]
 
@@ -128,7 +128,7 @@ def permutations(keys: Sequence[int] | Words, length: int) -> Words:
         mix_in_place(some)
         some &= ~index_mask
         some |= index
-    sort_rows(words, sorting().library)
+    sort_rows(words, loops().library)
     words &= index_mask
     return words
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.plan.loops import loops, number_values
 from dataplane.plan.permute import Domain, extended, key, permutations
 
 Int64 = NDArray[np.int64]
@@ -41,13 +42,7 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
         numbers = np.empty(len(values), np.intp)
         numbers[order] = np.cumsum(is_new) - 1
         return ordered[is_new], numbers
-    values = values - low
-    seen = np.zeros(span, np.bool_)
-    seen[values] = True
-    found = np.flatnonzero(seen)
-    numbers = np.empty(span, np.intp)
-    numbers[found] = np.arange(len(found))
-    return found + low, numbers[values]
+    return number_values(values, int(low), span, loops().library)
 
 
 class Windows:

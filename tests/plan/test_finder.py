@@ -18,7 +18,9 @@ def test_intervals_of_any_lengths_are_found(lengths: list[int], data: st.DataObj
     drawn = data.draw(st.lists(st.integers(0, int(starts[-1]) - 1), max_size=20))
     places = np.array([*drawn, *starts[:-1], *(starts[1:] - 1)], np.int64)
     expected = np.searchsorted(starts, places, side="right") - 1
-    assert Finder(starts).find(places).tolist() == expected.tolist()
+    found, within = Finder(starts).find(places)
+    assert found.tolist() == expected.tolist()
+    assert within.tolist() == (places - starts[expected]).tolist()
 
 
 @pytest.mark.parametrize("count", [1, 3, 100, 70_000])
@@ -28,6 +30,7 @@ def test_equal_intervals_with_a_short_one_at_every_tenth_are_found(count: int, l
     lengths[9::10] = 1
     starts = np.concatenate([[0], np.cumsum(lengths)])
     places = np.random.default_rng(0).integers(0, starts[-1], 1000)
-    found = Finder(starts).find(places)
-    assert (starts[found] <= places).all()
+    found, within = Finder(starts).find(places)
+    assert (starts[found] + within == places).all()
+    assert (within >= 0).all()
     assert (places < starts[found + 1]).all()

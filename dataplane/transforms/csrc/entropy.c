@@ -3,9 +3,9 @@
  * needs; libjpeg does all that comes after it. An MCU is a block of each colour, or a few.
  *
  * What is not needed is stepped over: by restart markers or an index if there are some, else by
- * decoding it to nowhere. One look into a table gives two coefficients, where their codes and the
- * bits behind them are short; libjpeg takes two looks for one. Stuffed zeros are taken out
- * beforehand, so that 8 bytes are read at once.
+ * decoding it to nowhere. One look into a table tells a code's length, its run, and how many bits
+ * follow; their value is computed without a branch, since a branch that cannot be foreseen costs
+ * more than all the rest. Stuffed zeros are taken out beforehand, so that 8 bytes are read at once.
  *
  * Bits are checked after each MCU: the memory behind a window has room for what one can read.
  *
@@ -20,11 +20,12 @@
 enum {
     LOOK_BITS = FAST_BITS,
     EOB_RUN = 128,      /* more than any place in a block, however it adds up */
-    BROKEN_RUN = 64,    /* ends a block too, but at a place where no run does */
-    PLACES = 64 + 2 * (EOB_RUN + 1),
+    BROKEN_RUN = 64, /* ends a block too, but at a place where no run does */
+    PLACES = 64 + EOB_RUN + 1,
+    DC_BITS_MAX = 11,
+    AC_BITS_MAX = 10,
     /* What an MCU takes at most, of 32 bits a coefficient, and what is read ahead. */
-    SLACK_BYTES = D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * 4 + 32,
-    IS_PARTIAL = 1 << 15 /* of an entry: the bits behind the code are not in it */
+    SLACK_BYTES = D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * 4 + 32
 };
 
 /* Where the k-th coefficient lies in a block; behind the last, where a zero does no harm. */
@@ -41,22 +42,20 @@ void entropy_prepare(void)
     memcpy(places, PLACE_OF, sizeof PLACE_OF);
 }
 
-/* The value that `count` bits stand for. */
-INLINE int extended(uint32_t bits, int count)
-{
-    return count == 0 ? 0 : bits >> (count - 1) ? (int)bits : (int)bits - (1 << count) + 1;
-}
-
 /*
- * An entry: value or symbol << 16 | IS_PARTIAL | run << 6 | bits. A code that is longer than
- * LOOK_BITS has no entry: 0. Runs of 128 fit, since there are 9 bits for them.
+ * An entry, from its lowest bit on, each of 8 bits: how many bits code and value take together; the
+ * code alone; the value alone; the run before the coefficient. 0 is a code longer than LOOK_BITS.
  */
-INLINE int32_t entry_of(int value, int run, int bits, int flag)
+INLINE uint32_t entry_of(int symbol, int length, int is_dc)
 {
-    return (int32_t)((uint32_t)value << 16 | (uint32_t)flag | (uint32_t)run << 6 | (uint32_t)bits);
+    int count = symbol & 15, run = symbol >> 4;
+    if (!is_dc && count == 0 && run < 15)
+        run = EOB_RUN;
+    return (uint32_t)run << 24 | (uint32_t)count << 16 | (uint32_t)length << 8 |
+           (uint32_t)(length + count);
 }
 
-/* Returns 0 where these are no codes. */
+/* Returns 0 where these are no codes, or more bits follow one than 8 bits a channel ever need. */
 static int table_fill(struct codes *codes, const uint8_t *counts, const uint8_t *symbols,
                       int is_dc)
 {
@@ -68,63 +67,16 @@ static int table_fill(struct codes *codes, const uint8_t *counts, const uint8_t 
         for (int i = 0; i < counts[length]; i++, code++, at++) {
             if (at >= 256 || code >= 1u << length)
                 return 0;
-            int symbol = symbols[at], count = symbol & 15, run = symbol >> 4;
-            if (is_dc && symbol > 15)
+            int symbol = symbols[at];
+            if (is_dc ? symbol > DC_BITS_MAX : (symbol & 15) > AC_BITS_MAX)
                 return 0;
             codes->symbols[at] = (uint8_t)symbol;
-            if (length > LOOK_BITS)
-                continue;
-            int rest = LOOK_BITS - length;
-            int32_t *entry = codes->entries + (code << rest);
-            if (!is_dc && count == 0 && run < 15)
-                run = EOB_RUN;
-            for (uint32_t bits = 0; bits < 1u << rest; bits++) {
-                if (count > rest)
-                    entry[bits] = entry_of(symbol, 0, length, IS_PARTIAL);
-                else
-                    entry[bits] =
-                        entry_of(extended(bits >> (rest - count), count), run, length + count, 0);
-            }
+            for (int rest = LOOK_BITS - length, bits = 0; rest >= 0 && bits < 1 << rest; bits++)
+                codes->entries[((int)code << rest) + bits] = entry_of(symbol, length, is_dc);
         }
         codes->ends[length] = code << (16 - length);
     }
     return 1;
-}
-
-/*
- * A pair, from its lowest bit on: 6 bits, how many bits it takes in all; 6, how many the first
- * coefficient takes; 1, whether it is partial; 9, the first one's run; 9, from its place to that of
- * the second; 1, from there to the next; 16 and 16, the values. A pair of one coefficient has a zero
- * at the place behind it, and goes on from there.
- */
-enum { PAIR_FIRST = 6, PAIR_PARTIAL = 12, PAIR_RUN = 13, PAIR_STEP = 22, PAIR_ON = 31 };
-
-INLINE uint64_t pair_of_one(int32_t entry)
-{
-    uint64_t bits = (uint64_t)(entry & 63), run = (uint64_t)(entry >> 6 & 511);
-    return bits | bits << PAIR_FIRST | run << PAIR_RUN | 1ull << PAIR_STEP |
-           (uint64_t)(uint16_t)(entry >> 16) << 32;
-}
-
-static void pairs_fill(struct codes *codes)
-{
-    for (uint32_t bits = 0; bits < 1u << LOOK_BITS; bits++) {
-        int32_t first = codes->entries[bits];
-        if (first == 0 || first & IS_PARTIAL) {
-            codes->pairs[bits] = 1ull << PAIR_PARTIAL;
-            continue;
-        }
-        uint64_t pair = pair_of_one(first);
-        int32_t second = codes->entries[bits << (first & 63) & ((1u << LOOK_BITS) - 1)];
-        int both = (first & 63) + (second & 63);
-        if (second != 0 && !(second & IS_PARTIAL) && both <= LOOK_BITS &&
-            (first >> 6 & 511) != EOB_RUN) {
-            pair &= ~(63ull | 511ull << PAIR_STEP);
-            pair |= (uint64_t)both | ((uint64_t)(second >> 6 & 511) + 1) << PAIR_STEP |
-                    1ull << PAIR_ON | (uint64_t)(uint16_t)(second >> 16) << 48;
-        }
-        codes->pairs[bits] = pair;
-    }
 }
 
 static int codes_make(struct codes *codes, const JHUFF_TBL *table, int is_dc)
@@ -136,8 +88,6 @@ static int codes_make(struct codes *codes, const JHUFF_TBL *table, int is_dc)
         memcmp(codes->values, table->huffval, sizeof codes->values) == 0)
         return 1;
     codes->is_made = table_fill(codes, table->bits, table->huffval, is_dc);
-    if (!is_dc)
-        pairs_fill(codes);
     memcpy(codes->bits, table->bits, sizeof codes->bits);
     memcpy(codes->values, table->huffval, sizeof codes->values);
     return codes->is_made;
@@ -151,57 +101,44 @@ INLINE void refill(struct reader *reader)
     more = __builtin_bswap64(more);
 #endif
     reader->word |= more >> reader->count;
-    reader->next += (63 - reader->count) >> 3;
+    reader->next += (reader->count ^ 63) >> 3;
     reader->count |= 56;
 }
 
-INLINE void consume(struct reader *reader, int bits)
+INLINE void consume(struct reader *reader, uint32_t bits)
 {
     reader->word <<= bits;
     reader->count -= bits;
 }
 
-/* A code that no entry has whole. Where there is none, 0 bits, and a run that ends the block. */
-static int32_t entry_slow(const struct codes *codes, uint64_t word, int32_t entry, int is_dc)
+/* Of a code that is longer than LOOK_BITS; where there is none, no bits, and a run to nowhere. */
+static uint32_t entry_slow(const struct codes *codes, uint64_t word, int is_dc)
 {
-    int length = entry & 63, symbol = entry >> 16;
-    if (!(entry & IS_PARTIAL)) {
-        uint32_t top = (uint32_t)(word >> 48);
-        for (length = LOOK_BITS + 1; length <= 16 && top >= codes->ends[length]; length++)
-            ;
-        if (length > 16)
-            return is_dc ? 0 : entry_of(0, BROKEN_RUN, 0, 0);
-        symbol = codes->symbols[(int)(top >> (16 - length)) + codes->offsets[length]];
-    }
-    int count = symbol & 15, run = symbol >> 4;
-    uint32_t bits = count == 0 ? 0 : (uint32_t)(word << length >> (64 - count));
-    if (!is_dc && count == 0 && run < 15)
-        run = EOB_RUN;
-    return entry_of(extended(bits, count), run, length + count, 0);
+    uint32_t top = (uint32_t)(word >> 48);
+    int length = LOOK_BITS + 1;
+    while (length <= 16 && top >= codes->ends[length])
+        length++;
+    if (length > 16)
+        return (uint32_t)BROKEN_RUN << 24;
+    return entry_of(codes->symbols[(int)(top >> (16 - length)) + codes->offsets[length]], length,
+                    is_dc);
 }
 
-/* A word is filled so that the table may be looked into; where it does not know, filled anew. */
-INLINE int32_t dc_next(struct reader *reader, const struct codes *codes)
+INLINE uint32_t entry_at(const struct codes *codes, uint64_t word, int is_dc)
 {
-    int32_t entry = codes->entries[reader->word >> (64 - LOOK_BITS)];
-    if (entry == 0 || entry & IS_PARTIAL)
-        entry = entry_slow(codes, reader->word, entry, 1);
-    consume(reader, entry & 63);
+    uint32_t entry = codes->entries[word >> (64 - LOOK_BITS)];
+    if (__builtin_expect(entry == 0, 0))
+        entry = entry_slow(codes, word, is_dc);
     return entry;
 }
 
-INLINE uint64_t pair_next(struct reader *reader, const struct codes *codes)
+/* The value behind the code: `count` bits, which stand for a negative one if the first is 0. */
+INLINE int value_at(uint32_t entry, uint64_t word)
 {
-    uint64_t top = reader->word >> (64 - LOOK_BITS), pair = codes->pairs[top];
-    if (__builtin_expect(pair >> PAIR_PARTIAL & 1, 0)) {
-        refill(reader);
-        pair = pair_of_one(entry_slow(codes, reader->word, codes->entries[top], 0));
-        consume(reader, pair & 63);
-        refill(reader);
-    } else {
-        consume(reader, pair & 63);
-    }
-    return pair;
+    uint64_t from = word << (entry >> 8 & 63);
+    int count = entry >> 16 & 63;
+    int bits = (int)(from >> 1 >> (63 - count)), is_negative = (int)(~from >> 63);
+    return bits - (-is_negative & ((1 << count) - 1));
 }
 
 /* Returns 0 where the bits are no block. The block has only zeros before, or is never looked at. */
@@ -209,35 +146,22 @@ INLINE int block_read(struct reader *reader, const struct codes *dc, const struc
                       int *last_dc, JCOEF *block)
 {
     refill(reader);
-    int32_t entry = dc_next(reader, dc);
+    uint32_t entry = entry_at(dc, reader->word, 1);
     if ((entry & 63) == 0)
         return 0;
-    *last_dc = (int)((unsigned)*last_dc + (unsigned)(entry >> 16));
+    *last_dc = (int)((unsigned)*last_dc + (unsigned)value_at(entry, reader->word));
     block[0] = (JCOEF)*last_dc;
+    consume(reader, entry & 63);
     for (unsigned k = 1;;) {
-        /* A full word has enough for four, of which the table knows all. */
+        uint64_t word = reader->word;
+        entry = entry_at(ac, word, 0);
+        /* What is looked up does not wait for the bits that come: there were 29 left at least. */
         refill(reader);
-        for (int i = 0; i < 4; i++) {
-            struct reader before = *reader;
-            uint64_t pair = pair_next(reader, ac);
-            unsigned first = k + (pair >> PAIR_RUN & 511);
-            unsigned second = first + (pair >> PAIR_STEP & 511);
-            block[places[first]] = (JCOEF)(pair >> 32);
-            block[places[second]] = (JCOEF)(pair >> 48);
-            k = second + (pair >> PAIR_ON & 1);
-            if (k < 64)
-                continue;
-            if (first == 63) {
-                /* The block ends before the second, whose bits are the next block's. */
-                block[63] = (JCOEF)(pair >> 32);
-                if (pair >> PAIR_ON & 1) {
-                    *reader = before;
-                    consume(reader, pair >> PAIR_FIRST & 63);
-                }
-                return 1;
-            }
-            return first > 63 ? first > EOB_RUN : second == 63 || second > EOB_RUN;
-        }
+        k += entry >> 24;
+        block[places[k]] = (JCOEF)value_at(entry, word);
+        consume(reader, entry & 63);
+        if (++k >= 64)
+            return k == 64 || k > EOB_RUN;
     }
 }
 
@@ -273,7 +197,7 @@ static int window_open(struct entropy *entropy, const struct mark *mark, size_t 
     entropy->window_end = to;
     entropy->reader = (struct reader){0, 0, entropy->window};
     refill(&entropy->reader);
-    consume(&entropy->reader, mark->bit);
+    consume(&entropy->reader, (uint32_t)mark->bit);
     for (int i = 0; i < MAX_COMPS_IN_SCAN; i++)
         entropy->last_dc[i] = mark->dc[i];
     entropy->mcu_next = mark->mcu;
@@ -428,7 +352,7 @@ size_t entropy_survey(struct entropy *entropy, int64_t step)
         for (int64_t column = 0; column < entropy->mcus_per_row; column++) {
             if (column % step == 0) {
                 const struct reader *reader = &entropy->reader;
-                size_t bits = (size_t)(reader->next - entropy->window) * 8 - (size_t)reader->count;
+                size_t bits = (size_t)(reader->next - entropy->window) * 8 - reader->count;
                 known_stuffed = stuffed_bytes(entropy->scan, known_stuffed, bits / 8 - known);
                 known = bits / 8;
                 struct mark *mark = marks + found++;

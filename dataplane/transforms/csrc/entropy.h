@@ -18,8 +18,7 @@ enum entropy_fault { ENTROPY_FINE, ENTROPY_BROKEN, ENTROPY_NO_MEMORY };
 
 /* A Huffman table, as it is looked at. */
 struct codes {
-    int32_t entries[1 << FAST_BITS]; /* of one coefficient */
-    uint64_t pairs[1 << FAST_BITS];  /* of two, where both fit; not made of DC codes */
+    uint32_t entries[1 << FAST_BITS];
     uint32_t ends[17]; /* of the codes of a length, as the upper bits of 16 */
     int offsets[17];   /* of a code's symbol, from the code */
     uint8_t symbols[256];
@@ -43,7 +42,7 @@ struct block_plan {
 /* The bits that were read ahead, and where more come from. */
 struct reader {
     uint64_t word;
-    int count; /* of bits in the word */
+    uint64_t count; /* of bits in the word, less than 64 */
     const uint8_t *next;
 };
 

@@ -23,7 +23,7 @@ enum {
     HEAD_BYTES = 28,
     SEGMENT_BYTES_MAX = 65533,
     MARKER_BYTES = 4,
-    STEP_PIXELS = 64, /* a row of MCUs has a mark about every so many */
+    STEP_PIXELS = 32, /* a row of MCUs has a mark about every so many */
     SAMPLES = 64
 };
 

@@ -252,13 +252,21 @@ static boolean mcu_decode(j_decompress_ptr cinfo, JBLOCKROW *blocks)
     return TRUE;
 }
 
-static int is_of_libjpeg(void *function)
+/* Are these functions libjpeg's own? If not, its structure is not what we think. */
+static int are_of_libjpeg(struct decoder *decoder, void *const *functions)
 {
     Dl_info found, known;
     void *header = NULL;
     memcpy(&header, &libjpeg.read_header, sizeof header);
-    return dladdr(function, &found) && dladdr(header, &known) &&
-           found.dli_fbase == known.dli_fbase;
+    if (functions[0] == decoder->known_functions[0] && functions[1] == decoder->known_functions[1])
+        return 1;
+    if (!dladdr(header, &known))
+        return 0;
+    for (int i = 0; i < 2; i++)
+        if (!dladdr(functions[i], &found) || found.dli_fbase != known.dli_fbase)
+            return 0;
+    memcpy(decoder->known_functions, functions, sizeof decoder->known_functions);
+    return 1;
 }
 
 /* Let our own functions decode the MCUs that hold these pixels, of the image as it is decoded. */
@@ -270,7 +278,7 @@ static void entropy_take_over(struct decoder *decoder, const struct header *head
     struct entropy *entropy = &decoder->entropy;
     void *functions[2];
     memcpy(functions, methods, sizeof functions);
-    if (!decoder->is_single_scan || !is_of_libjpeg(functions[0]) || !is_of_libjpeg(functions[1]) ||
+    if (!decoder->is_single_scan || !are_of_libjpeg(decoder, functions) ||
         !entropy_begin(entropy, cinfo))
         return;
     int is_lone = cinfo->num_components == 1;

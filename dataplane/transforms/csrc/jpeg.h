@@ -48,6 +48,7 @@ struct decoder {
     int is_made, is_single_scan, is_end_given;
     struct resize resize;
     struct entropy entropy;
+    void *known_functions[2]; /* of libjpeg, and checked */
     void *rows;
     size_t rows_bytes;
 };

@@ -1,8 +1,6 @@
 /*
- * Sorts words that begin with a hash: their leading bits say nearly where each of them goes.
- *
- * Words are dealt to buckets of about a thousand, then to buckets of a few, and what is left is put
- * right by insertion. Any words are sorted; those that crowd into few buckets take longer.
+ * The inner loops of a plan, over every sample of it. loops.py describes each function, and has the
+ * same in numpy.
  */
 
 #include <stddef.h>
@@ -73,7 +71,12 @@ static void sort_near(const uint64_t *from, uint64_t *to, int64_t count, int ski
     }
 }
 
-/* Each row of words by itself. `scratch` has room for one row. */
+/*
+ * Each row of words by itself; `scratch` has room for one. Words begin with a hash, so that their
+ * leading bits say nearly where each of them goes: they are dealt to buckets of about a thousand,
+ * then to buckets of a few, and what is left is put right by insertion. Any words are sorted; those
+ * that crowd into few buckets take longer.
+ */
 EXPORT void sort_words(uint64_t *words, int64_t rows, int64_t count, uint64_t *scratch)
 {
     int64_t ends[1 << DEALT_BITS_MAX];
@@ -91,7 +94,46 @@ EXPORT void sort_words(uint64_t *words, int64_t rows, int64_t count, uint64_t *s
     }
 }
 
-EXPORT uint32_t sorting_source_crc(void)
+/*
+ * `first[p]` is the interval of the first of the 2**shift places of part p, `starts` are those of
+ * the intervals and where the last one ends. Every place must be in one of them.
+ */
+EXPORT void find_places(const int64_t *places, int64_t count, const int64_t *first, int64_t shift,
+                        const int64_t *starts, int64_t *found, int64_t *within)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int64_t place = places[i], interval = first[place >> shift];
+        /* Nobody can foresee the first step, so it must be no jump; few places need another. */
+        interval += place >= starts[interval + 1];
+        __asm__("" : "+r"(interval));
+        while (place >= starts[interval + 1])
+            interval++;
+        found[i] = interval;
+        within[i] = place - starts[interval];
+    }
+}
+
+/*
+ * Numbers the distinct values in rising order: `distinct` has room for as many as the values span,
+ * and `seen` is zero for each of them. Returns how many there are.
+ */
+EXPORT int64_t number_values(const int64_t *values, int64_t count, int64_t lowest, int64_t span,
+                             int64_t *seen, int64_t *distinct, int64_t *numbers)
+{
+    int64_t different = 0;
+    for (int64_t i = 0; i < count; i++)
+        seen[values[i] - lowest] = 1;
+    for (int64_t value = 0; value < span; value++)
+        if (seen[value]) {
+            distinct[different] = lowest + value;
+            seen[value] = different++;
+        }
+    for (int64_t i = 0; i < count; i++)
+        numbers[i] = seen[values[i] - lowest];
+    return different;
+}
+
+EXPORT uint32_t loops_source_crc(void)
 {
     return SOURCE_CRC;
 }

@@ -1,0 +1,98 @@
+"""The inner loops of a plan, over every sample of it: in C, or in numpy where that is not compiled.
+
+Both give the same: there is one way to sort numbers, and one interval that a place lies in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane import compiled
+
+SOURCE = Path(__file__).with_name("loops.c")
+LIBRARY = Path(__file__).with_name("libloops.so")
+
+Int64 = NDArray[np.int64]
+
+_I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES: dict[str, compiled.Signature] = {
+    # words, rows, count, scratch
+    "sort_words": (None, (_POINTER, _I64, _I64, _POINTER)),
+    # places, count, first, shift, starts, found, within
+    "find_places": (None, (_POINTER, _I64, _POINTER, _I64, *(_POINTER,) * 3)),
+    # values, count, lowest, span, seen, distinct, numbers -> how many are distinct
+    "number_values": (_I64, (_POINTER, _I64, _I64, _I64, *(_POINTER,) * 3)),
+}
+
+
+@functools.cache
+def loops() -> compiled.Compiled:
+    """The library, loaded once."""
+    return load(LIBRARY, SOURCE)
+
+
+def load(path: Path, source: Path) -> compiled.Compiled:
+    """A library, if it is there and was made from this source."""
+    return compiled.load(path, (source,), "loops_source_crc", _SIGNATURES)
+
+
+def sort_rows(words: NDArray[np.uint64], library: ctypes.CDLL | None) -> None:
+    """Sort each row by itself, in place.
+
+    Shapes:  words: uint64[m, n], contiguous.
+    """
+    if library is None:
+        words.sort(axis=1)
+        return
+    assert words.flags.c_contiguous
+    scratch = np.empty(words.shape[1], np.uint64)
+    library.sort_words(words.ctypes.data, *words.shape, scratch.ctypes.data)
+
+
+def find_places(
+    places: Int64, first: Int64, shift: int, starts: Int64, library: ctypes.CDLL | None
+) -> tuple[Int64, Int64]:
+    """The interval of each place, and the place within it. `first[p]` is the interval that the
+    place p << shift lies in.
+
+    Shapes:  places: int64[m], each in an interval.   starts: int64[n + 1], rising, from 0.
+    result: int64[m], int64[m].
+    """
+    if library is None:
+        found = np.searchsorted(starts, places, side="right") - 1
+        return found, places - starts[found]
+    places, first, starts = (np.ascontiguousarray(one, np.int64) for one in (places, first, starts))
+    found, within = np.empty_like(places), np.empty_like(places)
+    library.find_places(
+        places.ctypes.data, len(places), first.ctypes.data, shift, starts.ctypes.data,
+        found.ctypes.data, within.ctypes.data,
+    )  # fmt: skip
+    return found, within
+
+
+def number_values(
+    values: Int64, lowest: int, span: int, library: ctypes.CDLL | None
+) -> tuple[Int64, Int64]:
+    """The distinct values in rising order, and where among them each value is.
+
+    Shapes:  values: int64[n], in [lowest, lowest + span).   result: int64[m], int64[n].
+    """
+    if library is None:
+        seen = np.zeros(span, np.bool_)
+        seen[values - lowest] = True
+        distinct = np.flatnonzero(seen)
+        numbers = np.empty(span, np.int64)
+        numbers[distinct] = np.arange(len(distinct))
+        return distinct + lowest, numbers[values - lowest]
+    values = np.ascontiguousarray(values, np.int64)
+    memory, distinct, found = np.zeros(span, np.int64), np.empty(span, np.int64), values.copy()
+    count = library.number_values(
+        values.ctypes.data, len(values), lowest, span, memory.ctypes.data, distinct.ctypes.data,
+        found.ctypes.data,
+    )  # fmt: skip
+    return distinct[:count], found
