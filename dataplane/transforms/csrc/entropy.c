@@ -328,15 +328,15 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
 }
 
 /* How many bytes of the scan, stuffed zeros among them, make so many of the window. */
-static size_t stuffed_bytes(const uint8_t *scan, size_t from, size_t count)
+static size_t stuffed_bytes(const uint8_t *scan, size_t end, size_t from, size_t count)
 {
-    for (; count > 0; count--)
+    for (; count > 0 && from < end; count--)
         if (scan[from++] == 0xff) {
-            while (scan[from] == 0xff)
+            while (from < end && scan[from] == 0xff)
                 from++;
             from++;
         }
-    return from;
+    return from < end ? from : end;
 }
 
 size_t entropy_survey(struct entropy *entropy, int64_t step)
@@ -353,7 +353,8 @@ size_t entropy_survey(struct entropy *entropy, int64_t step)
             if (column % step == 0) {
                 const struct reader *reader = &entropy->reader;
                 size_t bits = (size_t)(reader->next - entropy->window) * 8 - reader->count;
-                known_stuffed = stuffed_bytes(entropy->scan, known_stuffed, bits / 8 - known);
+                known_stuffed = stuffed_bytes(entropy->scan, entropy->scan_bytes, known_stuffed,
+                                              bits / 8 - known);
                 known = bits / 8;
                 struct mark *mark = marks + found++;
                 mark_first(mark, entropy->mcu_next, known_stuffed);
