@@ -20,8 +20,10 @@ from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
 from dataplane.transforms.columns import ColumnPlan, plan_columns
 
-# Of the block arena, what packed blocks of open windows may take.
+# Blocks that would need no memory as they lie are packed if those of open windows take no more than
+# this part of the arena, and what is copied along with packed rows is at most so much larger.
 _ROOM_PARTS = 2
+_OTHERS_MAX = 4
 # What an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
@@ -173,8 +175,8 @@ def _columns(manifest: Manifest, spec: JobSpec) -> tuple[ColumnPlan, bool]:
 
 
 def can_pack(manifest: Manifest, spec: JobSpec, arena_bytes: int) -> bool:
-    """Whether a job's blocks are better packed: its rows are shuffled, and what was packed can stay
-    until it was used, if its blocks would need no memory as they are.
+    """Whether a job's blocks are better packed: its rows are shuffled; and if its blocks would need
+    no memory as they lie, what is packed can stay until it was used, and not much else is copied.
 
     Raises:  ConfigError: a column that is not there.
     """
@@ -185,6 +187,8 @@ def can_pack(manifest: Manifest, spec: JobSpec, arena_bytes: int) -> bool:
     if not (is_canonical and any(shard.zero_copy for shard in manifest.shards)):
         return True
     sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, packing))
+    if sizes.sample_bytes > (1 + _OTHERS_MAX) * packing.row_bytes:
+        return False
     needed = sizes.open_window_bytes(spec.window) * spec.lanes
     return needed * _ROOM_PARTS <= arena_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import arrow_columns
@@ -163,7 +164,7 @@ def test_a_region_that_is_too_short_for_its_rows_is_refused() -> None:
 
 def _manifest(folder: Path, *dtypes: str) -> Manifest:
     """Of one block that needs no decoding, if nothing must become another type."""
-    batch = _all_small(64, 8, 0, dtypes)
+    batch = _all_small(640, 8, 0, dtypes)
     with pa.ipc.new_file(folder / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)
     return open_dataset(str(folder / "a.arrow"))
@@ -179,6 +180,18 @@ def test_only_shuffled_rows_of_several_columns_are_packed_and_only_where_there_i
     assert not can_pack(manifest, shuffled, 4096)
     few = JobSpec(manifest.fingerprint, shuffle=True, window=64, columns=("c0", "c1", "c2"))
     assert not can_pack(manifest, few, 1 << 20)
+
+
+def test_long_rows_are_not_copied_for_the_sake_of_a_few_small_columns(tmp_path: Path) -> None:
+    batch = _all_small(4096, 4, 0, ("int64",))
+    tokens = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(4096 * 64, np.int32)), 64)
+    batch = batch.append_column("tokens", tokens)
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    manifest = open_dataset(str(tmp_path / "a.arrow"))
+    whole = JobSpec(manifest.fingerprint, shuffle=True, window=64)
+    assert not can_pack(manifest, whole, 1 << 30)
+    assert can_pack(manifest, replace(whole, columns=("c0", "c1", "c2", "c3")), 1 << 30)
 
 
 def test_what_takes_memory_anyway_is_packed_wherever_it_fits(tmp_path: Path) -> None:
