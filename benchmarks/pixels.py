@@ -34,7 +34,7 @@ LONG_SIDE, PIXELS_USUAL = 500, 500 * 375
 QUALITY = 95
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 ATTEMPTS = 10
-BAR = 1.5
+BARS = {"ours": 1.4, "ours, rewritten": 1.9}
 VIEW = pixels.PixelView(SIDE, SIDE, "HWC", "uint8", None, None)
 
 Crops = NDArray[np.float64]
@@ -140,6 +140,7 @@ def main() -> int:
     cv2.setNumThreads(1)
     photographs = Photographs(given.folder)
     found = measure(photographs)
+    base = found["simplejpeg and OpenCV"]
     if given.json:
         print(json.dumps(found))
     else:
@@ -149,10 +150,9 @@ def main() -> int:
             f"{len(photographs.encoded)} photographs, {height:.0f} x {width:.0f} pixels and "
             f"{size / 1e3:.0f} KB in the mean, to {SIDE} x {SIDE}; ours by {maker()}"
         )
-        base = found["simplejpeg and OpenCV"]
         for name, rate in found.items():
             print(f"{name}: {rate:.0f} images/s a core, {rate / base:.2f} times simplejpeg's")
-    return int(found["ours"] < BAR * found["simplejpeg and OpenCV"])
+    return int(any(found[name] < bar * base for name, bar in BARS.items()))
 
 
 if __name__ == "__main__":

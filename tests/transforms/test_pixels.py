@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_large_parts_of_photographs_are_shrunk_with_little_loss(data_dir: Path) 
     images = photographs(data_dir / "images")
     whole = sizes(images)
     boxes = np.concatenate([np.zeros(whole.shape), whole], 1)
-    for side in (64, 32):
+    for side in (112, 32):
         view = PixelView(side, side, "HWC", "uint8", None, None)
         found = made(images, boxes, [0] * len(images), view).reshape(-1, side, side, 3)
         far = [
@@ -234,6 +235,16 @@ def test_sixteen_bits_become_their_upper_eight(by: Maker) -> None:
     view = PixelView(40, 50, "HWC", "uint8", None, None)
     found = made([image], [(0, 0, 40, 50)], [0], view, by).reshape(40, 50, 3)
     assert (found == (values >> 8)[..., None]).all()
+
+
+def test_threads_make_the_same_pixels_at_once() -> None:
+    forms = FORMS[:9]
+    images = [encoded(drawn(120, 160, mode), form, **options) for mode, form, options in forms]
+    boxes, flips = [(7.5, 3, 90, 130)] * len(images), [0, 1, 0] * 3
+    alone = made(images, boxes, flips, VIEW)
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(made, images, boxes, flips, VIEW) for _ in range(16)]
+        assert all((one.result() == alone).all() for one in found)
 
 
 @pytest.mark.parametrize("by", MAKERS, ids=str)

@@ -214,7 +214,6 @@ EXPORT int64_t pixels_open(const char *path, char *reason)
     decoder_free(decoder);
     if (!is_good)
         dlclose(opened);
-    libjpeg.is_open = is_good;
     return is_good;
 }
 

@@ -12,7 +12,6 @@
 #include "pixels.h"
 
 struct library {
-    int is_open;
     struct jpeg_error_mgr *(*std_error)(struct jpeg_error_mgr *);
     void (*create)(j_decompress_ptr, int version, size_t struct_bytes);
     void (*destroy)(j_decompress_ptr);
