@@ -25,7 +25,7 @@
 enum {
     LINE_BYTES = 64,
     ROWS_AT_ONCE = 8,
-    MARGIN = 4,      /* pixels decoded on each side of what is needed: upsampling looks at neighbours */
+    MARGIN = 2, /* where colours are upsampled: the sample beside counts, of two pixels */
     SCANS_MAX = 500  /* a hostile file can have many thousands, each as slow as an image */
 };
 
@@ -299,11 +299,13 @@ static void rows_read(struct decoder *decoder, const struct header *header)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
     struct resize *resize = &decoder->resize;
-    int first = resize->columns.first - MARGIN, end = resize->columns.end + MARGIN;
+    int is_upsampled = cinfo->max_h_samp_factor > 1 || cinfo->max_v_samp_factor > 1;
+    int margin = is_upsampled ? MARGIN : 0;
+    int first = resize->columns.first - margin, end = resize->columns.end + margin;
     first = first < 0 ? 0 : first;
     end = end > (int)cinfo->output_width ? (int)cinfo->output_width : end;
     JDIMENSION from = (JDIMENSION)first, width = (JDIMENSION)(end - first);
-    entropy_take_over(decoder, header, resize->rows.first - MARGIN, resize->rows.end + MARGIN,
+    entropy_take_over(decoder, header, resize->rows.first - margin, resize->rows.end + margin,
                       first, end);
     if (width < cinfo->output_width)
         libjpeg.crop(cinfo, &from, &width);
@@ -322,7 +324,7 @@ static void rows_read(struct decoder *decoder, const struct header *header)
     JSAMPROW rows[ROWS_AT_ONCE];
     for (int i = 0; i < ROWS_AT_ONCE; i++)
         rows[i] = first_row + (size_t)i * stride;
-    int skipped = resize->rows.first - MARGIN, row = 0;
+    int skipped = resize->rows.first - margin, row = 0;
     if (skipped > 0)
         row = (int)libjpeg.skip(cinfo, (JDIMENSION)skipped);
     while (row < resize->rows.end) {
