@@ -14,6 +14,7 @@ PROTOS := $(wildcard proto/dataplane/rpc/v1/*.proto)
 IN_C := dataplane/node/kernel.c dataplane/plan/loops.c $(wildcard dataplane/transforms/csrc/*.[ch])
 PROTOC := -m grpc_tools.protoc -I proto
 TEST_ARGS ?=
+JOBS ?= 2
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
@@ -49,8 +50,8 @@ lock: ## choose the newest versions that pyproject.toml allows, and write requir
 	  | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia|cuda|triton)'; } > "$$fresh/lock"; \
 	cp "$$fresh/lock" requirements.lock
 
-test: setup ## run every test
-	$(PY) -m pytest $(TEST_ARGS)
+test: setup ## run every test, two at a time (JOBS=1: one)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 test-slow: setup ## the tests that take minutes, which `make test` leaves out
 	$(PY) -m pytest -m slow $(TEST_ARGS)
