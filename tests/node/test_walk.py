@@ -94,18 +94,19 @@ def test_a_plan_that_is_split_is_the_same_batches_of_the_blocks_that_each_needs(
         assert _samples(first) + _samples(rest) == _samples(plan)
 
 
-@given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 10_000))
+@settings(max_examples=40)
+@given(st.integers(1, 64), st.integers(1, 256), st.integers(1, 1000))
 def test_plans_become_as_long_as_slabs_turn_out_to_have_room(first, most, batch_bytes):
-    rows = np.array([100] * 100, np.int64)
+    rows = np.array([100] * 10, np.int64)
     spec = JobSpec("f", 1, False, 1, 1, 1, End.RAGGED)
     order = Order(rows, 1, False, 1, 1, 0)
     walk = Walk(spec, order, Stream(0, 0, 0, 1), SlabSizes(min(first, most), most, 0))
-    slab_bytes, sizes = 100_000, []
+    slab_bytes, sizes = 10_000, []
     while plans := walk.next_plans(1):
         count = len(plans[0].batches)
         sizes.append(count)
-        fits = min(count, slab_bytes // batch_bytes)
+        fits = max(1, min(count, slab_bytes // batch_bytes))
         walk.sizes.fitted(fits, fits * batch_bytes, slab_bytes, cut=fits < count)
-    assert sum(sizes) == 10_000
+    assert sum(sizes) == 1000
     # What is left of the epoch, and the short ones of its start, apart.
     assert set(sizes[9:-1]) <= {min(most, slab_bytes // batch_bytes)}
