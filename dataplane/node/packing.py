@@ -7,6 +7,7 @@ up to the end of its region; both start at multiples of a cache line.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,7 @@ from dataplane.node.columns import (
     open_block,
     row_bytes,
 )
-from dataplane.node.kernel import kernel
+from dataplane.node.kernel import Kernel, kernel
 from dataplane.node.rows import fields_of
 
 _LINE_BYTES = 64
@@ -71,9 +72,13 @@ def stored_bytes(batch: pa.RecordBatch, packing: Packing | None) -> int:
 
 
 def store(
-    batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing | None, region: memoryview
+    batch: pa.RecordBatch,
+    specs: Sequence[ColumnSpec],
+    packing: Packing | None,
+    region: memoryview,
+    how: Kernel | None = None,
 ) -> None:
-    """Write a canonical block.
+    """Write a canonical block, with the kernel of this installation if no other is given.
 
     Shapes:  region: uint8[stored_bytes], writable; padding keeps what it holds.
     Raises:  RowOutOfBounds: a buffer ends before its column does.
@@ -87,7 +92,8 @@ def store(
     if packing is not None and batch.num_rows:
         start = len(region) - _packed_bytes(batch, packing)
         length = batch.num_rows * packing.row_bytes
-        _pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start))
+        library = (how or kernel()).library
+        _pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start), library)
 
 
 def open_stored(
@@ -120,11 +126,16 @@ def _others(batch: pa.RecordBatch, packing: Packing | None) -> pa.RecordBatch:
     return batch.select([at for at in range(batch.num_columns) if at not in packed])
 
 
-def _pack(batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing, out: Bytes) -> None:
+def _pack(
+    batch: pa.RecordBatch,
+    specs: Sequence[ColumnSpec],
+    packing: Packing,
+    out: Bytes,
+    library: ctypes.CDLL | None,
+) -> None:
     """Shapes:  out: uint8[rows * row_bytes], of one row at least."""
     chosen = [specs[at] for at in packing.columns]
     columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
-    library = kernel().library
     if library is not None:
         fields = fields_of(packing, np.array([column.address for column in columns]))
         library.pack_rows(

@@ -23,6 +23,7 @@ from dataplane.node.columns import BlockColumns, Packing, open_block, row_bytes
 from dataplane.node.dataset import can_pack, dataset_of
 from dataplane.node.gather import Gather
 from dataplane.node.index import open_dataset
+from dataplane.node.kernel import Kernel
 from dataplane.node.rows import Open
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import Batch
@@ -113,6 +114,20 @@ def test_many_rows_of_small_columns_come_back(how: Open, rows: int, width: int) 
     assert slab_of(plan.specs, [packed], index, batches, how) == slab_of(
         plan.specs, [plain], index, batches, how
     )
+
+
+@pytest.mark.parametrize("rows", [1, 257])
+def test_numpy_packs_the_same_bytes(rows: int) -> None:
+    batch = _all_small(rows, 30, seed=rows)
+    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    block, packed_as = canonical(batch, plan, {}, ""), packing.plan_packing(plan.specs)
+    assert packed_as is not None
+    stored = []
+    for how in (None, Kernel(None, "chosen")):
+        region = memoryview(bytearray(packing.stored_bytes(block, packed_as)))
+        packing.store(block, plan.specs, packed_as, region, how)
+        stored.append(bytes(region))
+    assert stored[0] == stored[1]
 
 
 @given(st.lists(st.sampled_from(["int8", "bool", "int16", "float32", "int64"]), max_size=9),
