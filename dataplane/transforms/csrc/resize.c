@@ -235,37 +235,49 @@ INLINE __m128i weighed(const uint8_t *pixels, const int16_t *weights, int taps)
     return _mm_srai_epi32(sum, FIRST_SHIFT);
 }
 
-/* The same, four pixels at once. */
-__attribute__((target("avx2"), always_inline)) static inline __m128i
-weighed_wide(const uint8_t *pixels, const int16_t *weights, int taps)
+/*
+ * The same for two results at once, one in each half; `taps` is even.
+ * The weights of a pair of pixels are spread over its four channels.
+ */
+__attribute__((target("avx2"), always_inline)) static inline __m256i
+weighed_two(const uint8_t *first, const int16_t *first_weights, const uint8_t *second,
+            const int16_t *second_weights, int taps)
 {
-    const __m128i pairs = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    const __m256i places = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-    __m256i wide = _mm256_setzero_si256();
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    const __m256i pairs = _mm256_broadcastsi128_si256(order), zero = _mm256_setzero_si256();
+    __m256i sum = _mm256_set1_epi32(1 << (FIRST_SHIFT - 1));
     int k = 0;
     for (; k + 4 <= taps; k += 4) {
-        __m128i four = _mm_loadu_si128((const __m128i *)(pixels + PIXEL_BYTES * k));
-        __m256i values = _mm256_cvtepu8_epi16(_mm_shuffle_epi8(four, pairs));
-        __m128i given = _mm_loadl_epi64((const __m128i *)(weights + k));
-        __m256i spread = _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(given), places);
-        wide = _mm256_add_epi32(wide, _mm256_madd_epi16(values, spread));
+        __m256i four = _mm256_inserti128_si256(
+            _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(first + PIXEL_BYTES * k))),
+            _mm_loadu_si128((const __m128i *)(second + PIXEL_BYTES * k)), 1);
+        __m256i weights = _mm256_inserti128_si256(
+            _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)(first_weights + k))),
+            _mm_loadl_epi64((const __m128i *)(second_weights + k)), 1);
+        four = _mm256_shuffle_epi8(four, pairs);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_unpacklo_epi8(four, zero),
+                                                      _mm256_shuffle_epi32(weights, 0x00)));
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_unpackhi_epi8(four, zero),
+                                                      _mm256_shuffle_epi32(weights, 0x55)));
     }
-    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
     if (k < taps) {
-        int32_t pair;
-        memcpy(&pair, weights + k, sizeof pair);
-        __m128i two = _mm_loadl_epi64((const __m128i *)(pixels + PIXEL_BYTES * k));
-        two = _mm_cvtepu8_epi16(_mm_shuffle_epi8(two, pairs));
-        sum = _mm_add_epi32(sum, _mm_madd_epi16(two, _mm_set1_epi32(pair)));
+        __m256i two = _mm256_inserti128_si256(
+            _mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)(first + PIXEL_BYTES * k))),
+            _mm_loadl_epi64((const __m128i *)(second + PIXEL_BYTES * k)), 1);
+        int32_t first_pair, second_pair;
+        memcpy(&first_pair, first_weights + k, sizeof first_pair);
+        memcpy(&second_pair, second_weights + k, sizeof second_pair);
+        __m256i weights = _mm256_inserti128_si256(_mm256_set1_epi32(first_pair),
+                                                  _mm_set1_epi32(second_pair), 1);
+        two = _mm256_unpacklo_epi8(_mm256_shuffle_epi8(two, pairs), zero);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(two, weights));
     }
-    sum = _mm_add_epi32(sum, _mm_set1_epi32(1 << (FIRST_SHIFT - 1)));
-    return _mm_srai_epi32(sum, FIRST_SHIFT);
+    return _mm256_srai_epi32(sum, FIRST_SHIFT);
 }
 
-/* Four results, as three planes or pixel by pixel. */
-INLINE void four_put(const __m128i *sums, int count, int i, int is_planar, int16_t *out)
+/* Four results, two in each of low and high, as three planes or pixel by pixel. */
+INLINE void four_put(__m128i low, __m128i high, int count, int i, int is_planar, int16_t *out)
 {
-    __m128i low = _mm_packs_epi32(sums[0], sums[1]), high = _mm_packs_epi32(sums[2], sums[3]);
     if (is_planar) {
         __m128i even = _mm_unpacklo_epi16(low, high);      /* r0 r2 g0 g2 b0 b2 .. */
         __m128i odd = _mm_unpackhi_epi16(low, high);       /* r1 r3 g1 g3 b1 b3 .. */
@@ -292,36 +304,51 @@ INLINE void one_put(__m128i sum, int count, int i, int is_planar, int16_t *out)
         out[is_planar ? c * count + i : CHANNELS * i + c] = channels[c];
 }
 
-/* With a constant number of taps, the loops over them vanish. */
-#define ROW_RESIZED(weighed)                                                                      \
-    int count = axis->count, i = 0;                                                               \
-    const int *starts = axis->starts;                                                             \
-    const int16_t *weights = axis->weights;                                                       \
-    for (; i + 4 <= count; i += 4) {                                                              \
-        __m128i sums[4];                                                                          \
-        for (int k = 0; k < 4; k++)                                                               \
-            sums[k] = weighed(pixels + PIXEL_BYTES * (starts[i + k] - from),                      \
-                              weights + (size_t)(i + k) * (size_t)taps, taps);                    \
-        four_put(sums, count, i, is_planar, out);                                                 \
-    }                                                                                             \
-    for (; i < count; i++)                                                                        \
-        one_put(weighed(pixels + PIXEL_BYTES * (starts[i] - from),                                \
-                        weights + (size_t)i * (size_t)taps, taps),                                \
-                count, i, is_planar, out)
+INLINE void rest_resized(const struct axis *axis, const uint8_t *pixels, int from, int taps, int i,
+                         int is_planar, int16_t *out)
+{
+    for (; i < axis->count; i++)
+        one_put(weighed(pixels + PIXEL_BYTES * (axis->starts[i] - from),
+                        axis->weights + (size_t)i * (size_t)taps, taps),
+                axis->count, i, is_planar, out);
+}
 
 INLINE void row_resized(const struct axis *axis, const uint8_t *pixels, int from, int taps,
                         int is_planar, int16_t *out)
 {
-    ROW_RESIZED(weighed);
+    int i = 0;
+    for (; i + 4 <= axis->count; i += 4) {
+        __m128i sums[4];
+        for (int k = 0; k < 4; k++)
+            sums[k] = weighed(pixels + PIXEL_BYTES * (axis->starts[i + k] - from),
+                              axis->weights + (size_t)(i + k) * (size_t)taps, taps);
+        four_put(_mm_packs_epi32(sums[0], sums[1]), _mm_packs_epi32(sums[2], sums[3]),
+                 axis->count, i, is_planar, out);
+    }
+    rest_resized(axis, pixels, from, taps, i, is_planar, out);
 }
 
 __attribute__((target("avx2"), always_inline)) static inline void
 row_resized_wide(const struct axis *axis, const uint8_t *pixels, int from, int taps, int is_planar,
                  int16_t *out)
 {
-    ROW_RESIZED(weighed_wide);
+    int i = 0;
+    for (; i + 4 <= axis->count; i += 4) {
+        __m256i sums[2];
+        /* Of 0 and 2, and of 1 and 3: packed, they are in order. */
+        for (int k = 0; k < 2; k++)
+            sums[k] = weighed_two(pixels + PIXEL_BYTES * (axis->starts[i + k] - from),
+                                  axis->weights + (size_t)(i + k) * (size_t)taps,
+                                  pixels + PIXEL_BYTES * (axis->starts[i + k + 2] - from),
+                                  axis->weights + (size_t)(i + k + 2) * (size_t)taps, taps);
+        __m256i four = _mm256_packs_epi32(sums[0], sums[1]);
+        four_put(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1), axis->count, i,
+                 is_planar, out);
+    }
+    rest_resized(axis, pixels, from, taps, i, is_planar, out);
 }
 
+/* With a constant number of taps, the loops over them vanish. */
 #define CASES(row_resized)                                                                        \
     switch (axis->taps) {                                                                         \
     case 2: row_resized(axis, pixels, from, 2, is_planar, out); return;                           \
