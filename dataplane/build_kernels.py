@@ -4,8 +4,8 @@ Nothing imports this module but hatchling and tests. Where there is no C compile
 without the libraries: numpy sorts and gathers, and images are made by Pillow.
 """
 
-from __future__ import annotations
-
+# No annotations from __future__: hatchling runs this file as no module, where a dataclass cannot
+# look up annotations that are text.
 import os
 import shlex
 import subprocess
