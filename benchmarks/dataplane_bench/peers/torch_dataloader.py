@@ -69,10 +69,7 @@ def choices(workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
     threads = share > 1 and workload.shape != "text"
     return (
         {"fetch": "item", **_workers(share)},
-        {"fetch": "batch", "num_workers": 0},
-        {"fetch": "batch", "num_workers": 0, "threads": share}
-        if threads
-        else {"fetch": "batch", **_workers(1)},
+        {"fetch": "batch", "num_workers": 0, **({"threads": share} if threads else {})},
         {"fetch": "batch", **_workers(max(share, 2))},
     )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dataplane_bench.model import Mode, Task, Workload
-from dataplane_bench.peers.registry import adapter
+from dataplane_bench.peers.registry import REFERENCE, adapter
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.checksum import Sum, check
 from dataplane_bench.trial.loop import Loop, NoBatch
@@ -63,7 +63,8 @@ class Ear:
 
 def run(task: Task, say: Say, ear: Ear) -> None:
     """Do what the task's mode says, and say what was seen."""
-    import torch  # noqa: F401 - every trainer has it; its import is no part of anybody's time
+    if task.system != REFERENCE:
+        import torch  # noqa: F401 - every trainer has it; its import is no part of anybody's time
 
     peer = adapter(task.system)
     say({"ready": True})
