@@ -34,7 +34,7 @@ from dataplane.formats.flatbuf import (
     footer_batches,
     message_head,
 )
-from dataplane.formats.source import Memory, Source, Window
+from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, Memory, Parts, Source, Window
 from dataplane.formats.splice import spliced
 from dataplane.model import Region
 
@@ -48,6 +48,9 @@ GROUP_BYTES = 4 << 20
 # many times its own size beyond the floor.
 CLAIM_RATIO_MAX = 1024
 CLAIM_FLOOR_BYTES = 64 << 20
+# Of how many record batches the metadata is read at once; and the end-of-stream mark, padded.
+_TOGETHER_MIN, _TOGETHER_MAX = 4, 1 << 14
+_END_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,12 @@ class ArrowIpc:
         window = Window(shard)
         start = bytes(window.view(0, 512))
         order: list[int] | None = None
+        source: Source = window
         first, end = 0, shard.size_bytes
         if start.startswith(MAGIC):
-            first, end, order = 8, *_file_footer(shard)
+            first, (end, batches) = 8, _file_footer(shard)
+            order = [offset for offset, _ in batches]
+            source = _read_together(shard, window, end, batches)
         elif not start.startswith(CONTINUATION) and not _is_legacy(start, shard.size_bytes):
             raise corrupt(
                 shard.url,
@@ -87,7 +93,7 @@ class ArrowIpc:
                 found=describe(start),
                 expected="ARROW1",
             )
-        messages = list(_messages(window, first, end, file=order is not None))
+        messages = list(_messages(source, first, end, file=order is not None))
         return _shard_index(window, shard, messages, order)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
@@ -118,10 +124,15 @@ def _is_legacy(start: bytes, size: int) -> bool:
         return False
 
 
-def _file_footer(shard: ShardReader) -> tuple[int, list[int]]:
-    """Where a file's messages end, and the offsets of its record batches in their order."""
+def _file_footer(shard: ShardReader) -> tuple[int, list[tuple[int, int]]]:
+    """Where a file's messages end; of its record batches, in their order, offset and length of the
+    metadata.
+    """
     url, size = shard.url, shard.size_bytes
-    tail = bytes(memoryview(shard.read(max(0, size - 10), min(10, size))))
+    # The end of the file is read once: all of the footer is there, but of very many batches.
+    window = Window(shard)
+    window.view(max(0, size - PROBE_BYTES), min(PROBE_BYTES, size))
+    tail = bytes(window.view(max(0, size - 10), 10))
     if size < 18 or tail[4:] != MAGIC:
         raise corrupt(
             url,
@@ -135,7 +146,21 @@ def _file_footer(shard: ShardReader) -> tuple[int, list[int]]:
         raise corrupt(url, size - 10, "the length of the footer is wrong", found=length)
     end = size - 10 - length
     with foreign_faults(url, end, "the footer of the Arrow IPC file is damaged"):
-        return end, footer_batches(Window(shard).view(end, length))
+        return end, footer_batches(window.view(end, length))
+
+
+def _read_together(
+    shard: ShardReader, window: Window, end: int, batches: Sequence[tuple[int, int]]
+) -> Source:
+    """The metadata of large record batches, read at once and not one after the other: a store takes
+    as long for each of them as for a MiB.
+    """
+    far = len(batches) >= _TOGETHER_MIN and end > len(batches) * NEAR_BYTES
+    if not far or len(batches) > _TOGETHER_MAX:
+        return window
+    places = [(at, length) for at, length in batches if at >= 0 and 0 < length <= PROBE_BYTES]
+    mark = max(0, end - _END_BYTES)
+    return Parts(shard, window, [*places, (mark, end - mark)])
 
 
 def _messages(source: Source, at: int, end: int, *, file: bool) -> Iterator[Message]:

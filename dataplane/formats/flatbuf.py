@@ -108,9 +108,10 @@ def message_head(metadata: memoryview) -> Head:
     )
 
 
-def footer_batches(footer: memoryview) -> list[int]:
-    """The offsets of a file's record batches.
+def footer_batches(footer: memoryview) -> list[tuple[int, int]]:
+    """Of each of a file's record batches: its offset, and the length of its metadata there.
 
     Raises:  ValueError: not a footer.
     """
-    return [offset for offset, _, _ in root(footer).structs(3, BLOCK_STRUCT)]
+    blocks = root(footer).structs(3, BLOCK_STRUCT)
+    return [(offset, metadata_length) for offset, metadata_length, _ in blocks]

@@ -7,7 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from typing_extensions import Buffer
@@ -22,6 +24,7 @@ BLOCK_BYTES = 4 << 20
 # one MiB of transfer.
 NEAR_BYTES = 1 << 20
 PROBE_BYTES = 64 << 10
+PARTS_AT_ONCE = 8
 
 
 class Source(Protocol):
@@ -58,6 +61,36 @@ class Window:
             self._start = offset
         at = offset - self._start
         return self._held[at : at + length] if length else memoryview(b"")
+
+
+class Parts:
+    """A shard of which some places were read beforehand, several at a time.
+
+    Raises:  the StoreError family, as the shard does.
+    """
+
+    def __init__(self, shard: ShardReader, rest: Window, places: Sequence[tuple[int, int]]) -> None:
+        self._size, self._rest = shard.size_bytes, rest
+        within = [(at, min(length, self._size - at)) for at, length in places if at < self._size]
+        with ThreadPoolExecutor(min(PARTS_AT_ONCE, max(len(within), 1))) as pool:
+            read = pool.map(lambda place: memoryview(shard.read(*place)).cast("B"), within)
+            found = sorted(zip(within, read, strict=True), key=lambda part: part[0])
+        self._starts = [at for (at, _), _ in found]
+        self._held = [held for _, held in found]
+
+    @property
+    def url(self) -> str:
+        return self._rest.url
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """As `Source.view`."""
+        length = max(0, min(length, self._size - offset))
+        part = bisect.bisect_right(self._starts, offset) - 1
+        if part >= 0:
+            at = offset - self._starts[part]
+            if at + length <= len(self._held[part]):
+                return self._held[part][at : at + length]
+        return self._rest.view(offset, length)
 
 
 class Memory:

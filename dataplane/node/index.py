@@ -206,6 +206,7 @@ class _Run:
         self._stop = threading.Event()
         self._reference: tuple[str, pa.Schema] | None = None
         self._done: dict[int, ShardIndex] = {}
+        self._early: dict[int, tuple[ShardIndex, bool]] = {}
         self._counts = [0, 0, 0, 0]
         self._bytes_total = sum(shard.size_bytes for shard in listed)
 
@@ -218,15 +219,10 @@ class _Run:
     ) -> list[ShardIndex]:
         """Every shard's index, in the order of the shards."""
         self._report()
-        todo: list[int] = []
         for shard, key in enumerate(keys):
             if key in remembered:
-                self._accept(shard, remembered[key], is_remembered=True)
-            elif self._reference is None:
-                # The first schema is what all others are compared with as they arrive.
-                self._accept_new(shard, key, self._index(shard), journal)
-            else:
-                todo.append(shard)
+                self._arrived(shard, remembered[key], is_remembered=True)
+        todo = [shard for shard, key in enumerate(keys) if key not in remembered]
         self._in_parallel(workers, todo, keys, journal)
         return [self._done[shard] for shard in range(len(keys))]
 
@@ -270,7 +266,15 @@ class _Run:
     def _accept_new(self, shard: int, key: str, index: ShardIndex, journal: Journal | None) -> None:
         if journal is not None:
             journal.remember(key, index)
-        self._accept(shard, index, is_remembered=False)
+        self._arrived(shard, index, is_remembered=False)
+
+    def _arrived(self, shard: int, index: ShardIndex, *, is_remembered: bool) -> None:
+        """Accept it once the first shard is there, whose schema all others are compared with."""
+        self._early[shard] = (index, is_remembered)
+        if 0 in self._early or 0 in self._done:
+            for each in sorted(self._early):
+                found, was_known = self._early.pop(each)
+                self._accept(each, found, is_remembered=was_known)
 
     def _accept(self, shard: int, index: ShardIndex, *, is_remembered: bool) -> None:
         url = self._listed[shard].url

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -152,3 +154,33 @@ def test_metadata_from_anywhere_is_a_head_or_a_value_error(content: bytes) -> No
         message_head(memoryview(content))
     except ValueError as error:
         assert str(error)  # noqa: PT017
+
+
+class Patient(MemoryShard):
+    """Once `patient`, no read ends before four of them are under way."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self._under_way, self._four = itertools.count(1), threading.Event()
+
+    def read(self, offset: int, length: int) -> bytes:
+        if 0 < offset < self.size_bytes - (64 << 10):
+            if next(self._under_way) == 4:
+                self._four.set()
+            assert self._four.wait(20), "one was read after the other"
+        return super().read(offset, length)
+
+
+def test_the_metadata_of_large_batches_is_read_at_once() -> None:
+    rows, batches = 150_000, 9
+    wide = pa.table({"x": np.arange(rows * batches)})
+    content = arrow_bytes(wide, rows=rows, file=True)
+    shard = Patient(content)
+    index = ARROW.index(shard)
+    assert [block.rows for block in index.blocks] == [rows] * batches
+    assert shard.bytes_read < len(content) / 20
+    found = ARROW.decode(raw_block(content, index, 7, "u"), index.schema, ["x"])
+    assert found.column("x").to_numpy().tolist() == list(range(7 * rows, 8 * rows))
+    for cut in (1, 10, 300, len(content) // 2):
+        with pytest.raises(CorruptShard):
+            ARROW.index(MemoryShard(content[:-cut]))
