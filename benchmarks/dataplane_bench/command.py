@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,7 +162,7 @@ def bench(**given: Any) -> None:
     """Measure this loader and others on the same samples, in turns, in one run.
 
     Without URL it makes its own samples (about 1 GB under ~/.cache/dataplane/bench), and takes
-    about six minutes. With URL it copies some of your shards and compares on those.
+    about four minutes. With URL it copies some of your shards and compares on those.
 
     \b
     dataplane bench                                   tokens, images, a table, text; with torch
@@ -212,6 +213,8 @@ def _run(given: dict[str, Any]) -> None:
             raise click.UsageError(text) from None
         fields = {name: given[name] for name in Options.__slots__ if name in given}
         options = Options(**{**fields, "peers": named, "byte_limit": limit})
+        # Whoever ends it has nothing left behind either.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with _bar() as bar:
             report = run(options, bench_folder(), shlex.join(["dataplane", *sys.argv[1:]]), bar)
         kept = bench_folder() / "reports" / f"{report.created.replace(':', '')}.json"

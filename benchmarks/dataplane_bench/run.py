@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import fcntl
+import os
 import shutil
 import tempfile
 import time
@@ -31,6 +33,7 @@ QUICK_PEERS = ("torch",)
 """What everybody who has torch can compare with, without installing anything."""
 
 ALL = "all"
+_RUN = "run-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +204,28 @@ def _workloads(
 
 @contextlib.contextmanager
 def _scratch(root: Path) -> Iterator[str]:
+    """A folder of this run alone. Those of runs that were killed are removed: nobody holds them."""
     root.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix="run-", dir=root)
+    for old in root.glob(f"{_RUN}*"):
+        with contextlib.suppress(OSError), _held(old):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_RUN, dir=root)
     try:
-        yield folder
+        with _held(Path(folder)):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Raises:  BlockingIOError: another process holds it."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 class _Storage:

@@ -9,7 +9,9 @@ import click
 from dataplane.commands.options import Settings, json_option, setting_options
 from dataplane.commands.output import warn, write_json, write_table
 from dataplane.node.kernel import kernel
+from dataplane.plan.loops import loops
 from dataplane.settings import BY_NAME, unknown_variables
+from dataplane.transforms.pixels_library import maker
 
 
 @click.group()
@@ -51,11 +53,15 @@ def show(settings: Settings, *, as_json: bool) -> None:
                 for name, one in settings.items()
             ),
         )
-    missing = kernel().missing
-    if missing:
-        warn(
-            f"rows are gathered with numpy, several times slower than could be: {missing}; "
-            "install a C compiler, then Dataplane once more"
-        )
+    for slowly, missing in (
+        ("rows are gathered with numpy", kernel().missing),
+        ("epochs are planned with numpy", loops().missing),
+        ("images are made by Pillow", maker().missing),
+    ):
+        if missing:
+            warn(
+                f"{slowly}, several times slower than could be: {missing}; "
+                "install a C compiler, then Dataplane once more"
+            )
     for name in unknown_variables(os.environ):
         warn(f"the environment has {name}, which is no setting and is not read")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from dataplane_bench.run import _scratch
 
 BENCH = [sys.executable, "-m", "dataplane", "bench"]
 SMALL = ["--scale", "0.02", "--window", "0.3"]
@@ -102,7 +103,8 @@ def test_the_list_names_every_scenario_and_peer(environment):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_and_leaves_nothing(environment, tmp_path):
+@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_a_run_and_leaves_nothing(environment, tmp_path, ends):
     running = subprocess.Popen(
         [*BENCH, "--scenario", "tokens/local", "--peers", "none", *SMALL],
         env=environment,
@@ -114,8 +116,17 @@ def test_ctrl_c_ends_a_run_and_leaves_nothing(environment, tmp_path):
     for line in running.stderr:
         if "round 1" in line:
             break
-    running.send_signal(signal.SIGINT)
+    running.send_signal(ends)
     _, said = running.communicate(timeout=TIMEOUT_S)
     assert running.returncode == 130, said
     assert "interrupted" in said
     assert not list((tmp_path / "cache" / "dataplane" / "bench").glob("run-*"))
+
+
+def test_the_folder_of_a_run_that_was_killed_is_removed_and_no_other(tmp_path):
+    (tmp_path / "run-of-the-dead" / "trial").mkdir(parents=True)
+    with _scratch(tmp_path) as first:
+        assert [str(path) for path in tmp_path.iterdir()] == [first]
+        with _scratch(tmp_path) as second:
+            assert {str(path) for path in tmp_path.iterdir()} == {first, second}
+    assert not list(tmp_path.iterdir())

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from dataplane.cli import run
+from dataplane.compiled import Compiled
 from dataplane.config import VERSION
 from dataplane.node.kernel import Kernel
+from dataplane.transforms.pixels_library import Maker
 
 
 def shown(capsys, *arguments: str):
@@ -122,8 +124,17 @@ def test_a_reader_that_stops_reading_is_no_error():
     assert told == b""
 
 
-def test_an_installation_without_the_compiled_kernel_is_pointed_out(capsys, monkeypatch):
-    without = Kernel(None, "there was no C compiler")
-    monkeypatch.setattr("dataplane.commands.config.kernel", lambda: without)
+@pytest.mark.parametrize(
+    ("name", "without", "words"),
+    [
+        ("kernel", Kernel(None, "no C compiler"), "rows are gathered with numpy"),
+        ("loops", Compiled(None, "no C compiler"), "epochs are planned with numpy"),
+        ("maker", Maker(None, False, "no C compiler"), "images are made by Pillow"),
+    ],
+)
+def test_an_installation_without_a_library_in_c_is_pointed_out(
+    capsys, monkeypatch, name, without, words
+):
+    monkeypatch.setattr(f"dataplane.commands.config.{name}", lambda: without)
     assert run(["config", "show"]) == 0
-    assert "with numpy, several times slower" in capsys.readouterr().err
+    assert f"{words}, several times slower than could be: no C compiler" in capsys.readouterr().err
