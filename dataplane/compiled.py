@@ -19,6 +19,9 @@ class Compiled:
     library: ctypes.CDLL | None
     missing: str = ""
 
+    def __str__(self) -> str:
+        return f"numpy ({self.missing})" if self.library is None else "the compiled kernel"
+
 
 def load(
     path: Path, sources: Sequence[Path], crc_function: str, signatures: Mapping[str, Signature]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 
@@ -12,14 +13,19 @@ from dataplane.node.kernel import kernel
 from dataplane.node.rows import CompiledRows, NumpyRows, Rows
 
 
+def without(missing: str) -> NoReturn:
+    """What CI must have is not there: elsewhere the test is skipped."""
+    told = f"{missing}: install one, and run `make setup`"
+    if os.environ.get("CI"):
+        pytest.fail(told)
+    pytest.skip(told)
+
+
 def compiled_rows(blocks: Sequence[BlockColumns], row_index: RowIndex) -> Rows:
     """With the compiled kernel, which CI must have."""
     found = kernel()
     if found.library is None:
-        told = f"{found.missing}: install one, and run `make setup`"
-        if os.environ.get("CI"):
-            pytest.fail(told)
-        pytest.skip(told)
+        without(found.missing)
     return CompiledRows(found.library, blocks, row_index)
 
 

@@ -24,7 +24,8 @@ from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
 from dataplane.node.block import Block, Phase
-from dataplane.node.dataset import Dataset, Ints
+from dataplane.node.columns import Ints
+from dataplane.node.dataset import Dataset
 from dataplane.node.eviction import NEVER, next_use, victims
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import Job, WorkerPool

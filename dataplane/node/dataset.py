@@ -7,12 +7,11 @@ from functools import lru_cache
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
-from dataplane.node.columns import Packing
+from dataplane.node.columns import Ints, Packing
 from dataplane.node.packing import plan_packing
 from dataplane.plan.manifest import Manifest, Shard
 from dataplane.plan.order import BlockSizes
@@ -27,9 +26,6 @@ _OTHERS_MAX = 4
 # What an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
-
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

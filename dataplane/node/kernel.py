@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane import compiled
@@ -32,24 +31,14 @@ _SIGNATURES: dict[str, compiled.Signature] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """The library, or why there is none: numpy takes its place then."""
-
-    library: ctypes.CDLL | None
-    missing: str = ""
-
-    def __str__(self) -> str:
-        return f"numpy ({self.missing})" if self.library is None else "the compiled kernel"
-
-
 @functools.cache
-def kernel() -> Kernel:
-    """The library that was made from the kernel.c which lies here, loaded once."""
+def kernel() -> compiled.Compiled:
+    """The library that was made from the kernel.c which lies here, loaded once; numpy takes its
+    place where there is none.
+    """
     return load(LIBRARY, SOURCE)
 
 
-def load(path: Path, source: Path) -> Kernel:
+def load(path: Path, source: Path) -> compiled.Compiled:
     """A library, if it is there and was made from this source."""
-    found = compiled.load(path, (source,), "gather_source_crc", _SIGNATURES)
-    return Kernel(found.library, found.missing)
+    return compiled.load(path, (source,), "gather_source_crc", _SIGNATURES)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from dataplane.compiled import Compiled
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
 from dataplane.node.columns import (
@@ -24,7 +25,7 @@ from dataplane.node.columns import (
     open_block,
     row_bytes,
 )
-from dataplane.node.kernel import Kernel, kernel
+from dataplane.node.kernel import kernel
 from dataplane.node.rows import fields_of
 
 _LINE_BYTES = 64
@@ -76,7 +77,7 @@ def store(
     specs: Sequence[ColumnSpec],
     packing: Packing | None,
     region: memoryview,
-    how: Kernel | None = None,
+    how: Compiled | None = None,
 ) -> None:
     """Write a canonical block, with the kernel of this installation if no other is given.
 

@@ -127,8 +127,6 @@ class Plan:
         )
 
     def _part(self, batches: tuple[Batch, ...], rows: npt.NDArray[np.int32]) -> Plan:
-        if not len(rows):
-            return Plan(batches, self.blocks[:0], rows, self.first_position)
         used, index = distinct(rows[:, 0].astype(np.int64))
         own = rows.copy()
         own[:, 0] = index
@@ -188,7 +186,7 @@ class Walk:
         numbers = range(self._next_step, self._next_step + count * stride, stride)
         steps = self._slice.positions_of_steps(self._next_step, count, stride)
         blocks, rows = self.order.locate(steps.positions)
-        used, index = distinct(blocks) if len(blocks) else (blocks, blocks)
+        used, index = distinct(blocks)
         row_index = np.empty((len(blocks), 2), np.int32)
         row_index[:, 0], row_index[:, 1] = index, rows
         plan = Plan(

@@ -13,7 +13,8 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
-from dataplane.node.dataset import Dataset, Ints
+from dataplane.node.columns import Ints
+from dataplane.node.dataset import Dataset
 from dataplane.node.walk import Plan, Walk
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Assembled

@@ -30,8 +30,10 @@ _TOGETHER = 1 << 17
 def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
     """The distinct values in rising order, and where among them each value is.
 
-    Shapes:  values: int64[n], n > 0.   result: int64[m], intp[n].
+    Shapes:  values: int64[n].   result: int64[m], intp[n].
     """
+    if not len(values):
+        return values, np.empty(0, np.intp)
     low = values.min()
     span = int(values.max() - low) + 1
     if span > 4 * len(values) + 4096:

@@ -11,7 +11,6 @@ import pytest
 from dataplane.cli import run
 from dataplane.compiled import Compiled
 from dataplane.config import VERSION
-from dataplane.node.kernel import Kernel
 from dataplane.transforms.pixels_library import Maker
 
 
@@ -127,7 +126,7 @@ def test_a_reader_that_stops_reading_is_no_error():
 @pytest.mark.parametrize(
     ("name", "without", "words"),
     [
-        ("kernel", Kernel(None, "no C compiler"), "rows are gathered with numpy"),
+        ("kernel", Compiled(None, "no C compiler"), "rows are gathered with numpy"),
         ("loops", Compiled(None, "no C compiler"), "epochs are planned with numpy"),
         ("maker", Maker(None, False, "no C compiler"), "images are made by Pillow"),
     ],

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import BOTH, compiled_rows
 
+from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind, ListPolicy
@@ -23,7 +24,6 @@ from dataplane.node.columns import BlockColumns, Packing, open_block, row_bytes
 from dataplane.node.dataset import can_pack, dataset_of
 from dataplane.node.gather import Gather
 from dataplane.node.index import open_dataset
-from dataplane.node.kernel import Kernel
 from dataplane.node.rows import Open
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import Batch
@@ -123,7 +123,7 @@ def test_numpy_packs_the_same_bytes(rows: int) -> None:
     block, packed_as = canonical(batch, plan, {}, ""), packing.plan_packing(plan.specs)
     assert packed_as is not None
     stored = []
-    for how in (None, Kernel(None, "chosen")):
+    for how in (None, Compiled(None, "chosen")):
         region = memoryview(bytearray(packing.stored_bytes(block, packed_as)))
         packing.store(block, plan.specs, packed_as, region, how)
         stored.append(bytes(region))

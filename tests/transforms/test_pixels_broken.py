@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import without
 from pictures import Encoded, drawn, encoded, exif, made, sizes
 
 from dataplane.errors import ImageError
@@ -168,7 +169,7 @@ def test_a_file_that_lacks_only_its_end_marker_is_whole() -> None:
 
 def test_a_progressive_image_with_very_many_scans_is_refused() -> None:
     if not FOUND.has_jpeg:
-        pytest.skip("libjpeg's own")
+        without(FOUND.missing)
     image = encoded(drawn(40, 56), progressive=True)
     scan = image.rindex(b"\xff\xda")
     many = io.BytesIO()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import without
 from pictures import drawn, encoded, exif, made, photographs, seen, sizes
 from PIL import Image
 
@@ -32,7 +33,11 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("CMYK", {"quality": 90}),
 )
 
-pytestmark = pytest.mark.skipif(not FOUND.has_jpeg, reason="libjpeg-turbo's own")
+
+@pytest.fixture(autouse=True, scope="module")
+def _libjpeg() -> None:
+    if not FOUND.has_jpeg:
+        without(FOUND.missing)
 
 
 def _crops(image: bytes, count: int, seed: int) -> tuple[list[tuple[float, ...]], list[int]]:
