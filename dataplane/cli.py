@@ -16,6 +16,7 @@ import click
 
 from dataplane.commands import output
 from dataplane.commands.config import config
+from dataplane.commands.doctor.command import doctor
 from dataplane.commands.extensions import ExtensibleGroup
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
@@ -57,6 +58,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
       dataplane inspect s3://bucket/train/
       dataplane verify s3://bucket/train/
       dataplane plan s3://bucket/train/ --dp-size 64 --global-batch 1024
+      dataplane doctor s3://bucket/train/ --batch-size 256
       dataplane serve
       dataplane bench
     """
@@ -69,7 +71,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
     )
 
 
-for command in (index, inspect, verify, plan, serve, status, config):
+for command in (index, inspect, verify, plan, doctor, serve, status, config):
     cli.add_command(command)
 
 

@@ -115,6 +115,7 @@ class Outside:
         self.pending: list[Callable[[], None]] = []
         self.forgotten: set[int] = set()
         self.detached: set[int] = set()
+        self.worker_count = 2
         self.arenas: dict[int, Arena] = {}
         self.loads = 0
 

@@ -19,6 +19,7 @@ import uuid
 from dataplane.arena.memfd import Arena
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
+from dataplane.client.statistics import Statistics, Tally, sum_of
 from dataplane.client.wire import Wire
 from dataplane.errors import ClosedError, DatasetChangedError, DataStallError, PeerLost
 from dataplane.rpc.messages import JobOpened, OpenJob
@@ -49,11 +50,17 @@ class Session:
         self._pid = os.getpid()
         self._making = threading.Lock()
         self._member_id = _member_id(request)
+        self.tallies: list[Tally] = []
+        """One a stream."""
 
     @property
     def job(self) -> JobOpened:
         """The job as every rank has it; opens it when needed."""
         return self.mount().job
+
+    def statistics(self) -> Statistics:
+        """All streams so far, in this process."""
+        return sum_of(tally.statistics() for tally in list(self.tallies))
 
     def stall_timeout_s(self, job: JobOpened) -> float:
         """How long a rank waits for one slab. A little longer than the node, whose error says more,

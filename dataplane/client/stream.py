@@ -20,6 +20,7 @@ import numpy as np
 
 from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
+from dataplane.client.statistics import Tally
 from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.messages import (
@@ -74,6 +75,9 @@ class SlabStream:
         self._step_count = 0
         self._pending: int | None = None
         self._is_closed = False
+        self._handed_over: float | None = None
+        self._tally = Tally()
+        session.tallies.append(self._tally)
         self.consumed = cursor
         """Samples that all ranks have consumed by now: progress, told with the next request."""
         self.stall_s = 0.0
@@ -87,20 +91,26 @@ class SlabStream:
         Raises:  DataStallError: no slab within the deadline.  DataplaneError: as the node says.
         """
         started = time.monotonic()
+        if self._handed_over is not None:
+            self._tally.consumed(started - self._handed_over)
+            self._handed_over = None
         try:
             slab, mount = self._slab(step)
         finally:
-            self.stall_s += time.monotonic() - started
+            waited_s = time.monotonic() - started
+            self.stall_s += waited_s
         if slab is None:
             return []
         batches = Batches(mount.take(slab), slab.batches, slab.columns)
-        if (
+        is_kept = (
             len(batches.memory)
             and not slab.copy_out
             and mount.held_bytes <= mount.job.held_bytes_max
-        ):
-            return [batches]
-        return copied(batches, mount.job.columns)
+        )
+        found = [batches] if is_kept else copied(batches, mount.job.columns)
+        self._tally.handed_over(slab, waited_s, was_copied=not is_kept)
+        self._handed_over = time.monotonic()
+        return found
 
     def close(self) -> None:
         """Stop walking. Never waits; may be called twice."""

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -161,6 +162,7 @@ class BlockTable:
         block.raw, block.phase = raw, Phase.FETCHING
         self._blocks[dataset.dataset_id, index] = block
         self._fetching += 1
+        dataset.account.read_began(time.monotonic())
         told = dataset.raw_block(index, raw)
         self._fetcher.fetch(
             told.url,
@@ -174,6 +176,9 @@ class BlockTable:
 
     def _on_fetched(self, block: Block, error: DataplaneError | None) -> None:
         self._fetching -= 1
+        dataset, now = block.dataset, time.monotonic()
+        dataset.account.read_ended(now, block.raw.length if block.raw is not None else 0)
+        dataset.marks.fetched[block.index] = now
         if self._is_forgotten(block):
             return
         if error is not None:
@@ -195,20 +200,22 @@ class BlockTable:
         self._blocks[dataset.dataset_id, index] = block
         self._decoding += 1
         raw = dataset.raw_block(index, block.raw)
-        self._pool.submit(
-            Job(
-                body=tasks.Decode(dataset.dataset_id, raw, decoded),
-                dataset=dataset.message,
-                arenas=((BLOCK_ARENA_ID, self._arena.fd),),
-                report=lambda result: self._on_decoded(block, result),
-                blame=f"{raw.url} block {raw.index}",
-            ),
-            DECODE_URGENCY,
+        job = Job(
+            body=tasks.Decode(dataset.dataset_id, raw, decoded),
+            dataset=dataset.message,
+            arenas=((BLOCK_ARENA_ID, self._arena.fd),),
+            report=lambda result: self._on_decoded(block, job, result),
+            blame=f"{raw.url} block {raw.index}",
         )
+        self._pool.submit(job, DECODE_URGENCY)
         return True
 
-    def _on_decoded(self, block: Block, result: tasks.ResultBody) -> None:
+    def _on_decoded(self, block: Block, job: Job, result: tasks.ResultBody) -> None:
         self._decoding -= 1
+        account = block.dataset.account
+        account.decoding_s += time.monotonic() - (job.started or time.monotonic())
+        if isinstance(result, tasks.Decoded):
+            account.disk_us += result.disk
         if self._is_forgotten(block):
             return
         assert block.decoded is not None

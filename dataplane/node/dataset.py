@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
+from dataplane.node.account import Account
 from dataplane.node.columns import Ints, Packing
 from dataplane.node.packing import plan_packing
 from dataplane.plan.manifest import Manifest, Shard
@@ -32,10 +34,10 @@ _STREAM_BYTES_A_COLUMN = 512
 class Marks:
     """What the block table keeps of each block, where it is asked of hundreds of them a slab.
 
-    Shapes:  all: int64[blocks].   keys: that of the block while rows can be gathered from it, or 0.
-    pins: how many need it to stay.   touched: when it was needed last.   raw: bytes as fetched, 0
-    of what lies in a local file.   decoded: bytes once decoded, as far as is known, 0 of what needs
-    no decoding.
+    Shapes:  all: int64[blocks], but fetched: float64[blocks].   keys: that of the block while rows
+    can be gathered from it, or 0.   pins: how many need it to stay.   touched: when it was needed
+    last.   raw: bytes as fetched, 0 of what lies in a local file.   decoded: bytes once decoded, as
+    far as is known, 0 of what needs no decoding.   fetched: when it was read from storage last.
     """
 
     keys: Ints
@@ -43,12 +45,13 @@ class Marks:
     touched: Ints
     raw: Ints
     decoded: Ints
+    fetched: npt.NDArray[np.float64]
 
     @classmethod
     def of(cls, raw: Ints, decoded: Ints) -> Self:
         """Of blocks that are not there yet."""
         keys, pins, touched = np.zeros((3, len(raw)), np.int64)
-        return cls(keys, pins, touched, raw, decoded)
+        return cls(keys, pins, touched, raw, decoded, np.zeros(len(raw)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +68,7 @@ class Dataset:
     message: tasks.OpenDataset
     direct: bool
     marks: Marks
+    account: Account = field(default_factory=Account)
 
     def needs_fetch(self, block: int) -> bool:
         """Whether the block's bytes must come through the store into the arena."""

@@ -329,6 +329,8 @@ class Engine:
         assert work.slot is not None
         slab_id = next(self._numbers)
         stream.works.popleft()
+        now = time.monotonic()
+        times = work.dataset.account.told(work.stamps.stages(now), self._pool.worker_count, now)
         work.delivery.lent[slab_id] = Loan(work, stream.holder)
         stream.send(
             stream.requests.popleft()[0],
@@ -339,6 +341,7 @@ class Engine:
                 work.plan.batches,
                 work.assembled.columns,
                 copy_out=work.oversize or work.delivery.is_held_up,
+                times=times,
             ),
         )
 

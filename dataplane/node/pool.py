@@ -18,6 +18,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Job:
     blame: str
     source: Callable[[int], tasks.BlockSource] | None = None
     deaths: int = 0
+    started: float = 0.0
+    """When a worker began with it."""
 
     @property
     def block_keys(self) -> tuple[int, ...]:
@@ -98,6 +101,11 @@ class WorkerPool:
     def pids(self) -> tuple[int, ...]:
         """The workers' process ids."""
         return tuple(worker.process.pid for worker in self._workers)
+
+    @property
+    def worker_count(self) -> int:
+        """How many there are, when none has just died."""
+        return self._worker_count
 
     def submit(self, job: Job, urgency: int) -> None:
         """Queue a job; the smallest urgency goes first, then the oldest."""
@@ -169,7 +177,7 @@ class WorkerPool:
             job = self._pop()
             if job is None:
                 return
-            worker.job = job
+            worker.job, job.started = job, time.monotonic()
             self._prepare(worker, job)
             self._send_next(worker)
 

@@ -13,6 +13,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
+from dataplane.node.account import Stamps
 from dataplane.node.columns import Ints
 from dataplane.node.dataset import Dataset
 from dataplane.node.walk import Plan, Walk
@@ -43,6 +44,7 @@ class Work:
     stream: StreamState
     plan: Plan
     number: int
+    stamps: Stamps
     phase: Phase = Phase.WAITING
     missing: set[int] = field(default_factory=set)
     idle: set[int] = field(default_factory=set)

@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ import numpy as np
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
+from dataplane.node.account import Stamps
 from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
 from dataplane.node.dataset import Dataset
 from dataplane.node.pool import Job, WorkerPool
@@ -55,8 +57,10 @@ class Works:
     def block_ready(self, dataset: Dataset, index: int) -> None:
         """Rows can be gathered from this block now."""
         for work in self._waiting.get(dataset.dataset_id, ()):
-            work.missing.discard(index)
-            work.idle.discard(index)
+            if index in work.missing:
+                work.missing.discard(index)
+                work.idle.discard(index)
+                self._stamp(work)
 
     def block_gone(self, dataset: Dataset, index: int) -> None:
         """It must be loaded again, or go on to be loaded."""
@@ -77,6 +81,13 @@ class Works:
         work.blocks = None
         work.missing = set(blocks[dataset.marks.keys[blocks] == 0].tolist())
         work.idle = set(work.missing)
+        self._stamp(work)
+
+    def _stamp(self, work: Work) -> None:
+        if not work.missing:
+            work.stamps.gathered_from = time.monotonic()
+            fetched = work.dataset.marks.fetched[work.plan.blocks]
+            work.stamps.fetched = float(fetched.max(initial=0.0))
 
     def _unwatch(self, work: Work) -> None:
         waiting = self._waiting.get(work.dataset.dataset_id)
@@ -139,7 +150,7 @@ class Works:
             delivery.arena.close()
 
     def _new(self, stream: StreamState, plan: Plan) -> Work:
-        work = Work(stream, plan, next(self._numbers))
+        work = Work(stream, plan, next(self._numbers), Stamps(time.monotonic()))
         self._watch(work)
         return work
 
@@ -232,6 +243,7 @@ class Works:
             self._fail_for_size(work, index_bytes, slot.length)
             return True
         work.slot, work.phase = slot, Phase.ASSEMBLING
+        work.stamps.slotted = time.monotonic()
         slab = Region(slot.offset, slot.length - index_bytes)
         row_index = Region(slot.offset + slab.length, rows * 8)
         into = np.frombuffer(delivery.arena.view(row_index.offset, row_index.length), np.int32)
@@ -254,7 +266,7 @@ class Works:
             dataset=dataset.message,
             arenas=((BLOCK_ARENA_ID, self._arena.fd), (delivery.arena_id, delivery.arena.fd)),
             source=self._blocks.source,
-            report=lambda result: self._on_assembled(work, result),
+            report=lambda result: self._on_assembled(work, job, result),
             blame=dataset.url(int(blocks[0])) if len(blocks) else "an empty batch",
         )
         self._pool.submit(job, ASSEMBLE_URGENCY)
@@ -304,7 +316,8 @@ class Works:
             work.assembled, work.phase = None, Phase.WAITING
             self._watch(work)
 
-    def _on_assembled(self, work: Work, result: tasks.ResultBody) -> None:
+    def _on_assembled(self, work: Work, job: Job, result: tasks.ResultBody) -> None:
+        work.stamps.started, work.stamps.made = job.started, time.monotonic()
         self.assembling_count -= 1
         work.delivery.assembling_count -= 1
         self.unpin(work)
@@ -315,6 +328,7 @@ class Works:
             self.fail(work, result)
         else:
             assert isinstance(result, tasks.Assembled)
+            work.dataset.account.disk_us += result.disk
             self._keep(work, result)
         self._close_if_idle(work.delivery)
         self._changed()

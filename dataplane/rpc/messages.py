@@ -124,6 +124,25 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Where a slab was while it was made, in microseconds, one stage after the other; and what was
+    done for its dataset since the slab before.
+    """
+
+    fetch: int = 0
+    decode: int = 0
+    room: int = 0
+    queue: int = 0
+    assemble: int = 0
+    ready: int = 0
+    read_bytes: int = 0
+    reading: int = 0
+    decoding: int = 0
+    disk: int = 0
+    workers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Slab:
     """Consecutive batches of one stream, in the delivery arena."""
 
@@ -133,6 +152,7 @@ class Slab:
     batches: tuple[Batch, ...]
     columns: tuple[Column, ...]
     copy_out: bool = False
+    times: StageTimes = StageTimes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Decoded:
 
     bytes: int
     stored: bool
+    disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class Assembled:
     bytes_needed: int = 0
     bytes_used: int = 0
     columns: tuple[Column, ...] = field(default=())
+    disk: int = 0
 
 
 TaskBody = AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Assemble

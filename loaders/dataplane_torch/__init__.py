@@ -1,5 +1,7 @@
 """Dataplane for PyTorch: batches as dicts of tensors, straight from shards in object storage."""
 
+from dataplane.client.bound import bound_of
+from dataplane.client.statistics import Statistics
 from dataplane.transforms.images import (
     CenterCrop,
     Normalize,
@@ -22,6 +24,8 @@ __all__ = [
     "RandomResizedCrop",
     "Resize",
     "ShardedIterableDataset",
+    "Statistics",
     "ToDtype",
     "ToLayout",
+    "bound_of",
 ]

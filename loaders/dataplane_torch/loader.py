@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from dataplane.client.session import Session
 from dataplane.client.state import State, step_count
+from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 from dataplane.transforms.images import Transform
@@ -133,6 +134,12 @@ class DataLoader:
         state, job = State.from_dict(state_dict), self._session.job
         state.check(job.digest, job.sample_count, job.spec)
         self._epoch, self._cursor, self._walk = state.epoch, state.cursor, None
+
+    def statistics(self) -> Statistics:
+        """What this loader did so far, and what the time of its loop went into. The difference of
+        two values (`later.since(earlier)`) leaves the first batches out, and whatever came before.
+        """
+        return self._session.statistics()
 
     def close(self) -> None:
         """Leave the job; tensors that are held stay good. May be called twice."""

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset
+from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset, bound_of
 
 from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound
 
@@ -271,3 +271,20 @@ def test_a_shuffled_table_is_the_same_whatever_room_its_blocks_have(
     assert torch.cat([batch["c0"] for batch in found[0]]).sort().values.tolist() == rows.tolist()
     for one, other in zip(*found, strict=True):
         assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_statistics_split_the_time_of_the_loop(shards) -> None:
+    with DataLoader(shards, batch_size=16, shuffle=True) as loader:
+        assert loader.statistics().samples == 0
+        batches = sum(1 for _ in loader)
+        first = loader.statistics()
+        assert (first.batches, first.samples) == (batches, COUNT)
+        assert first.worker_count == 1
+        assert first.assembling_s > 0
+        assert first.decoding_s > 0  # Parquet
+        assert first.read_bytes == 0  # local files are mapped
+        assert sum(1 for _ in loader) == batches
+        assert loader.statistics().since(first).samples == COUNT
+    bound = bound_of(loader.statistics())
+    assert bound is not None
+    assert bound.samples_per_s > 0

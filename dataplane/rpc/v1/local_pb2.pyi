@@ -160,20 +160,48 @@ class NextSlab(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
 
 class Slab(_message.Message):
-    __slots__ = ("stream_id", "slab_id", "region", "batches", "columns", "copy_out")
+    __slots__ = ("stream_id", "slab_id", "region", "batches", "columns", "copy_out", "times")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     COPY_OUT_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     slab_id: int
     region: _types_pb2.Region
     batches: Steps
     columns: _containers.RepeatedCompositeFieldContainer[Column]
     copy_out: bool
-    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[Steps, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., copy_out: _Optional[bool] = ...) -> None: ...
+    times: StageTimes
+    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[Steps, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., copy_out: _Optional[bool] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ...) -> None: ...
+
+class StageTimes(_message.Message):
+    __slots__ = ("fetch", "decode", "room", "queue", "assemble", "ready", "read_bytes", "reading", "decoding", "disk", "workers")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    ASSEMBLE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    fetch: int
+    decode: int
+    room: int
+    queue: int
+    assemble: int
+    ready: int
+    read_bytes: int
+    reading: int
+    decoding: int
+    disk: int
+    workers: int
+    def __init__(self, fetch: _Optional[int] = ..., decode: _Optional[int] = ..., room: _Optional[int] = ..., queue: _Optional[int] = ..., assemble: _Optional[int] = ..., ready: _Optional[int] = ..., read_bytes: _Optional[int] = ..., reading: _Optional[int] = ..., decoding: _Optional[int] = ..., disk: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class Steps(_message.Message):
     __slots__ = ("first", "stride", "rows", "valid")

@@ -105,12 +105,14 @@ class Decode(_message.Message):
     def __init__(self, dataset_id: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class Decoded(_message.Message):
-    __slots__ = ("bytes", "stored")
+    __slots__ = ("bytes", "stored", "disk")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     stored: bool
-    def __init__(self, bytes: _Optional[int] = ..., stored: _Optional[bool] = ...) -> None: ...
+    disk: int
+    def __init__(self, bytes: _Optional[int] = ..., stored: _Optional[bool] = ..., disk: _Optional[int] = ...) -> None: ...
 
 class Origin(_message.Message):
     __slots__ = ("url", "shard", "first_row")
@@ -173,13 +175,15 @@ class Assemble(_message.Message):
     def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ...) -> None: ...
 
 class Assembled(_message.Message):
-    __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns")
+    __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns", "disk")
     BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTES_NEEDED_FIELD_NUMBER: _ClassVar[int]
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     batch_count: int
     bytes_needed: int
     bytes_used: int
     columns: _containers.RepeatedCompositeFieldContainer[_local_pb2.Column]
-    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_local_pb2.Column, _Mapping]]] = ...) -> None: ...
+    disk: int
+    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_local_pb2.Column, _Mapping]]] = ..., disk: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,161 @@
+"""What a trainer waited for, added up slab by slab from the stage times that each of them carries.
+
+The stages of a slab follow one another up to its hand-over. So whoever waited for the slab waited
+through its last stages: the wait is laid to these, from the last one back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dataplane.rpc.messages import Slab, StageTimes
+
+_US_A_S = 1e6
+_Waits = tuple[int, int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a loader did so far, of slabs that its trainer is done with. Times are in seconds.
+
+    The time of the trainer's loop is `waited_s`, in the loader, and `consumed_s`, between two slabs
+    and so with what the trainer itself does. `waited_s` is the sum of its parts: for blocks that
+    were read from storage (`fetch_wait_s`), for blocks that were decoded, for a free slot in the
+    delivery memory (`room_wait_s`), for a free worker (`queue_wait_s`), for the assembly of batches
+    with their images, and for all else: planning, messages, opening (`other_wait_s`).
+
+    `reading_s` is the time with a read from storage under way. Of the time of `worker_count`
+    workers, `decoding_s` and `assembling_s` went into blocks and batches of this job, `disk_wait_s`
+    of these into waiting for local files. `copied_slabs` had to be copied out of the delivery
+    memory, since the trainer held too much of it.
+    """
+
+    slabs: int = 0
+    batches: int = 0
+    samples: int = 0
+    read_bytes: int = 0
+    copied_slabs: int = 0
+    worker_count: int = 0
+    consumed_s: float = 0.0
+    waited_s: float = 0.0
+    fetch_wait_s: float = 0.0
+    decode_wait_s: float = 0.0
+    room_wait_s: float = 0.0
+    queue_wait_s: float = 0.0
+    assemble_wait_s: float = 0.0
+    other_wait_s: float = 0.0
+    reading_s: float = 0.0
+    decoding_s: float = 0.0
+    assembling_s: float = 0.0
+    disk_wait_s: float = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time of the trainer's loop; of several loops at once, their sum."""
+        return self.consumed_s + self.waited_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """0.0 before the first slab was consumed."""
+        return self.samples / self.elapsed_s if self.elapsed_s else 0.0
+
+    def since(self, before: Statistics) -> Statistics:
+        """What came after an earlier value of the same loader."""
+        return self._with(before, -1)
+
+    def plus(self, other: Statistics) -> Statistics:
+        """Both together."""
+        return self._with(other, 1)
+
+    def _with(self, other: Statistics, sign: int) -> Statistics:
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in _SUMMED}
+        count = self.worker_count if sign < 0 else max(self.worker_count, other.worker_count)
+        return Statistics(worker_count=count, **sums)
+
+
+_SUMMED = tuple(
+    field.name for field in dataclasses.fields(Statistics) if field.name != "worker_count"
+)
+
+
+def sum_of(parts: Iterable[Statistics]) -> Statistics:
+    """All of them together."""
+    total = Statistics()
+    for part in parts:
+        total = total.plus(part)
+    return total
+
+
+def stages_waited_for(waited: int, times: StageTimes) -> _Waits:
+    """(fetch, decode, room, queue, assemble, other): what a wait for this slab was for. A slab that
+    was ready before it was asked for was waited for because of the asking, which is no stage.
+    """
+    stages = (times.assemble, times.queue, times.room, times.decode, times.fetch)
+    ready = min(waited, times.ready)
+    left, parts = waited - ready, []
+    for stage in stages:
+        parts.append(min(left, stage))
+        left -= parts[-1]
+    assemble, queue, room, decode, fetch = parts
+    return fetch, decode, room, queue, assemble, ready + left
+
+
+class Tally:
+    """One stream's statistics in the making; used by one thread at a time."""
+
+    __slots__ = ("_consumed_s", "_counts", "_in_hand", "_times", "_waits", "_workers")
+
+    def __init__(self) -> None:
+        self._consumed_s = 0.0
+        self._counts = (0, 0, 0, 0, 0)
+        self._waits: _Waits = (0, 0, 0, 0, 0, 0)
+        self._times = (0, 0, 0, 0)
+        self._workers = 0
+        self._in_hand: tuple[Slab, float, bool] | None = None
+
+    def handed_over(self, slab: Slab, waited_s: float, *, was_copied: bool) -> None:
+        """A slab came after that wait."""
+        self._in_hand = (slab, waited_s, was_copied)
+
+    def consumed(self, seconds: float) -> None:
+        """The trainer came back so long after it had the last slab, which counts from now on: what
+        it waited, and what it did with it.
+        """
+        if self._in_hand is None:
+            return
+        (slab, waited_s, was_copied), self._in_hand = self._in_hand, None
+        self._consumed_s += seconds
+        times = slab.times
+        slabs, batches, samples, read, copied = self._counts
+        self._counts = (
+            slabs + 1,
+            batches + len(slab.batches),
+            samples + sum([batch.valid for batch in slab.batches]),
+            read + times.read_bytes,
+            copied + was_copied,
+        )
+        waits = stages_waited_for(round(waited_s * _US_A_S), times)
+        a, b, c, d, e, f = self._waits
+        u, v, w, x, y, z = waits
+        self._waits = (a + u, b + v, c + w, d + x, e + y, f + z)
+        a, b, c, d = self._times
+        self._times = (
+            a + times.reading,
+            b + times.decoding,
+            c + times.assemble,
+            d + times.disk,
+        )
+        self._workers = times.workers
+
+    def statistics(self) -> Statistics:
+        """As of now."""
+        slabs, batches, samples, read, copied = self._counts
+        fetch, decode, room, queue, assemble, other = (us / _US_A_S for us in self._waits)
+        reading, decoding, assembling, disk = (us / _US_A_S for us in self._times)
+        return Statistics(
+            slabs, batches, samples, read, copied, self._workers, self._consumed_s,
+            sum(self._waits) / _US_A_S, fetch, decode, room, queue, assemble, other,
+            reading, decoding, assembling, disk,
+        )  # fmt: skip

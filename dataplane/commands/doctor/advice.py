@@ -1,0 +1,162 @@
+"""A bound in plain words, and which settings would help. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataplane.client.bound import Bound, Stage
+from dataplane.client.statistics import Statistics
+from dataplane.commands import output
+from dataplane.commands.doctor.checks import MORE, Probe
+from dataplane.config import NodeConfig
+
+_NEAR = 0.7
+_MORE_MIN = 1.3
+_LATENCY_MIN_S = 0.005
+_SLOW_BYTES_PER_S = 1e8
+_MEANINGS = {
+    Stage.STORAGE: "reading from storage",
+    Stage.DECODE: "decoding blocks",
+    Stage.ASSEMBLE: "assembling batches",
+    Stage.WORKERS: "workers that other jobs keep busy",
+    Stage.ROOM: "delivery memory: no slot was free for the next batches",
+    Stage.NODE: "the node itself: planning and messages",
+    Stage.CONSUMER: "the trainer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run was made with, as far as advice depends on it."""
+
+    config: NodeConfig
+    cpu_count: int
+    probe: Probe
+    open_window_bytes: int
+    has_images: bool
+    has_all_columns: bool
+    is_shuffled: bool
+    is_compressed: bool
+
+
+def verdict(bound: Bound) -> str:
+    """One or two sentences."""
+    what = f"This run is bound by {_MEANINGS[bound.stage]}."
+    if bound.stage is Stage.CONSUMER:
+        what += f" It waits for {bound.waited_share:.0%} of its time."
+    else:
+        what += f" The trainer waits for {bound.waited_share:.0%} of its time."
+    without = bound.samples_per_s_without
+    if without is None:
+        return what
+    times = without / bound.samples_per_s
+    if bound.stage is Stage.CONSUMER:
+        gain = "so a faster trainer would find batches at" if times > 1 else "and could not do more"
+        return f"{what} The loader alone could give {_rate(without)}, {gain} {_times(times)}."
+    return f"{what} Without that it would make about {_rate(without)}: {_times(times)}."
+
+
+def _rate(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.0f} samples/s"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.1f} times the speed"
+
+
+def advice(bound: Bound, found: Statistics, at: Setting) -> list[str]:
+    """What to turn, the most promising first."""
+    told = {
+        Stage.STORAGE: _storage,
+        Stage.DECODE: _decode,
+        Stage.ASSEMBLE: _assemble,
+        Stage.WORKERS: _workers,
+        Stage.ROOM: _room,
+        Stage.NODE: _node,
+        Stage.CONSUMER: _consumer,
+    }[bound.stage](found, at)
+    if found.copied_slabs > found.slabs / 10:
+        told.append(
+            f"{found.copied_slabs} of {found.slabs} slabs were copied, since the trainer held too "
+            "many batches: let go of them, or raise delivery_bytes_per_rank"
+        )
+    return told
+
+
+def _more_workers(at: Setting) -> list[str]:
+    count = at.config.worker_count
+    if count < at.cpu_count:
+        return [f"worker_count {at.cpu_count}: there are as many processors, and {count} workers"]
+    return [f"more processors: all {at.cpu_count} have a worker already"]
+
+
+def _windows(at: Setting) -> list[str]:
+    if not at.is_shuffled or at.open_window_bytes <= at.config.block_arena_bytes:
+        return []
+    need = output.approximate_bytes(at.open_window_bytes)
+    has = output.approximate_bytes(at.config.block_arena_bytes)
+    more = f"block_arena_bytes {need}: the open windows of an epoch take that, and with {has} "
+    return [more + "blocks are loaded more than once; or fewer lanes, or a smaller window"]
+
+
+def _storage(found: Statistics, at: Setting) -> list[str]:
+    told = _windows(at)
+    if found.disk_wait_s > found.reading_s:
+        slow = "local files come from the disk, not from memory: a faster disk, more memory, or "
+        return [*told, slow + "smaller shards (compressed ones)"]
+    reached, probe = found.read_bytes / found.elapsed_s, at.probe
+    some, more = f"{probe.bytes_per_s / 1e6:,.1f}", f"{probe.bytes_per_s_of_more / 1e6:,.1f}"
+    if probe.bytes_per_s_of_more > _MORE_MIN * probe.bytes_per_s:
+        reads = MORE * at.config.fetch_count
+        told.append(f"fetch_count {reads}: so many reads at once got {more} MB/s, and not {some}")
+    elif reached < _NEAR * probe.bytes_per_s:
+        got = f"{reached / 1e6:,.1f} MB/s are read, and the probe got {some}"
+        told.append(f"more block_arena_bytes, to read further ahead: {got}")
+    else:
+        used = f"the store and the network give {some} MB/s, and all of it is used"
+        told.append(f"{used}: smaller shards (compressed ones), or a store that is nearer")
+    if probe.latency_s > _LATENCY_MIN_S and probe.bytes_per_s < _SLOW_BYTES_PER_S:
+        latency = f"a read waits {probe.latency_s * 1e3:,.0f} ms for its first byte"
+        told.append(f"larger blocks (row groups of 1 to 16 MiB): {latency}")
+    if not at.has_all_columns:
+        told.append("shards that have only the columns that are used: others are read too")
+    return told
+
+
+def _decode(_: Statistics, at: Setting) -> list[str]:
+    told = [*_windows(at), *_more_workers(at)]
+    if at.has_all_columns:
+        told.append("columns=[…]: columns that nobody uses are not decoded")
+    if at.is_compressed:
+        told.append(
+            "uncompressed Arrow files (`pyarrow.ipc.new_file`), of which nothing is decoded; or a "
+            "lighter compression (lz4)"
+        )
+    return told
+
+
+def _assemble(_: Statistics, at: Setting) -> list[str]:
+    told = _more_workers(at)
+    if at.has_images:
+        return [*told, "smaller stored images: decoding them is nearly all of this"]
+    if at.has_all_columns:
+        told.append("columns=[…]: columns that nobody uses are not copied")
+    return told
+
+
+def _workers(_: Statistics, at: Setting) -> list[str]:
+    return _more_workers(at)
+
+
+def _room(_: Statistics, at: Setting) -> list[str]:
+    size = output.approximate_bytes(2 * at.config.delivery_bytes_per_rank)
+    return [f"delivery_bytes_per_rank {size}", "let go of batches as soon as they were used"]
+
+
+def _node(_: Statistics, at: Setting) -> list[str]:
+    size = output.approximate_bytes(2 * at.config.slab_bytes)
+    return [f"slab_bytes {size}: fewer messages a sample", "larger batches"]
+
+
+def _consumer(_: Statistics, __: Setting) -> list[str]:
+    return ["nothing here: the loader keeps up, and the time goes into the trainer's own steps"]

@@ -1,0 +1,175 @@
+"""What a machine must have for a job to run well: checks that need no run."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+import psutil  # type: ignore[import-untyped]
+
+from dataplane.commands import output
+from dataplane.config import NodeConfig
+from dataplane.machine import this_machine
+from dataplane.node.kernel import kernel
+from dataplane.plan.loops import loops
+from dataplane.plan.manifest import Manifest, Shard
+from dataplane.store.connect import connect
+from dataplane.store.urls import local_path
+from dataplane.transforms.pixels_library import maker
+
+MORE = 4
+_PROBE_BYTES_MAX = 32 << 20
+_PROBE_READS = 5
+_WORKER_BYTES = 150 << 20
+"""What the code of a worker process takes, before its first block."""
+_DESCRIPTORS_SPARE = 256
+
+_Place = tuple[Shard, int, int]
+"""A shard, where a block of it starts, and its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. `advice` is empty where all is well."""
+
+    name: str
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the storage of a dataset gives to this machine, by itself."""
+
+    is_local: bool
+    latency_s: float
+    bytes_per_s: float
+    bytes_per_s_of_more: float
+    """With `MORE` times as many reads at a time as a node makes."""
+
+
+def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
+    """All that can be told without a read."""
+    return [_processors(config), _memory(config), *_compiled(), _descriptors(manifest)]
+
+
+def _processors(config: NodeConfig) -> Check:
+    count, installed = this_machine().cpu_count, os.cpu_count() or 1
+    found = f"{count} of {installed}" if count < installed else f"{count}"
+    found += f", {output.counted(config.worker_count, 'worker')}"
+    if config.worker_count > count:
+        return Check("processors", found, f"worker_count {count}: more only take turns")
+    return Check("processors", found)
+
+
+def _memory(config: NodeConfig) -> Check:
+    memory, free = this_machine().memory_bytes, psutil.virtual_memory().available
+    needed = (
+        config.block_arena_bytes
+        + config.delivery_bytes_per_rank
+        + config.worker_count * _WORKER_BYTES
+    )
+    found = (
+        f"{output.approximate_bytes(memory)} for this process, "
+        f"{output.approximate_bytes(min(free, memory))} free; a node with one rank takes up to "
+        f"{output.approximate_bytes(needed)}"
+    )
+    if needed > min(free, memory):
+        return Check("memory", found, "lower block_arena_bytes, or delivery_bytes_per_rank")
+    return Check("memory", found)
+
+
+def _compiled() -> list[Check]:
+    again = "install a C compiler, then Dataplane once more"
+    found = []
+    for name, missing, instead in (
+        ("rows in C", kernel().missing, "numpy, several times slower"),
+        ("order in C", loops().missing, "numpy, several times slower"),
+    ):
+        found.append(Check(name, missing or "yes", f"{instead}: {again}" if missing else ""))
+    missing = maker().missing
+    advice = f"Pillow, several times slower: {again}" if missing else ""
+    return [*found, Check("images in C, with libjpeg", missing or "yes", advice)]
+
+
+def _descriptors(manifest: Manifest) -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A worker keeps two of each local shard that it has mapped, and raises its own soft limit.
+    mapped = sum(local_path(shard.url) is not None for shard in manifest.shards)
+    needed = 2 * mapped + _DESCRIPTORS_SPARE
+    found = f"{soft:,} at once, {hard:,} at most"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return Check("open files", found, f"ulimit -Hn {needed}, or fewer and larger shards")
+    return Check("open files", found)
+
+
+def probe(manifest: Manifest, fetch_count: int) -> Probe:
+    """A few reads as a node makes them: alone and small, then blocks, many at a time.
+
+    Raises:  The StoreError family.  DatasetChangedError.
+    """
+    places = [
+        (manifest.shards[int(shard)], int(offset), int(length))
+        for shard, offset, length in zip(
+            manifest.block_shard, manifest.block_offset, manifest.block_length, strict=True
+        )
+        if length
+    ]
+    if not places:
+        return Probe(is_local=True, latency_s=0.0, bytes_per_s=0.0, bytes_per_s_of_more=0.0)
+    first = places[0][0]
+    latency_s = statistics.median([_read((first, 0, 1)) for _ in range(_PROBE_READS)][1:])
+    is_local = local_path(first.url) is not None
+    # From all over the dataset, and others each time: what was read before may be kept somewhere.
+    some = _rate(_some(places, 4 * fetch_count, 0), fetch_count)
+    reads = MORE * fetch_count
+    more = some if is_local else _rate(_some(places, 2 * reads, 1), reads)
+    return Probe(is_local, latency_s, some, more)
+
+
+def _some(places: list[_Place], count: int, start: int) -> list[_Place]:
+    step = max(len(places) // count, 1)
+    found: list[_Place] = []
+    size = 0
+    for place in islice(places, min(start, len(places) - 1), None, step):
+        if found and size + place[2] > _PROBE_BYTES_MAX:
+            break
+        found.append(place)
+        size += place[2]
+    return found[:count]
+
+
+def _rate(places: list[_Place], reads: int) -> float:
+    """Bytes a second, with so many reads at a time."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(reads) as threads:
+        list(threads.map(_read, places))
+    return sum(place[2] for place in places) / max(time.monotonic() - began, 1e-9)
+
+
+def _read(place: _Place) -> float:
+    """How long it took."""
+    shard, offset, length = place
+    began = time.monotonic()
+    connect(shard.url).read(shard.url, offset, length, shard.etag)
+    return time.monotonic() - began
+
+
+def storage(found: Probe) -> Check:
+    """The probe, as a check."""
+    if not found.bytes_per_s:
+        return Check("storage", "nothing to read")
+    where = "local files" if found.is_local else "remote"
+    latency = f"{found.latency_s * 1e3:,.1f} ms to the first byte"
+    return Check("storage", f"{where}, {latency}, {found.bytes_per_s / 1e6:,.0f} MB/s")
+
+
+def lines(checks: Sequence[Check]) -> list[tuple[str, str, str]]:
+    """Rows of a table."""
+    return [(one.name, one.found, one.advice or "well") for one in checks]

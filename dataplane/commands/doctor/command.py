@@ -1,0 +1,290 @@
+"""`dataplane doctor`: the machine, a short run, and what bounds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dataplane.commands import output
+from dataplane.commands.interrupt import interruptible
+from dataplane.commands.options import (
+    Settings,
+    format_option,
+    json_option,
+    setting_options,
+    urls_argument,
+    workers_option,
+)
+from dataplane.model import ListPolicy
+
+if TYPE_CHECKING:
+    from dataplane.client.bound import Bound
+    from dataplane.commands.doctor.trial import Trial
+    from dataplane.rpc.messages import OpenJob
+
+_POSITIVE = click.IntRange(min=1)
+_NODE_SETTINGS = (
+    "cache_dir",
+    "block_arena_bytes",
+    "delivery_bytes_per_rank",
+    "slab_bytes",
+    "worker_count",
+    "fetch_count",
+    "fetch_timeout_s",
+    "stall_timeout_s",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """The job that is tried, as a DataLoader would be given it."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    lanes: int | None
+    window: int | None
+    columns: str | None
+    lists: str
+    transform: tuple[str, ...]
+
+
+@click.command("doctor")
+@urls_argument
+@click.option("--batch-size", type=_POSITIVE, default=32, show_default=True, help="Of one rank.")
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--lanes", type=_POSITIVE, help="Default: from the dataset's blocks.")
+@click.option("--window", type=_POSITIVE, help="Samples; default: from the dataset's blocks.")
+@click.option("--columns", metavar="A,B,…", help="Only these.  [default: all]")
+@click.option(
+    "--lists",
+    type=click.Choice([one.value for one in ListPolicy]),
+    default=ListPolicy.PADDED.value,
+    show_default=True,
+)
+@click.option(
+    "--transform",
+    multiple=True,
+    metavar="COLUMN=STEPS",
+    help="Of images: \"jpg=RandomResizedCrop(224), ToLayout('CHW')\". May be given again.",
+)
+@click.option(
+    "--step-ms",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="How long a training step takes; 0: as fast as batches come.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=8.0,
+    show_default=True,
+    help="How long to run.",
+)
+@click.option("--steps", type=_POSITIVE, help="Or until so many batches were taken.")
+@format_option
+@workers_option
+@setting_options(*_NODE_SETTINGS)
+@json_option
+@interruptible
+def doctor(
+    urls: tuple[str, ...],
+    *,
+    settings: Settings,
+    format_name: str,
+    workers: int,
+    as_json: bool,
+    step_ms: float,
+    seconds: float,
+    steps: int | None,
+    **asked: Any,
+) -> None:
+    """Say what bounds a run of this dataset on this machine, and which setting would help.
+
+    Looks at the machine, reads a little from the storage, then runs one rank of the job with a node
+    of its own for some seconds: a loop that takes batches and does nothing with them, or waits
+    --step-ms for each as a training step would. The time of that loop is split among storage,
+    decoding, assembly and the trainer, by the times that every slab carries.
+
+    In JSON, the keys are checks, bound (null of a run that was too short), advice, and statistics:
+    what `DataLoader.statistics()` returns in a training run.
+
+    \b
+    Examples:
+      dataplane doctor s3://bucket/train/ --batch-size 256 --step-ms 180
+      dataplane doctor /data/photos/ --batch-size 64 --transform "jpg=RandomResizedCrop(224)"
+      dataplane doctor /data/train/ --worker-count 4 --json
+    """
+    from dataplane.commands.doctor import advice, checks, trial
+    from dataplane.settings import node_config
+
+    job = Asked(**asked)
+    request = _request(urls, format_name, job)  # before anything is read
+    config = node_config(settings)
+    at, found = _looked_at(urls, format_name, workers, config, job)
+    if not as_json:
+        output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
+        output.stdout().print()
+    with _flags_for_the_node(settings):
+        done = _tried(request, step_ms / 1e3, trial.Length(seconds, steps))
+    from dataplane.client.bound import bound_of
+
+    bound = bound_of(done.found)
+    told = advice.advice(bound, done.found, at) if bound else []
+    if as_json:
+        output.write_json(_as_json(found, done, bound, told))
+        return
+    _show(done, bound)
+    if bound is None:
+        output.warn("the run was too short to say what bounds it: give it more --seconds")
+        return
+    output.stdout().print(advice.verdict(bound), soft_wrap=True)
+    output.stdout().print("What would help:", style="bold")
+    for one in told:
+        output.stdout().print(f"  - {one}", soft_wrap=True, markup=False)
+    if done.is_short:
+        output.warn("only the first batches were seen: give it more --seconds")
+
+
+def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
+    """Raises:  ConfigError: transforms that mean nothing."""
+    from dataplane.client import identity
+    from dataplane.commands.doctor.given import transforms_of
+    from dataplane.model import Topology
+    from dataplane.rpc.messages import DatasetSource, OpenJob
+    from dataplane.transforms.images import image_specs
+
+    launch = identity.launch_identity({})
+    return OpenJob(
+        identity.job_id(launch, urls, None),
+        launch.incarnation,
+        "",
+        DatasetSource(urls, format_name),
+        Topology(),
+        seed=job.seed,
+        shuffle=job.shuffle,
+        lanes=job.lanes,
+        window=job.window,
+        global_batch=job.batch_size,
+        columns=tuple(job.columns.split(",")) if job.columns else (),
+        lists=ListPolicy(job.lists),
+        transforms=image_specs(transforms_of(job.transform)),
+    )
+
+
+def _looked_at(
+    urls: tuple[str, ...], format_name: str, workers: int, config: Any, job: Asked
+) -> tuple[Any, list[Any]]:
+    """What advice depends on, and the checks."""
+    from dataplane.commands.datasets import opened
+    from dataplane.commands.doctor import advice, checks
+    from dataplane.machine import this_machine
+    from dataplane.plan.order import BlockSizes, default_lanes_window
+
+    manifest = opened(urls, format_name, workers, config.cache_dir)
+    probe = checks.probe(manifest, config.fetch_count)
+    found = [*checks.environment(config, manifest), checks.storage(probe)]
+    lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
+    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    at = advice.Setting(
+        config,
+        this_machine().cpu_count,
+        probe,
+        (job.lanes or lanes) * sizes.open_window_bytes(job.window or window),
+        has_images=bool(job.transform),
+        has_all_columns=job.columns is None,
+        is_shuffled=job.shuffle,
+        is_compressed=not all(shard.zero_copy for shard in manifest.shards),
+    )
+    return at, found
+
+
+def _tried(request: OpenJob, step_s: float, length: Any) -> Trial:
+    """The run, with a progress bar."""
+    from dataplane.client import identity
+    from dataplane.client.endpoint import find_endpoint
+    from dataplane.client.session import Session
+    from dataplane.client.statistics import Statistics
+    from dataplane.commands.doctor import trial
+
+    endpoint = find_endpoint(None, identity.node_name(identity.launch_identity({})))
+    session = Session(endpoint, request)
+    try:
+        with output.progress() as bar:
+            task = bar.add_task("running", total=1.0, note="")
+
+            def show(done: float, so_far: Statistics) -> None:
+                bar.update(task, completed=done, note=f"{so_far.samples_per_s:,.0f} samples/s")
+
+            return trial.run(session, step_s, length, show)
+    finally:
+        session.close()
+
+
+@contextmanager
+def _flags_for_the_node(settings: Settings) -> Iterator[None]:
+    """A node of our own reads the environment, as the node of a trainer does."""
+    before = dict(os.environ)
+    for one in settings.values():
+        if one.source != "default":  # which the node computes by itself
+            os.environ[one.setting.variable] = str(one.value)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _show(done: Trial, bound: Bound | None) -> None:
+    found = done.found
+    rows: list[tuple[str, str, str]] = [
+        ("samples/s", f"{found.samples_per_s:,.0f}", f"{done.steps:,} steps in all"),
+        ("first batch", f"{done.first_batch_s * 1e3:,.0f} ms", "once the job was open"),
+    ]
+    if bound is not None:
+        elapsed_s = found.elapsed_s
+        rows += [
+            ("trainer waited", f"{bound.waited_share:.0%}", "of its time, of which"),
+            *(
+                (f"  {name}", f"{seconds / elapsed_s:.0%}", meaning)
+                for name, seconds, meaning in (
+                    ("fetch", found.fetch_wait_s, "for blocks from storage"),
+                    ("decode", found.decode_wait_s, "for blocks to be decoded"),
+                    ("room", found.room_wait_s, "for a free slot"),
+                    ("queue", found.queue_wait_s, "for a free worker"),
+                    ("assemble", found.assemble_wait_s, "for batches to be made"),
+                    ("other", found.other_wait_s, "planning and messages"),
+                )
+            ),
+            *((f"{stage.value} busy", f"{share:.0%}", "") for stage, share in bound.busy),
+        ]
+    output.write_table(("run", "", ""), rows)
+    output.stdout().print()
+
+
+def _as_json(
+    found: list[Any], done: Trial, bound: Bound | None, told: list[str]
+) -> dict[str, object]:
+    return {
+        "checks": [dataclasses.asdict(one) for one in found],
+        "bound": None
+        if bound is None
+        else {
+            "stage": bound.stage.value,
+            "samples_per_s": bound.samples_per_s,
+            "samples_per_s_without": bound.samples_per_s_without,
+            "waited_share": bound.waited_share,
+            "busy": {stage.value: share for stage, share in bound.busy},
+        },
+        "advice": told,
+        "first_batch_s": done.first_batch_s,
+        "steps": done.steps,
+        "statistics": dataclasses.asdict(done.found),
+    }

@@ -1,0 +1,59 @@
+"""A job as the command line describes it: what a DataLoader would be given."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataplane.errors import ConfigError
+from dataplane.transforms import images
+from dataplane.transforms.images import Transform
+
+_STEPS = ", ".join(sorted(one.__name__ for one in images.Transform.__args__))
+_EXAMPLE = '--transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"'
+
+
+def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
+    """COLUMN=STEP(…), STEP(…) of each: as `DataLoader(transforms=…)` takes it.
+
+    Raises:  ConfigError: it cannot be read; says what is allowed.
+    """
+    found: dict[str, Sequence[Transform]] = {}
+    for one in told:
+        column, equals, steps = one.partition("=")
+        if not equals or not column.strip():
+            raise ConfigError(f"--transform {one!r} names no column: {_EXAMPLE}")
+        found[column.strip()] = [_step(call, one) for call in _calls(steps, one)]
+    return found
+
+
+def _calls(steps: str, told: str) -> Sequence[ast.expr]:
+    try:
+        return ast.parse(f"[{steps}]", mode="eval").body.elts  # type: ignore[attr-defined, no-any-return]
+    except SyntaxError as error:
+        raise _unreadable(told) from error
+
+
+def _step(call: ast.expr, told: str) -> Transform:
+    known: Mapping[str, Any] = {one.__name__: one for one in images.Transform.__args__}
+    name = call.func if isinstance(call, ast.Call) else call
+    if not isinstance(name, ast.Name) or name.id not in known:
+        raise _unreadable(told)
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    try:
+        if isinstance(call, ast.Call):
+            positional = [ast.literal_eval(value) for value in call.args]
+            named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        made: Transform = known[name.id](*positional, **named)
+    except (TypeError, ValueError) as error:
+        raise _unreadable(told) from error
+    return made
+
+
+def _unreadable(told: str) -> ConfigError:
+    return ConfigError(
+        f"--transform {told!r} is not COLUMN=STEP(…), STEP(…): {_EXAMPLE}; steps are {_STEPS}",
+        allowed=_STEPS,
+    )

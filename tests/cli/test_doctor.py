@@ -1,0 +1,123 @@
+"""`dataplane doctor` over runs that are bound by one thing each, with real nodes."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_bench.processes import running, wait_until
+from PIL import Image
+
+from dataplane.cli import run
+
+LATENCY_MS = 60
+SMALL = (
+    "--block-arena-bytes",
+    "64MiB",
+    "--delivery-bytes-per-rank",
+    "8MiB",
+    "--slab-bytes",
+    "512KiB",
+)
+
+
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+
+
+def examined(capsys, *arguments: str) -> dict:
+    assert run(["doctor", *SMALL, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def table(rows: int, width: int) -> pa.Table:
+    values = np.random.default_rng(0).integers(0, 9, rows * width, dtype=np.int32)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values), width)
+    return pa.table({"i": pa.array(range(rows)), "x": column})
+
+
+def test_a_loop_with_long_steps_is_bound_by_itself(capsys, tmp_path):
+    pq.write_table(table(2_000, 64), tmp_path / "a.parquet")
+    asked = ("--batch-size", "100", "--step-ms", "20", "--seconds", "1")
+    found = examined(capsys, str(tmp_path), *asked)
+    assert found["bound"]["stage"] == "consumer"
+    assert found["bound"]["samples_per_s_without"] > found["bound"]["samples_per_s"]
+    assert found["statistics"]["consumed_s"] > 0.9 * found["statistics"]["waited_s"]
+    assert [one["name"] for one in found["checks"]][:2] == ["processors", "memory"]
+
+
+def test_storage_that_answers_late_bounds_a_run_with_few_reads_at_a_time(
+    s3_server, monkeypatch, capsys, tmp_path
+):
+    sink = io.BytesIO()
+    pq.write_table(table(2_000, 64), sink, row_group_size=20)
+    bucket = s3_server.bucket()
+    s3_server.put(bucket, {"a.parquet": sink.getvalue()})
+    log = tmp_path / "latency.log"
+    far = ["-m", "dataplane_bench.workloads.latency", str(s3_server.server.port), str(LATENCY_MS)]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    with running([sys.executable, *far], environment, log) as process:
+        wait_until(lambda: log.read_text().endswith("\n"), process, log, 20.0)
+        for name, value in s3_server.environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(log.read_text())}")
+        asked = ("--batch-size", "20", "--seconds", "1.5", "--fetch-count", "2", "--lanes", "1")
+        found = examined(capsys, f"s3://{bucket}/a.parquet", *asked)
+    assert found["bound"]["stage"] == "storage"
+    assert found["statistics"]["read_bytes"] > 0
+    assert any(line.startswith("fetch_count 8") for line in found["advice"])
+    storage = next(one for one in found["checks"] if one["name"] == "storage")
+    assert storage["found"].startswith("remote")
+
+
+def test_images_are_bound_by_their_assembly(capsys, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (400, 400, 3), dtype=np.uint8)
+    sink = io.BytesIO()
+    Image.fromarray(pixels).save(sink, "JPEG", quality=95)
+    pq.write_table(pa.table({"jpg": [sink.getvalue()] * 64}), tmp_path / "a.parquet")
+    transform = "jpg=RandomResizedCrop(64), RandomHorizontalFlip(), ToLayout('CHW')"
+    asked = ("--batch-size", "8", "--seconds", "1", "--transform", transform)
+    found = examined(capsys, str(tmp_path), *asked)
+    assert found["bound"]["stage"] == "assemble"
+    assert found["statistics"]["assembling_s"] > found["statistics"]["decoding_s"]
+
+
+def test_blocks_that_do_not_stay_are_bound_by_their_decoding(capsys, tmp_path):
+    for shard in range(4):
+        path = tmp_path / f"{shard}.parquet"
+        pq.write_table(table(2_000, 512), path, row_group_size=250, compression="gzip")
+    asked = (
+        "--batch-size",
+        "50",
+        "--seconds",
+        "1.5",
+        "--no-shuffle",
+        "--block-arena-bytes",
+        "4MiB",
+    )
+    found = examined(capsys, str(tmp_path), *asked)
+    assert found["bound"]["stage"] == "decode"
+    assert any("Arrow" in line for line in found["advice"])
+
+
+def test_people_are_told_in_words_and_wrong_use_says_what_is_allowed(capsys, tmp_path):
+    pq.write_table(table(500, 8), tmp_path / "a.parquet")
+    assert run(["doctor", str(tmp_path), "--steps", "20", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "This run is bound by" in shown
+    assert "What would help:" in shown
+    for wrong in ("jpg", "jpg=Spin(3)", "jpg=Resize(1", "jpg=CenterCrop(x)"):
+        assert run(["doctor", str(tmp_path), "--transform", wrong]) == 2
+        assert "RandomResizedCrop" in capsys.readouterr().err
+
+
+def test_its_examples_stand_in_the_help(capsys):
+    assert run(["doctor", "--help"]) == 0
+    assert "dataplane doctor s3://bucket/train/ --batch-size 256" in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""What a wait was for, what statistics add up to, and which stage bounds a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.client.bound import Stage, bound_of
+from dataplane.client.statistics import Statistics, Tally, stages_waited_for, sum_of
+from dataplane.model import Region
+from dataplane.rpc.messages import Batch, Slab, StageTimes
+
+us = st.integers(0, 10**9)
+stage_times = st.builds(StageTimes, us, us, us, us, us, us)
+
+
+def slab(times: StageTimes, rows: int = 10, valid: int | None = None) -> Slab:
+    batch = Batch(0, rows, rows if valid is None else valid)
+    return Slab(1, 1, Region(0, 64), (batch, batch), (), times=times)
+
+
+@given(waited=us, times=stage_times)
+def test_a_wait_is_laid_to_the_last_stages_of_its_slab_and_to_nothing_twice(waited, times):
+    fetch, decode, room, queue, assemble, other = stages_waited_for(waited, times)
+    assert fetch + decode + room + queue + assemble + other == waited
+    of = (times.fetch, times.decode, times.room, times.queue, times.assemble)
+    waits = (fetch, decode, room, queue, assemble)
+    assert all(0 <= part <= whole for part, whole in zip(waits, of, strict=True))
+    # A stage that was waited for has the later ones waited for to the end.
+    first = next((i for i, part in enumerate(waits) if part), len(waits))
+    assert waits[first + 1 :] == of[first + 1 :]
+
+
+@given(slabs=st.lists(st.tuples(stage_times, st.integers(0, 10**9), st.integers(0, 10**9))))
+def test_a_tally_adds_up_to_the_time_of_the_loop_and_the_last_slab_counts_when_it_is_done(slabs):
+    tally = Tally()
+    for times, waited, consumed in slabs:
+        tally.handed_over(slab(times, valid=9), waited / 1e6, was_copied=False)
+        before = tally.statistics()
+        tally.consumed(consumed / 1e6)
+        tally.consumed(1.0)  # an end of the epoch: it has had no slab since
+        assert tally.statistics().since(before).samples == 18
+    found = tally.statistics()
+    assert found.slabs == len(slabs)
+    assert found.elapsed_s == pytest.approx(sum(w + c for _, w, c in slabs) / 1e6)
+    waits = [v for name, v in dataclasses.asdict(found).items() if name.endswith("_wait_s")]
+    assert sum(waits) - found.disk_wait_s == pytest.approx(found.waited_s)
+
+
+@given(st.lists(st.builds(Statistics, slabs=us, samples=us, consumed_s=st.floats(0, 1e6))))
+def test_statistics_of_a_part_are_the_whole_without_the_rest(parts):
+    whole, first = sum_of(parts), sum_of(parts[:2])
+    rest = whole.since(first)
+    assert rest.slabs == sum(part.slabs for part in parts[2:])
+    assert rest.consumed_s == pytest.approx(sum(p.consumed_s for p in parts[2:]), abs=1e-3)
+
+
+def ran(**fields: float) -> Statistics:
+    """Ten seconds of a loop with two workers, of which so much was waited for."""
+    waits = sum(v for name, v in fields.items() if name.endswith("_wait_s"))
+    waited = {"waited_s": waits - fields.get("disk_wait_s", 0.0)}
+    waited["consumed_s"] = 10.0 - waited["waited_s"]
+    return Statistics(slabs=50, samples=1000, worker_count=2, **{**waited, **fields})
+
+
+@pytest.mark.parametrize(
+    ("found", "stage", "without"),
+    [
+        # It hardly waits, although the workers are busy too.
+        (ran(assemble_wait_s=0.5, assembling_s=18.0), Stage.CONSUMER, 1000 / 9),
+        (ran(assemble_wait_s=9.0, assembling_s=19.0), Stage.ASSEMBLE, 1000 / 1),
+        # The last stage of a slab is what was waited for; the workers' time went elsewhere.
+        (ran(assemble_wait_s=9.0, assembling_s=4.0, decoding_s=15.0), Stage.DECODE, 1000 / 2),
+        (ran(fetch_wait_s=8.0, decode_wait_s=1.0, reading_s=10.0), Stage.STORAGE, 1000 / 1),
+        # The decoding of a slab's last block hides how long the read before it took.
+        (
+            ran(fetch_wait_s=2, decode_wait_s=6, reading_s=9.9, decoding_s=9),
+            Stage.STORAGE,
+            1000 / 4.5,
+        ),
+        # Workers wait for pages of files.
+        (ran(assemble_wait_s=9, assembling_s=19, disk_wait_s=15), Stage.STORAGE, 1000 / 2),
+        (ran(queue_wait_s=7.0, assemble_wait_s=2, assembling_s=4), Stage.WORKERS, 1000 / 2),
+        (ran(queue_wait_s=7.0, assemble_wait_s=2, assembling_s=14), Stage.ASSEMBLE, 1000 / 1),
+        (ran(room_wait_s=5.0), Stage.ROOM, 1000 / 5),
+        (ran(other_wait_s=8.0), Stage.NODE, 1000 / 8),
+    ],
+)
+def test_the_bound_is_what_works_all_the_time_or_else_what_was_waited_for(found, stage, without):
+    bound = bound_of(found)
+    assert bound is not None
+    assert bound.stage is stage
+    assert bound.samples_per_s == pytest.approx(100.0)
+    if stage is not Stage.NODE:
+        assert bound.samples_per_s_without == pytest.approx(without, rel=0.15)
+
+
+def test_nothing_bounds_a_run_that_has_not_begun():
+    assert bound_of(Statistics()) is None
