@@ -12,11 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from dataplane.errors import DataplaneError, StoreUnavailable
 from dataplane.model import Region
 from dataplane.store.base import Store
+from dataplane.store.pieces import fill
 
 Report = Callable[[DataplaneError | None], None]
 Connect = Callable[[str], Store]
@@ -65,10 +64,8 @@ class Fetcher:
             store = self._connect(url)
             if preamble.length:
                 into[: preamble.length] = self._preamble(store, url, etag, preamble)
-            body = store.read(url, place.offset, place.length, etag)
-            # numpy copies without holding the interpreter's lock.
-            target = np.frombuffer(into, np.uint8)[preamble.length :]
-            np.copyto(target, np.frombuffer(memoryview(body), np.uint8))
+            with into[preamble.length :] as body:
+                fill(store, url, place.offset, etag, body)
         except DataplaneError as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it was, someone waits for an answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from typing_extensions import Buffer
 
@@ -40,4 +40,17 @@ class Store(Protocol):
         """The whole object from its start, in pieces of the store's choice.
 
         Raises:  as `read`.
+        """
+
+
+@runtime_checkable
+class Filling(Protocol):
+    """A store that can write what it reads where it is wanted. For others it is copied there."""
+
+    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+        """Fill `into` with the object's bytes from `offset` on; what is in it after an error, or
+        while this runs, means nothing.
+
+        Shapes:  into: uint8, writable, contiguous.
+        Raises:  as `Store.read`.
         """

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 from typing_extensions import Buffer
 
 from dataplane.errors import DatasetChangedError
 from dataplane.model import ObjectInfo
-from dataplane.store.base import Store
+from dataplane.store.base import Filling, Store
 
 PIECE_BYTES = 8 << 20
 
@@ -42,3 +43,19 @@ def check_etag(found: ObjectInfo, etag: str) -> None:
             expected=etag,
             found=found.etag,
         )
+
+
+def copy_into(into: memoryview, body: Buffer) -> None:
+    """Copy a body without holding the interpreter's lock, as numpy does."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(memoryview(body), np.uint8))
+
+
+def fill(store: Store, url: str, offset: int, etag: str, into: memoryview) -> None:
+    """Fill `into` with bytes of an object, whatever the store can do.
+
+    Raises:  as `Store.read`.
+    """
+    if isinstance(store, Filling):
+        store.read_into(url, offset, etag, into)
+    else:
+        copy_into(into, store.read(url, offset, len(into), etag))

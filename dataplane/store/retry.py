@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 from dataplane.errors import StoreError, StoreThrottled, StoreUnavailable, TruncatedRead
 from dataplane.model import ObjectInfo
 from dataplane.store.base import Store
-from dataplane.store.pieces import in_pieces
+from dataplane.store.pieces import fill, in_pieces
 
 T = TypeVar("T")
 
@@ -137,6 +137,11 @@ class Retrying:
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
         what = f"read of {url} bytes [{offset}, {offset + length})"
         return self._call(what, url, lambda: self._inner.read(url, offset, length, etag))
+
+    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+        """As `base.Filling.read_into`, whether the store asked can do so or not."""
+        what = f"read of {url} bytes [{offset}, {offset + len(into)})"
+        self._call(what, url, lambda: fill(self._inner, url, offset, etag, into))
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)

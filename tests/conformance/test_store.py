@@ -22,7 +22,7 @@ from dataplane.errors import (
 from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.fsspec_store import FsspecStore
-from dataplane.store.pieces import PIECE_BYTES
+from dataplane.store.pieces import PIECE_BYTES, fill
 from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of
 
@@ -180,6 +180,25 @@ def test_a_read_gives_exactly_its_range(place: Place) -> None:
         got = place.store.read(info.url, offset, length, info.etag)
         assert bytes(got) == body[offset : offset + length]
         assert memoryview(got).nbytes == length
+
+
+def test_a_read_into_memory_fills_exactly_that(place: Place) -> None:
+    body = os.urandom(700_000)
+    place.put({"object": body})
+    etag = place.store.head(place.url("object")).etag
+    for offset, length in ((0, len(body)), (0, 1), (3, 300_000), (500_001, 199_999), (9, 70_000)):
+        memory = bytearray(b"x" * (length + 2))
+        fill(place.store, place.url("object"), offset, etag, memoryview(memory)[1:-1])
+        assert memory == b"x" + body[offset : offset + length] + b"x"
+
+    place.put({"object": body[::-1]})
+    with pytest.raises(DatasetChangedError):
+        fill(place.store, place.url("object"), 0, etag, memoryview(bytearray(300_000)))
+    new = place.store.head(place.url("object")).etag
+    with pytest.raises(TruncatedRead):
+        fill(place.store, place.url("object"), 500_000, new, memoryview(bytearray(200_001)))
+    with pytest.raises(ShardNotFound):
+        fill(place.store, place.url("nothing"), 0, new, memoryview(bytearray(200_000)))
 
 
 def test_a_read_past_the_end_is_truncated(place: Place) -> None:

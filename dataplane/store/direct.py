@@ -1,0 +1,226 @@
+"""Ranged reads of S3 over connections of our own, straight into the memory that is to have them.
+
+obstore gives bytes in memory of its own, which it gathers from small pieces and which somebody must
+then copy: that is more than half of the client's CPU. Here the kernel writes what arrives where it
+belongs. obstore still knows the credentials, and signs each request; and it is asked whenever the
+answer is not simply the bytes, so that errors are told by one place.
+
+Invariants:
+1. What is filled is exactly the range, of the object with that etag: status, range, length and etag
+   of the answer are checked.
+2. A connection goes back to the others only after a whole answer was read from it.
+3. A request ends by its timeout, however slowly bytes arrive.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+
+from dataplane.errors import StoreThrottled, StoreUnavailable, TruncatedRead
+
+CONNECT_TIMEOUT_S = 5.0
+Sign = Callable[[str], str]
+"""The url of a key with its signature in it."""
+
+IDLE_MAX = 64
+IDLE_S = 20.0
+_SLICE_BYTES = 1 << 20
+_SPAN = re.compile(r"bytes (\d+)-(\d+)/")
+# So many refusals, one after the other, and nothing is asked this way for a while.
+_REFUSALS_MAX = 8
+_PAUSE_S = 60.0
+
+
+class Refused(Exception):
+    """The answer is not the bytes; nothing is said about why."""
+
+
+class DirectReads:
+    """Connections to one endpoint. `sign` is asked for every request: it costs 15 us."""
+
+    def __init__(self, sign: Sign, request_timeout_s: float) -> None:
+        self._sign = sign
+        self._timeout_s = request_timeout_s
+        self._tls: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[tuple[float, http.client.HTTPConnection]]] = {}
+        self._refusals = 0
+        self._off_until = 0.0
+
+    @property
+    def is_of_use(self) -> bool:
+        """False where it was refused again and again: a server that wants to be asked otherwise."""
+        return not self._off_until or time.monotonic() > self._off_until
+
+    def read_into(self, url: str, key: str, offset: int, etag: str, into: memoryview) -> None:
+        """Fill `into` from that offset on.
+
+        Raises:  Refused.  StoreThrottled, StoreUnavailable, TruncatedRead.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}", "If-Match": etag}
+        base, target = _split(self._sign(key))
+        try:
+            connection, answer = self._asked(base, target, headers, deadline)
+        except TimeoutError as cause:
+            raise _late(url) from cause
+        except (OSError, http.client.HTTPException) as cause:
+            raise self._refused() from cause
+        is_whole = False
+        try:
+            _check(url, answer, offset, len(into), etag)
+            _fill(url, answer, connection, into, offset, deadline)
+            is_whole = True
+        except Refused:
+            raise self._refused() from None
+        finally:
+            if is_whole and not answer.will_close:
+                self._give_back(base, connection)
+            else:
+                connection.close()
+        self._refusals, self._off_until = 0, 0.0
+
+    def _refused(self) -> Refused:
+        self._refusals += 1
+        if self._refusals >= _REFUSALS_MAX:
+            self._off_until = time.monotonic() + _PAUSE_S
+        return Refused()
+
+    def close(self) -> None:
+        """Close what is idle. May be called twice."""
+        with self._lock:
+            for each in self._idle.values():
+                for _, connection in each:
+                    connection.close()
+            self._idle.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _asked(
+        self, base: str, target: str, headers: Mapping[str, str], deadline: float
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """The head of an answer. A server may close an idle connection at any moment, also while
+        we ask: only what a new one says counts.
+        """
+        while True:
+            connection, is_new = self._connection(base)
+            try:
+                left_s = max(0.001, deadline - time.monotonic())
+                if is_new:
+                    connection.timeout = min(CONNECT_TIMEOUT_S, left_s)
+                    connection.connect()
+                connection.sock.settimeout(left_s)
+                connection.request("GET", target, headers=dict(headers))
+                return connection, connection.getresponse()
+            except BaseException as cause:
+                connection.close()
+                is_stale = isinstance(cause, (ConnectionError, http.client.HTTPException))
+                if is_new or not is_stale:
+                    raise
+
+    def _connection(self, base: str) -> tuple[http.client.HTTPConnection, bool]:
+        now = time.monotonic()
+        with self._lock:
+            waiting = self._idle.get(base, [])
+            while waiting:
+                since, connection = waiting.pop()
+                if now - since < IDLE_S:
+                    return connection, False
+                connection.close()
+        scheme, _, host = base.partition("://")
+        if scheme == "http":
+            return http.client.HTTPConnection(host), True
+        with self._lock:
+            self._tls = self._tls or ssl.create_default_context()
+        return http.client.HTTPSConnection(host, context=self._tls), True
+
+    def _give_back(self, base: str, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            waiting = self._idle.setdefault(base, [])
+            if len(waiting) < IDLE_MAX:
+                waiting.append((time.monotonic(), connection))
+                return
+        connection.close()
+
+
+def is_possible(environment: Mapping[str, str], client_url: str) -> bool:
+    """Whether requests can go out this way: no proxy is to be used, and they are to be signed."""
+    upper = {name.upper(): value for name, value in environment.items() if value}
+    through = {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "AWS_PROXY_URL", "PROXY_URL"}
+    return (
+        client_url.startswith("s3://")
+        and not through & upper.keys()
+        and "AWS_SKIP_SIGNATURE" not in upper
+    )
+
+
+def _split(signed: str) -> tuple[str, str]:
+    parts = urllib.parse.urlsplit(signed)
+    return f"{parts.scheme}://{parts.netloc}", f"{parts.path}?{parts.query}"
+
+
+def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int, etag: str) -> None:
+    """Go on only with an answer that is the range."""
+    if answer.status in {429, 503}:
+        raise StoreThrottled(
+            f"{url}: the store asks to slow down (HTTP {answer.status})", shard=url
+        )
+    span = _SPAN.match(answer.getheader("Content-Range", ""))
+    if (
+        answer.status != 206
+        or span is None
+        or (int(span[1]), int(span[2])) != (offset, offset + length - 1)
+        or answer.length != length
+        or answer.getheader("ETag") != etag
+        or answer.getheader("Content-Encoding", "identity") not in {"identity", "aws-chunked"}
+    ):
+        raise Refused
+
+
+def _fill(
+    url: str,
+    answer: http.client.HTTPResponse,
+    connection: http.client.HTTPConnection,
+    into: memoryview,
+    offset: int,
+    deadline: float,
+) -> None:
+    at, length = 0, len(into)
+    try:
+        while at < length:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            if connection.sock is not None:
+                connection.sock.settimeout(left_s)
+            count = answer.readinto(into[at : at + _SLICE_BYTES])
+            if not count:
+                break
+            at += count
+    except TimeoutError as cause:
+        raise _late(url) from cause
+    except (OSError, http.client.HTTPException) as cause:
+        raise _broken(url, "broke off the connection") from cause
+    if at < length:
+        raise TruncatedRead(
+            f"{url}: fewer bytes came than asked for, bytes [{offset}, {offset + length})",
+            shard=url,
+            offset=offset,
+            expected=length,
+            found=at,
+        )
+
+
+def _late(url: str) -> StoreUnavailable:
+    return _broken(url, "did not answer in time: it is overloaded, or a firewall drops packets")
+
+
+def _broken(url: str, what: str) -> StoreUnavailable:
+    return StoreUnavailable(f"{url}: the store {what}", shard=url)

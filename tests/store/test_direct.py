@@ -1,0 +1,154 @@
+"""Reads that go straight into memory, over connections of our own, from servers that misbehave."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from awry import Awry, Mood, awry_server
+
+from dataplane.errors import (
+    DatasetChangedError,
+    ShardNotFound,
+    StoreDenied,
+    StoreError,
+    StoreThrottled,
+    StoreUnavailable,
+    TruncatedRead,
+)
+from dataplane.store import direct
+from dataplane.store.base import Filling, Store
+from dataplane.store.connect import Stores, open_store
+from dataplane.store.retry import Clock
+
+BODY = bytes(i % 251 for i in range(600_000))
+URL = "s3://bucket/a folder/shard+1.bin"
+LENGTH = 200_000
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({"bucket/a folder/shard+1.bin": BODY}) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def _fill(store: Store, etag: str, offset: int = 10, length: int = LENGTH) -> bytes:
+    assert isinstance(store, Filling)
+    into = bytearray(length)
+    store.read_into(URL, offset, etag, memoryview(into))
+    return bytes(into)
+
+
+def test_one_read_is_one_request_and_connections_are_used_again(awry: Awry) -> None:
+    store = open_store("s3://bucket")
+    etag = store.head(URL).etag
+    awry.be()
+    for _ in range(3):
+        assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
+    assert awry.seen == [("GET", f"bytes=10-{9 + LENGTH}")] * 3
+    assert len(awry.open) <= 2, "one of obstore's, one of ours"
+
+
+@pytest.mark.parametrize(
+    ("mood", "error", "asked"),
+    [
+        (Mood.SLOW_DOWN, StoreThrottled, 1),
+        (Mood.TOO_MANY, StoreThrottled, 1),
+        (Mood.TRUNCATED, TruncatedRead, 1),
+        (Mood.RESET, StoreUnavailable, 1),
+        # What these mean is asked of obstore.
+        (Mood.INTERNAL, StoreUnavailable, 2),
+        (Mood.DENIED, StoreDenied, 2),
+        (Mood.NO_BUCKET, ShardNotFound, 2),
+        (Mood.SHORT, TruncatedRead, 2),
+        (Mood.WHOLE, StoreError, 2),
+    ],
+)
+def test_each_failure_has_its_error(
+    awry: Awry, mood: Mood, error: type[StoreError], asked: int
+) -> None:
+    store = open_store("s3://bucket")
+    etag = store.head(URL).etag
+    awry.be(then=mood)
+    with pytest.raises(error) as raised:
+        _fill(store, etag)
+    assert type(raised.value) is error
+    assert raised.value.shard == URL
+    assert len(awry.seen) == asked
+    awry.be()
+    assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
+
+
+@pytest.mark.parametrize("mood", [Mood.HANG, Mood.STALL])
+def test_a_server_that_hangs_is_given_up_at_the_deadline(awry: Awry, mood: Mood) -> None:
+    store = open_store("s3://bucket", request_timeout_s=0.3)
+    etag = store.head(URL).etag
+    awry.be(mood)
+    with pytest.raises(StoreUnavailable, match="did not answer in time"):
+        _fill(store, etag)
+    assert len(awry.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "mood",
+    [Mood.SLOW_DOWN, Mood.INTERNAL, Mood.TRUNCATED, Mood.SHORT, Mood.RESET, Mood.WHOLE],
+)
+def test_a_passing_failure_is_survived(awry: Awry, mood: Mood) -> None:
+    past: list[float] = []
+    clock = Clock(lambda: sum(past), past.append, lambda: 1.0)
+    store = Stores(clock=clock).connect(URL)
+    etag = store.head(URL).etag
+    awry.be(mood)
+    assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
+    assert len(awry.seen) == 2
+
+
+def test_a_changed_object_is_refused_also_by_a_server_that_ignores_the_pin(awry: Awry) -> None:
+    store = open_store("s3://bucket")
+    old = store.head(URL).etag
+    awry.objects["bucket/a folder/shard+1.bin"] = BODY[::-1]
+    for mood in (Mood.WELL, Mood.UNPINNED):
+        awry.be(then=mood)
+        with pytest.raises(DatasetChangedError) as raised:
+            _fill(store, old)
+        assert raised.value.expected == old
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_no_failure(awry: Awry) -> None:
+    store = open_store("s3://bucket")
+    etag = store.head(URL).etag
+    _fill(store, etag)
+    with awry.lock:
+        for connection in awry.open:
+            connection.shutdown(socket.SHUT_RDWR)
+    awry.be()
+    assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
+    assert len(awry.seen) == 1
+
+
+def test_who_wants_to_be_asked_otherwise_is_asked_otherwise(
+    awry: Awry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store("s3://bucket")
+    etag = store.head(URL).etag
+    awry.be(then=Mood.WHOLE)
+    for _ in range(direct._REFUSALS_MAX):
+        with pytest.raises(StoreError):
+            _fill(store, etag)
+    awry.be()
+    assert _fill(store, etag) == BODY[10 : 10 + LENGTH]
+    assert len(awry.open) <= 1, "ours is closed, and none was opened"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("HTTPS_PROXY", "http://proxy:1"), ("AWS_SKIP_SIGNATURE", "true")]
+)
+def test_no_connection_of_ours_goes_past_a_proxy_or_is_signed_unasked(
+    name: str, value: str
+) -> None:
+    assert direct.is_possible({}, "s3://bucket")
+    assert not direct.is_possible({name.lower(): value}, "s3://bucket")
+    assert not direct.is_possible({}, "gs://bucket")
