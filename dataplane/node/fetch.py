@@ -10,7 +10,8 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from dataplane.errors import DataplaneError, StoreUnavailable
 from dataplane.model import Region
@@ -24,13 +25,25 @@ Connect = Callable[[str], Store]
 PREAMBLE_BYTES_MAX = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Preamble:
+    length: int
+    content: Future[bytes]
+
+    @property
+    def has_failed(self) -> bool:
+        return self.content.done() and self.content.exception() is not None
+
+
 class Fetcher:
     """At most `fetch_count` blocks on their way at once; the caller keeps to that."""
 
     def __init__(self, fetch_count: int, connect: Connect) -> None:
         self._connect = connect
         self._threads = ThreadPoolExecutor(fetch_count, thread_name_prefix="dataplane-fetch")
-        self._preambles: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        # Others than those that wait for what these read.
+        self._aside = ThreadPoolExecutor(fetch_count, thread_name_prefix="dataplane-preamble")
+        self._preambles: OrderedDict[tuple[str, str], _Preamble] = OrderedDict()
         self._preamble_bytes = 0
         self._lock = threading.Lock()
 
@@ -56,34 +69,43 @@ class Fetcher:
     def close(self) -> None:
         """Start nothing more; what is under way ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._aside.shutdown(wait=False)
 
     def _fill(
         self, url: str, etag: str, preamble: Region, place: Region, into: memoryview
     ) -> DataplaneError | None:
         try:
             store = self._connect(url)
-            if preamble.length:
-                into[: preamble.length] = self._preamble(store, url, etag, preamble)
+            # Asked for beside the block, so that both take one round trip.
+            coming = self._preamble(store, url, etag, preamble) if preamble.length else None
             with into[preamble.length :] as body:
                 fill(store, url, place.offset, etag, body)
+            if coming is not None:
+                into[: preamble.length] = coming.content.result()
         except DataplaneError as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it was, someone waits for an answer
             return StoreUnavailable(f"{url}: {type(error).__name__}: {error}", shard=url)
         return None
 
-    def _preamble(self, store: Store, url: str, etag: str, place: Region) -> bytes:
+    def _preamble(self, store: Store, url: str, etag: str, place: Region) -> _Preamble:
+        """What all blocks of a shard need is read once, also by those that start together."""
         key = (url, etag)
         with self._lock:
-            found = self._preambles.get(key)
-            if found is not None:
-                self._preambles.move_to_end(key)
-                return found
-        read = bytes(store.read(url, place.offset, place.length, etag))
-        with self._lock:
-            if key not in self._preambles:
-                self._preambles[key] = read
-                self._preamble_bytes += len(read)
+            found = self._preambles.pop(key, None)
+            if found is not None and found.has_failed:
+                self._preamble_bytes -= place.length
+                found = None
+            if found is None:
+                self._preamble_bytes += place.length
+                coming = self._aside.submit(_read, store, url, etag, place)
+                found = _Preamble(place.length, coming)
+            self._preambles[key] = found
             while self._preamble_bytes > PREAMBLE_BYTES_MAX and len(self._preambles) > 1:
-                self._preamble_bytes -= len(self._preambles.popitem(last=False)[1])
-        return read
+                _, oldest = self._preambles.popitem(last=False)
+                self._preamble_bytes -= oldest.length
+            return found
+
+
+def _read(store: Store, url: str, etag: str, place: Region) -> bytes:
+    return bytes(store.read(url, place.offset, place.length, etag))
