@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from engine_world import PAGE, Outside, World, slab_bytes
 
+from dataplane.arena.allocator import rounded
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Stream
 from dataplane.node.engine import Engine
 from dataplane.node.walk import SlabSizes, Walk
-from dataplane.node.work import Delivery, StreamState
+from dataplane.node.work import Delivery, Group, StreamState
 from dataplane.plan.order import Order
 from dataplane.rpc import messages
 from dataplane.trace import Trace
@@ -43,6 +44,7 @@ class Consumer:
     held: deque[tuple[messages.Slab, bytes]] = field(default_factory=deque)
     ended: bool = False
     error: DataplaneError | None = None
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         self.next_step = self.at.first_step
@@ -70,7 +72,9 @@ class Consumer:
         else:
             assert isinstance(body, messages.Slab)
             self.check(body)
-            content = bytes(self.delivery.arena.view(body.region.offset, body.region.length))
+            # Whoever has a slab may write into it: nobody else may see that.
+            content = bytes([body.slab_id % 251]) * body.region.length
+            self.delivery.arena.view(body.region.offset, body.region.length)[:] = content
             self.held.append((body, content))
             if body.copy_out:
                 self.release(len(self.held) - 1)
@@ -107,14 +111,17 @@ class Consumer:
 class Run:
     """One world, some consumers, and chance."""
 
-    def __init__(self, chance: random.Random, *, tight: bool, hoard: bool = False) -> None:
+    def __init__(
+        self, chance: random.Random, *, tight: bool, hoard: bool = False, factor: float = 0
+    ) -> None:
         self.chance = chance
         self.hoard = hoard
         self.worlds = {i: World(chance, i) for i in range(1, chance.choice([1, 1, 2]) + 1)}
         self.row_bytes = chance.choice([16, 64, 400])
         self.most = {i: self._largest_batch(world) for i, world in self.worlds.items()}
         self.needed = max(self.most.values())
-        factor = chance.choice([0.3, 0.6]) if tight else chance.choice([1.0, 1.0, 1.5, 8.0])
+        drawn = chance.choice([0.3, 0.6]) if tight else chance.choice([1.0, 1.0, 1.5, 8.0])
+        factor = factor or drawn
         self.arena = Arena.create("blocks", max(int(self.needed * factor), 4 * PAGE) // PAGE * PAGE)
         self.outside = Outside(self.arena, self.worlds, self.row_bytes)
         self.engine = Engine(
@@ -138,21 +145,32 @@ class Run:
         costs = sorted(world.cost_of(i) for i in range(len(world.sizes)))
         return sum(costs[-world.spec.global_batch :]) or PAGE
 
-    def deliver_to(self, world: World) -> Delivery:
+    def deliver_to(self, world: World, group: Group | None = None) -> Delivery:
         number = 100 + len(self.deliveries)
         arena = Arena.create("delivery", self.layout.arena_bytes)
         self.outside.arenas[number] = arena
-        delivery = Delivery(number, arena, Slots(self.layout), world.dataset)
+        delivery = Delivery(number, arena, Slots(self.layout), world.dataset, group=group)
+        if group is not None:
+            group.users += 1
         self.deliveries.append((delivery, world))
         return delivery
 
-    def consume(self, delivery: Delivery, world: World, dp_rank: int, dp_size: int) -> Consumer:
+    def consume(
+        self,
+        delivery: Delivery,
+        world: World,
+        dp_rank: int,
+        dp_size: int,
+        steps: tuple[int, int] | None = None,
+    ) -> Consumer:
         chance = self.chance
         spec = world.spec
         epoch, cursor = chance.choice([0, 0, 0, 1]), 0
-        if chance.random() < 0.2:
+        if delivery.group is None and chance.random() < 0.2:
             cursor = chance.randrange(world.dataset.manifest.sample_count)
         first, stride = chance.choice([(0, 1), (0, 1), (0, 1), (1, 2)])
+        if steps is not None:
+            epoch, (first, stride) = 0, steps
         order = Order(
             world.dataset.manifest.block_rows,
             spec.seed,
@@ -163,7 +181,9 @@ class Run:
         )
         at = Stream(epoch, cursor, dp_rank, dp_size, first, stride)
         most = chance.choice([1, 4, 16]) if not self.consumers else 8
-        walk = Walk(spec, order, at, SlabSizes(most, 16, 0))
+        is_aligned = delivery.group is not None
+        sizes = SlabSizes(4 if is_aligned else most, 16, 0)
+        walk = Walk(spec, order, at, sizes, is_aligned=is_aligned)
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
         ahead = [one for one in self.consumers if one.delivery is delivery and one.stream]
         after = chance.choice(ahead) if ahead and chance.random() < 0.5 else None
@@ -179,11 +199,24 @@ class Run:
         engine = self.engine
         while engine._pump_is_due or any(s.planning for s in engine._streams.values()):  # noqa: ASYNC110
             await asyncio.sleep(0)
+        self.check_budget()
+
+    def check_budget(self) -> None:
+        """What is kept takes half of the arena at most, and everything in the arena has an owner."""
+        kept = [slab.region for slab in self.engine._shared._slabs.values()]
+        blocks = self.engine.blocks
+        assert sum(region.length for region in kept) == self.engine._shared._bytes
+        assert self.engine._shared._bytes <= blocks.arena_bytes // 2
+        owned = [r for block in blocks._blocks.values() for r in block.regions] + kept
+        free = blocks._allocator.free_bytes
+        assert sum(rounded(r.length) for r in owned) + free == blocks._allocator.size_bytes
 
     def actions(self) -> list[Callable[[], None]]:
         found: list[Callable[[], None]] = [self._end_one] * min(3, len(self.outside.pending))
         for consumer in self.consumers:
             first = consumer.after
+            if consumer.stopped:
+                continue
             if first is not None and first.stream is not None and consumer.stream is not None:
                 if first.is_done:
                     found.append(first.close)
@@ -211,7 +244,7 @@ class Run:
             if self.chance.random() < 0.05:
                 await self.drain()
         assert acts < 20_000, "work is repeated for ever"
-        stuck = [c for c in self.consumers if not c.is_done]
+        stuck = [c for c in self.consumers if not c.is_done and not c.stopped]
         assert not stuck, f"{len(stuck)} streams wait for ever: {self.state()}"
 
     async def drain(self) -> None:
@@ -283,6 +316,6 @@ def several(run: Run) -> None:
     for world in run.worlds.values():
         dp_size = chance.randint(1, min(3, world.spec.global_batch))
         for dp_rank in range(dp_size):
-            delivery = run.deliver_to(world)
+            delivery = run.deliver_to(world, chance.choice([None, Group()]))
             for _ in range(chance.choice([1, 1, 2, 3])):
                 run.consume(delivery, world, dp_rank, dp_size)

@@ -118,6 +118,8 @@ class Outside:
         self.worker_count = 2
         self.arenas: dict[int, Arena] = {}
         self.loads = 0
+        self.assembled: list[bytes] = []
+        self.copied = 0
 
     # -- as Fetcher --------------------------------------------------------------------------
 
@@ -144,6 +146,9 @@ class Outside:
         body = job.body
         if isinstance(body, tasks.Decode):
             self.pending.append(lambda: job.report(self._decoded(body)))
+        elif isinstance(body, tasks.CopySlab):
+            self.copied += 1
+            self.pending.append(lambda: job.report(self._copied(body)))
         else:
             self.pending.append(lambda: job.report(self._assembled(job, body)))
 
@@ -169,11 +174,19 @@ class Outside:
         _mark(self.arena.view(body.into.offset, size), block)
         return tasks.Decoded(size, stored=True)
 
+    def _copied(self, body: tasks.CopySlab) -> tasks.ResultBody:
+        assert body.arena_id not in self.detached
+        assert body.kept.length == body.slab.length
+        into = self.arenas[body.arena_id].view(body.slab.offset, body.slab.length)
+        into[:] = self.arena.view(body.kept.offset, body.kept.length)
+        return tasks.Done()
+
     def _assembled(self, job: Job, body: tasks.Assemble) -> tasks.ResultBody:
         assert body.arena_id not in self.detached
         arena = self.arenas[body.arena_id]
         index = np.frombuffer(arena.view(body.row_index.offset, body.row_index.length), np.int32)
         rows = index.reshape(-1, 2)
+        self.assembled.append(repr((body.batches, body.block_keys)).encode() + rows.tobytes())
         numbers = []
         for source in map(job.source, body.block_keys):
             assert source.key not in self.forgotten, "a block was forgotten while it was in use"
@@ -192,6 +205,9 @@ class Outside:
             mine = rows[first : first + batch.rows]
             into[2:] = [x for b, r in mine.tolist() for x in (numbers[b], r)]
             first, used, count = first + batch.rows, used + size, count + 1
+        if body.keep is not None and used <= body.keep.length:
+            kept = self.arena.view(body.keep.offset, used)
+            kept[:] = arena.view(body.slab.offset, used)
         return tasks.Assembled(count, bytes_needed=0 if count else needed, bytes_used=used)
 
     def _block_of(self, source: tasks.BlockSource, rows: np.ndarray, job: Job) -> int:

@@ -146,7 +146,7 @@ class Contest:
             case = Case(case.label, case.workload)
         key = (
             *(one.entry.name, workload.fingerprint, case.store),
-            *(case.ranks, case.jobs, case.served),
+            *(case.ranks, case.jobs, case.served, case.shared),
         )
         if key not in self._sweeps:
             self._sweeps[key] = tuple(self._tried(one.entry, case, workload))

@@ -106,9 +106,11 @@ class Store(enum.StrEnum):
 class Case:
     """One way to load a workload. Labels are unique in a scenario.
 
-    `ranks` share one epoch, as DDP does; `jobs` each load the whole of it. `served` asks for
-    a daemon that was there before, where a system has one. `cold` asks for empty caches of the
-    system itself. `step_ms`, where given, is how long the trainer computes after every batch.
+    `ranks` share one epoch, as DDP does; `jobs` each load the whole of it: in an order of its own,
+    or, where the case is `shared`, in one order, so that a loader may make each batch once for all
+    of them. `served` asks for a daemon that was there before, where a system has one. `cold` asks
+    for empty caches of the system itself. `step_ms`, where given, is how long the trainer computes
+    after every batch.
     """
 
     label: str
@@ -118,6 +120,7 @@ class Case:
     ranks: int = 1
     jobs: int = 1
     served: bool = False
+    shared: bool = False
     cold: bool = False
     step_ms: float = 0.0
     fraction: float = 0.0
@@ -152,6 +155,7 @@ class Task:
 
     `cache` is a folder of the trial's own, empty at its first process; all its processes share it.
     `run` is a token that all processes of one job have in common, and no other trial has.
+    `group` is one that all jobs of a shared case have in common, "" elsewhere.
     `service` is what the system's daemon said of itself, "" where there is none.
     `rank` and `size` are the data-parallel ones of the job.
     """
@@ -167,3 +171,4 @@ class Task:
     size: int = 1
     seed: int = 1
     service: str = ""
+    group: str = ""

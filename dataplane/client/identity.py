@@ -41,11 +41,13 @@ def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str 
     return Launch(run_id, short_hash(run_id, *told), shared=True)
 
 
-def node_name(launch: Launch) -> str:
+def node_name(launch: Launch, sharing: str = "") -> str:
     """After what the ranks of one host name the node that they share: the first launch of the run
     that this process knew. So a loader made before the ranks have a token and one made afterwards
-    share a node.
+    share a node. Jobs of one sharing group have a node in common, whatever launched them.
     """
+    if sharing:
+        return f"sharing {sharing}"
     return f"{launch.run_id} {_first.setdefault(launch.run_id, launch.incarnation)}"
 
 

@@ -23,6 +23,13 @@ class Stamps:
     started: float = 0.0
     made: float = 0.0
 
+    def slotted_for_copy(self, made: float, now: float) -> None:
+        """It has a slot for the copy of a slab that was `made` for another consumer: what it waited
+        for that one counts as waiting for a worker, and the rest as waiting for room.
+        """
+        since = max(self.planned, self.gathered_from)
+        self.slotted = since + min(now - made, now - since)
+
     def stages(self, now: float) -> tuple[int, ...]:
         """(fetch, decode, room, queue, assemble, ready) as in StageTimes: their sum is the time
         from plan to `now`, whatever is missing or out of order.

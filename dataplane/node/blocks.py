@@ -7,7 +7,8 @@ Invariants:
 1. A block of a dataset is loaded once at a time, whoever waits for it (single flight).
 2. The memory of a block that is pinned, or that a fetch or a worker is writing, is not given away.
 3. What is evicted is what the plan needs last; to make room for a block that nobody waits for,
-   only blocks that are needed later than it are evicted.
+   only blocks that are needed later than it are evicted. What else lies in the arena goes before
+   any block that is needed at all.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 """
 
@@ -53,6 +54,20 @@ class Listener(Protocol):
 
     def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
         """It cannot be loaded."""
+
+    def spare(self) -> Sequence[Spare]:
+        """What else is in the arena and may go, least needed first."""
+
+    def evict_spare(self, spare: Spare) -> None:
+        """It must go now: have its memory freed."""
+
+
+class Spare(Protocol):
+    """Something that lies in the arena as long as no block needs the room."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What it takes of the arena."""
 
 
 class BlockTable:
@@ -135,6 +150,8 @@ class BlockTable:
         for block in list(self._blocks.values()):
             if block.is_evictable:
                 self._evict(block)
+        for spare in self._listener.spare():
+            self._listener.evict_spare(spare)
 
     def forget_dataset(self, dataset: Dataset) -> None:
         """Nobody reads this dataset any more: what is in use still goes when it no longer is."""
@@ -268,12 +285,33 @@ class BlockTable:
 
     # -- memory ----------------------------------------------------------------------------------
 
+    def room_for_slab(self, length: int, going: Sequence[Spare]) -> Region | None:
+        """Room for what is no block: what is free, what no block needs, and then `going`."""
+        at = self._allocator.allocate(length)
+        if at is None:
+            unneeded = [block for block, use in self._evictable(None)[0] if use == NEVER]
+            at = self._evict_until([*unneeded, *going], length)
+        try:
+            return None if at is None else self._reserved(at, length)
+        except BudgetTooSmall:
+            return None
+
+    def shrink(self, region: Region, length: int) -> Region:
+        """Only so much of it is needed."""
+        self._allocator.shrink(region.offset, length)
+        return Region(region.offset, length)
+
+    def free(self, region: Region) -> None:
+        """What was no block needs it no more."""
+        self._allocator.free(region.offset)
+
     def _room(self, block: Block, length: int, *, greedy: bool) -> Region | None:
         at = self._allocator.allocate(length)
         if at is None:
             at = self._make_room(block, length, greedy=greedy)
-        if at is None:
-            return None
+        return None if at is None else self._reserved(at, length)
+
+    def _reserved(self, at: int, length: int) -> Region:
         try:
             self._arena.reserve(min(self._allocator.high_water, self._arena.size_bytes))
         except BudgetTooSmall:
@@ -282,25 +320,36 @@ class BlockTable:
         return Region(at, length)
 
     def _make_room(self, block: Block, length: int, *, greedy: bool) -> int | None:
-        candidates = [
+        evictable, limit = self._evictable(block)
+        unneeded = [other for other, use in evictable if use == NEVER]
+        later = [other for other, use in evictable if use != NEVER and (greedy or use > limit)]
+        return self._evict_until([*unneeded, *self._listener.spare(), *later], length)
+
+    def _evictable(self, block: Block | None) -> tuple[list[tuple[Block, int]], int]:
+        """The blocks that could go, each with its next use, farthest first; and the use of `block`,
+        which is none of them.
+        """
+        found = [
             other
             for other in self._blocks.values()
             if other is not block and other.is_evictable and other.regions
         ]
-        if not candidates:
-            return None
-        use = self._uses([*candidates, block])
-        touched = np.array([other.touched for other in candidates], np.int64)
-        limit = -1 if greedy else int(use[-1])
+        use = self._uses([*found, *([] if block is None else [block])])
+        touched = np.array([other.touched for other in found], np.int64)
+        order = victims(use[: len(found)], touched).tolist()
+        return [(found[i], int(use[i])) for i in order], int(use[-1]) if block else NEVER
+
+    def _evict_until(self, going: Sequence[Block | Spare], length: int) -> int | None:
+        """Evict the first of these, as many as it takes, or none if that is not enough."""
         # Tried out first: to evict what leaves too little room would be to load it again in vain.
-        trial, going = self._allocator.copy(), []
-        for i in victims(use[:-1], touched).tolist():
-            if not greedy and int(use[i]) != NEVER and int(use[i]) <= limit:
-                return None
-            going.append(candidates[i])
-            if max(trial.free(region.offset) for region in going[-1].regions) >= rounded(length):
-                for other in going:
-                    self._evict(other)
+        trial = self._allocator.copy()
+        for count, each in enumerate(going, 1):
+            if max(trial.free(region.offset) for region in each.regions) >= rounded(length):
+                for other in going[:count]:
+                    if isinstance(other, Block):
+                        self._evict(other)
+                    else:
+                        self._listener.evict_spare(other)
                 return self._allocator.allocate(length)
         return None
 

@@ -11,7 +11,7 @@ Invariants:
    other's memory, and no work that waits for its trainer takes memory from one that does not.
 3. A stream that waits gets a slot: slabs that nobody asked for yet are made again later.
 4. A slab has one consumer, who may write into it: two streams that walk alike get equal slabs,
-   each its own, from blocks that were loaded once.
+   each its own, from blocks that were loaded once; of a group, copies of what was made once.
 5. Consumers may hold slabs for ever: where they hold too many together, the next are theirs only to
    copy (`copy_out`).
 """
@@ -26,12 +26,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError, DataStallError
-from dataplane.node.blocks import BlockTable
+from dataplane.node.blocks import BlockTable, Spare
 from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
+from dataplane.node.shared import SharedSlabs
 from dataplane.node.walk import Plan, Walk
-from dataplane.node.work import Delivery, Loan, Phase, Send, StreamState, Work
+from dataplane.node.work import Delivery, Loan, Phase, Send, SharedSlab, StreamState, Work
 from dataplane.node.works import Works
 from dataplane.plan.order import Order
 from dataplane.rpc import messages
@@ -58,10 +59,11 @@ class Engine:
         self._pool = pool
         self._trace = trace
         self._clock = clock
-        self.blocks = BlockTable(arena, fetcher, pool, fetch_count, self)
-        self._works = Works(arena, self.blocks, pool, self._soon)
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="dataplane-plan")
         self._streams: dict[int, StreamState] = {}
+        self.blocks = BlockTable(arena, fetcher, pool, fetch_count, self)
+        self._shared = SharedSlabs(self.blocks, self._streams.values, self._soon, trace)
+        self._works = Works(arena, self.blocks, pool, self._soon, self._shared)
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="dataplane-plan")
         self._numbers = itertools.count(1)
         self._head: Work | None = None
         self._emptied_for: Work | None = None
@@ -141,6 +143,8 @@ class Engine:
                 shard = work.dataset.url(min(work.missing))
             elif work.phase is Phase.WAITING:
                 stage = "waiting for room in the delivery arena"
+                if self._shared.find(work) is not None:
+                    stage = "being made for another job of its group"
         return DataStallError(
             f"no batch for {waited_s:.0f} s: the slab is {stage}"
             + (f", first of {shard}" if shard else "")
@@ -210,7 +214,7 @@ class Engine:
     def walks(self, dataset: Dataset) -> Sequence[tuple[Order, int]]:
         """As blocks.Listener."""
         return [
-            (stream.walk.order, stream.position)
+            (stream.walk.order, self._shared.position(stream))
             for stream in self._streams.values()
             if stream.delivery.dataset is dataset
         ]
@@ -229,6 +233,15 @@ class Engine:
         """As blocks.Listener."""
         self._works.block_failed(dataset, index, error)
 
+    def spare(self) -> Sequence[SharedSlab]:
+        """As blocks.Listener."""
+        return self._shared.spare()
+
+    def evict_spare(self, spare: Spare) -> None:
+        """As blocks.Listener."""
+        assert isinstance(spare, SharedSlab)
+        self._shared.evict(spare)
+
     # -- the pump --------------------------------------------------------------------------------
 
     def _soon(self) -> None:
@@ -240,9 +253,15 @@ class Engine:
         self._pump_is_due = False
         lacking, full = [], set()
         for work in self._in_order():
-            if work.missing:
+            is_full = work.stream.stream_id in full
+            if is_full and not work.missing:
+                continue
+            slab = self._shared.find(work)
+            if slab is not None and slab.made is None:
+                continue
+            if work.missing and slab is None:
                 lacking.append(work)
-            elif work.stream.stream_id not in full and not self._works.assemble(work):
+            elif not is_full and not self._works.assemble(work, slab):
                 # Whatever comes after it in its stream has no slot either; the zone is another.
                 full |= set() if work.oversize else {work.stream.stream_id}
         head = next((work for work in lacking if self._works.may_have_slot(work)), None)

@@ -4,6 +4,9 @@ Invariants:
 1. The ranks of one launch of a job see one manifest: it is opened once.
 2. A member that was admitted is renewed until it leaves, its process ends, or its lease is lost.
 3. A delivery arena lives as long as a member uses it; two members with one dp_rank share it.
+4. Slabs are shared by the members of one delivery, and by jobs that named one group and are equal
+   in spec and place: only where making a slab costs more than copying it, where there are
+   transforms.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dataplane.node.engine import Engine
 from dataplane.node.member import Member
 from dataplane.node.streams import Streams
 from dataplane.node.walk import SlabSizes, slab_sizes
-from dataplane.node.work import Delivery
+from dataplane.node.work import Delivery, Group
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import default_lanes_window
 from dataplane.plan.slices import Slice
@@ -58,6 +61,7 @@ class Jobs:
         self._manifests: OrderedDict[_ManifestKey, asyncio.Future[Manifest]] = OrderedDict()
         self._datasets: dict[object, Dataset] = {}
         self._deliveries: dict[object, Delivery] = {}
+        self._groups: dict[object, Group] = {}
         self._numbers = itertools.count(1)
         self.streams = Streams(engine)
         self.members: dict[str, Member] = {}
@@ -119,6 +123,7 @@ class Jobs:
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
             self._engine.close_delivery(delivery)
+            self._groups = {k: g for k, g in self._groups.items() if not g.is_closed}
             self._forget_unread(delivery.dataset)
 
     def forget_manifest(self, job_id: str) -> None:
@@ -263,7 +268,8 @@ class Jobs:
     ) -> Delivery:
         place = request.topology
         key = (
-            request.job_id, request.incarnation, spec, place.dp_rank, place.dp_size,
+            request.job_id, request.incarnation, request.sharing, spec,
+            place.dp_rank, place.dp_size,
         )  # fmt: skip
         delivery = self._deliveries.get(key)
         if delivery is None:
@@ -275,9 +281,23 @@ class Jobs:
             except BudgetTooSmall:
                 arena.close()
                 raise
-            delivery = Delivery(next(self._numbers), arena, Slots(layout), dataset)
+            group = self._group(request, spec)
+            delivery = Delivery(next(self._numbers), arena, Slots(layout), dataset, group=group)
             self._deliveries[key] = delivery
         return delivery
+
+    def _group(self, request: messages.OpenJob, spec: JobSpec) -> Group | None:
+        if not spec.transforms:
+            return None
+        if not request.sharing:
+            return Group(users=1)
+        place = request.topology
+        key = (request.sharing, spec, place.dp_rank, place.dp_size)
+        group = self._groups.get(key)
+        if group is None or group.is_closed:
+            group = self._groups[key] = Group(is_declared=True)
+        group.users += 1
+        return group
 
 
 def _dataset_key(spec: JobSpec, *, packed: bool) -> object:

@@ -44,7 +44,7 @@ class Job:
     `arenas` are (arena id, descriptor); `source` tells of a block that `body` names by key.
     """
 
-    body: tasks.Decode | tasks.Assemble
+    body: tasks.Decode | tasks.Assemble | tasks.CopySlab
     dataset: tasks.OpenDataset
     arenas: tuple[tuple[int, int], ...]
     report: Report

@@ -52,7 +52,7 @@ class Streams:
         stream = self._made_ahead(member, at)
         if stream is None:
             order = await self._order(member, request.epoch)
-            walk = Walk(member.spec, order, at, member.sizes)
+            walk = _walk(member, order, at)
             stream = self._engine.open_stream(member.delivery, walk, send, member)
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
@@ -87,7 +87,7 @@ class Streams:
         if stream.closed or not is_only or member.closed:
             return
         at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1)
-        walk = Walk(member.spec, order, at, member.sizes, is_ahead=True)
+        walk = _walk(member, order, at, is_ahead=True)
         member.next_epoch = self._engine.open_stream(
             member.delivery, walk, stream.send, member, after=stream
         )
@@ -117,3 +117,8 @@ class Streams:
         except DataplaneError:
             self._orders.pop(key, None)
             raise
+
+
+def _walk(member: Member, order: Order, at: Stream, *, is_ahead: bool = False) -> Walk:
+    is_aligned = member.delivery.group is not None
+    return Walk(member.spec, order, at, member.sizes, is_ahead=is_ahead, is_aligned=is_aligned)

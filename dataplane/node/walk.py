@@ -6,6 +6,8 @@ Invariants:
    costs time, and changes no batch.
 3. The first plan is one batch, and plans grow from there: the first batch is early. A walk that is
    planned ahead of its consumer has no need of that.
+4. The plans of an aligned walk end at the same steps of the epoch whoever walks, and whatever was
+   made so far: consumers that are some batches apart want the same slabs.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ _BYTES_PARTS = 8
 @dataclass(slots=True)
 class SlabSizes:
     """How many batches a slab takes, as far as is known, and at most, however small they turn out
-    to be. How large its slot must be for their bytes and row index.
+    to be. How large its slot must be for their bytes and row index. `batch_bytes` is about what one
+    takes, 0 where nobody knows.
     """
 
     batches: int
     batches_max: int
     slot_bytes: int
+    batch_bytes: int = 0
     _batch_bytes: float = 0.0
     _spread_bytes: float = 0.0
 
@@ -79,7 +83,8 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
     most = max(min(_BATCHES_MAX, _TOLD_BYTES_MAX // told_bytes), 1)
     batches = max(min(most, slab_bytes // exact), 1)
     index_bytes = row_index_bytes(batches * rows)
-    return SlabSizes(batches, most, max(slab_bytes, batch_bytes) + index_bytes)
+    slot_bytes = max(slab_bytes, batch_bytes) + index_bytes
+    return SlabSizes(batches, most, slot_bytes, batch_bytes)
 
 
 def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
@@ -144,6 +149,7 @@ class Walk:
         sizes: SlabSizes,
         *,
         is_ahead: bool = False,
+        is_aligned: bool = False,
     ) -> None:
         self.order = order
         self.stream = stream
@@ -159,8 +165,9 @@ class Walk:
         )
         self.sizes = sizes
         self._next_step = stream.first_step
-        self._batch_count = sizes.batches if is_ahead else 1
-        self._global_batch = spec.global_batch
+        self.is_aligned = is_aligned
+        self._batch_count = sizes.batches if is_ahead and not is_aligned else 1
+        self.global_batch = spec.global_batch
 
     @property
     def step_count(self) -> int:
@@ -170,7 +177,16 @@ class Walk:
     @property
     def position(self) -> int:
         """Where the next plan starts in the epoch."""
-        return self.stream.cursor + self._next_step * self._global_batch
+        return self.stream.cursor + self._next_step * self.global_batch
+
+    def position_of(self, plan: Plan) -> int:
+        """Where a plan of this walk starts in the epoch."""
+        return self.stream.cursor + plan.batches[0].step * self.global_batch
+
+    def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
+        """As SlabSizes.fitted; an aligned walk keeps to what it was told first."""
+        if not self.is_aligned:
+            self.sizes.fitted(batch_count, bytes_used, slab_bytes, cut=cut)
 
     def next_plans(self, count: int) -> list[Plan]:
         """Up to `count` plans; fewer at the end of the epoch."""
@@ -183,6 +199,9 @@ class Walk:
         stride = self.stream.step_stride
         left = -(-(self.step_count - self._next_step) // stride)
         count = min(self._batch_count, left)
+        if self.is_aligned:
+            ordinal = self.position // (self.global_batch * stride)
+            count = min(count, self.sizes.batches - ordinal % self.sizes.batches)
         numbers = range(self._next_step, self._next_step + count * stride, stride)
         steps = self._slice.positions_of_steps(self._next_step, count, stride)
         blocks, rows = self.order.locate(steps.positions)

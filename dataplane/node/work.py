@@ -23,6 +23,8 @@ from dataplane.rpc.tasks import Assembled
 NONE = np.empty(0, np.int64)
 
 Send = Callable[[int, FromNodeBody], None]
+SlabKey = tuple[int, int, int, int]
+"""Epoch, first position, stride of the steps, and how many."""
 
 
 class Phase(enum.Enum):
@@ -38,7 +40,8 @@ class Phase(enum.Enum):
 @dataclass(slots=True, eq=False)
 class Work:
     """One slab in the making, for one stream. `missing` are the blocks that are not ready, and
-    `idle` those of them that nobody is loading, as far as is known.
+    `idle` those of them that nobody is loading, as far as is known. While it is assembled `shared`
+    is what is kept of it, or what it is a copy of.
     """
 
     stream: StreamState
@@ -54,6 +57,7 @@ class Work:
     assembled: Assembled | None = None
     error: DataplaneError | None = None
     blocks: frozenset[int] | None = None
+    shared: SharedSlab | None = None
 
     def needs(self, block: int) -> bool:
         """Whether rows of it are gathered from that block."""
@@ -73,6 +77,41 @@ class Work:
 
 
 @dataclass(slots=True, eq=False)
+class Group:
+    """Deliveries whose slabs are equal where their steps are: one is made, the others copied. What
+    was declared is expected to grow. `is_whole`: its slabs were larger than thought.
+    """
+
+    is_declared: bool = False
+    users: int = 0
+    is_closed: bool = False
+    is_whole: bool = False
+    made_count: int = 0
+    copied_count: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class SharedSlab:
+    """A slab of a group, kept in the block arena, or about to be while it is not `made`. `had` are
+    the holders that need it no more; `number` tells the older one.
+    """
+
+    group: Group
+    key: SlabKey
+    number: int
+    region: Region
+    made: Assembled | None = None
+    made_at: float = 0.0
+    readers: int = 0
+    had: set[object] = field(default_factory=set)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What it takes of the arena."""
+        return (self.region,)
+
+
+@dataclass(slots=True, eq=False)
 class Delivery:
     """The delivery arena of one dp_rank of a job, and the slabs that live in it."""
 
@@ -85,6 +124,7 @@ class Delivery:
     users: int = 0
     assembling_count: int = 0
     closing: bool = False
+    group: Group | None = None
 
     @property
     def is_held_up(self) -> bool:

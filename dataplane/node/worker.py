@@ -119,6 +119,8 @@ def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -
     try:
         if isinstance(body, tasks.Assemble | tasks.Decode):
             return _timed(state, body)
+        if isinstance(body, tasks.CopySlab):
+            return _copy_slab(state, body)
         if isinstance(body, tasks.OpenBlocks):
             return _open_blocks(state, body)
         if isinstance(body, tasks.OpenDataset):
@@ -307,11 +309,30 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
         specs = dataset.plan.specs if pictures is None else pictures.specs
         columns = [block.columns for block in blocks]
         gather = Gather(specs, columns, rows, body.batches, pictures=pictures)
-        return gather.into(arena.view(body.slab.offset, body.slab.length))
+        assembled = gather.into(arena.view(body.slab.offset, body.slab.length))
+        _keep(state, arena, body, assembled.bytes_used)
+        return assembled
     finally:
         # Afterwards: whatever was written before now may be among the rows, or be their fault.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
+
+
+def _keep(state: _State, arena: Arena, body: tasks.Assemble, length: int) -> None:
+    """Before the trainer has the slab, and may write into it."""
+    if body.keep is not None and length <= body.keep.length:
+        made = Region(body.slab.offset, length)
+        _copy(arena, made, state.arenas[0], Region(body.keep.offset, length))
+
+
+def _copy_slab(state: _State, body: tasks.CopySlab) -> tasks.Done:
+    _copy(state.arenas[0], body.kept, state.arenas[body.arena_id], body.slab)
+    return tasks.Done()
+
+
+def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
+    into = np.frombuffer(target.view(to.offset, to.length), np.uint8)
+    into[:] = np.frombuffer(source.view(at.offset, at.length), np.uint8)
 
 
 def _pictures(

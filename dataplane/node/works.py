@@ -1,11 +1,12 @@
 """The life of a slab in the making: from a plan to a filled slot, and to nothing again.
 
     WAITING ──blocks and a slot──> ASSEMBLING ──> READY ──released──> GONE
-       │                               │  └─ outgrown: WAITING again, for the zone
+       │  └──a shared slab and a slot──┘  └─ outgrown: WAITING again, for the zone
        └────────── FAILED <────────────┘
 
 Invariants:
-1. A work that is assembled pins all of its blocks; it needs no more memory, so it ends.
+1. A work that is assembled pins all of its blocks, or the shared slab that is copied into its slot;
+   it needs no more memory, so it ends.
 2. A slot is free again when its stream no longer waits for its slab, or its trainer released it.
 3. A work that is cut is followed at once, in its stream, by the work with its other batches.
 4. `missing` is exactly the blocks of a waiting work that are not ready; one that nobody is loading
@@ -30,10 +31,12 @@ from dataplane.node.account import Stamps
 from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
 from dataplane.node.dataset import Dataset
 from dataplane.node.pool import Job, WorkerPool
+from dataplane.node.shared import SharedSlabs
 from dataplane.node.walk import Plan, row_index_bytes
-from dataplane.node.work import NONE, Delivery, Phase, StreamState, Work
+from dataplane.node.work import NONE, Delivery, Phase, SharedSlab, StreamState, Work
 from dataplane.rpc import tasks
 
+COPY_URGENCY = -1
 ASSEMBLE_URGENCY = 0
 _MEMORY_SHARE = 0.9
 
@@ -42,12 +45,18 @@ class Works:
     """Every work of the node. `changed` is called when the engine should look again."""
 
     def __init__(
-        self, arena: Arena, blocks: BlockTable, pool: WorkerPool, changed: Callable[[], None]
+        self,
+        arena: Arena,
+        blocks: BlockTable,
+        pool: WorkerPool,
+        changed: Callable[[], None],
+        shared: SharedSlabs,
     ) -> None:
         self._arena = arena
         self._blocks = blocks
         self._pool = pool
         self._changed = changed
+        self._shared = shared
         self._waiting: defaultdict[int, set[Work]] = defaultdict(set)
         self._numbers = itertools.count(1)
         self.assembling_count = 0
@@ -141,6 +150,8 @@ class Works:
         for loan in delivery.lent.values():
             self.drop(loan.work)
         delivery.lent.clear()
+        if delivery.group is not None and not delivery.closing:
+            self._shared.leave(delivery.group)
         delivery.closing = True
         self._close_if_idle(delivery)
 
@@ -231,8 +242,10 @@ class Works:
 
     # -- assembling ------------------------------------------------------------------------------
 
-    def assemble(self, work: Work) -> bool:
-        """Have a work's slab made, whose blocks are all ready: False if there is no slot for it."""
+    def assemble(self, work: Work, shared: SharedSlab | None) -> bool:
+        """Have a work's slab copied, or made of its blocks, which are all ready: False if there is
+        no slot for it.
+        """
         slot = self._slot_for(work)
         if slot is None:
             return False
@@ -242,35 +255,52 @@ class Works:
             delivery.slots.give_back(slot)
             self._fail_for_size(work, index_bytes, slot.length)
             return True
+        slab = Region(slot.offset, slot.length - index_bytes)
         work.slot, work.phase = slot, Phase.ASSEMBLING
         work.stamps.slotted = time.monotonic()
-        slab = Region(slot.offset, slot.length - index_bytes)
-        row_index = Region(slot.offset + slab.length, rows * 8)
-        into = np.frombuffer(delivery.arena.view(row_index.offset, row_index.length), np.int32)
-        into[:] = work.plan.row_index.reshape(-1)
-        self.pin(work)
+        body = self._gather(work, slab) if shared is None else self._copy(work, slab, shared)
         self._unwatch(work)
         self.assembling_count += 1
         delivery.assembling_count += 1
         blocks, dataset = work.plan.blocks, work.dataset
         job = Job(
-            body=tasks.Assemble(
-                dataset.dataset_id,
-                tuple(dataset.marks.keys[blocks].tolist()),
-                row_index,
-                work.plan.batches,
-                delivery.arena_id,
-                slab,
-                work.stream.walk.render,
-            ),
+            body=body,
             dataset=dataset.message,
             arenas=((BLOCK_ARENA_ID, self._arena.fd), (delivery.arena_id, delivery.arena.fd)),
             source=self._blocks.source,
             report=lambda result: self._on_assembled(work, job, result),
             blame=dataset.url(int(blocks[0])) if len(blocks) else "an empty batch",
         )
-        self._pool.submit(job, ASSEMBLE_URGENCY)
+        self._pool.submit(job, ASSEMBLE_URGENCY if shared is None else COPY_URGENCY)
         return True
+
+    def _gather(self, work: Work, slab: Region) -> tasks.Assemble:
+        delivery, rows = work.delivery, len(work.plan.row_index)
+        row_index = Region(slab.offset + slab.length, rows * 8)
+        into = np.frombuffer(delivery.arena.view(row_index.offset, row_index.length), np.int32)
+        into[:] = work.plan.row_index.reshape(-1)
+        self.pin(work)
+        work.shared = self._shared.begin(work, slab.length)
+        return tasks.Assemble(
+            work.dataset.dataset_id,
+            tuple(work.dataset.marks.keys[work.plan.blocks].tolist()),
+            row_index,
+            work.plan.batches,
+            delivery.arena_id,
+            slab,
+            work.stream.walk.render,
+            keep=None if work.shared is None else work.shared.region,
+        )
+
+    def _copy(self, work: Work, slab: Region, shared: SharedSlab) -> tasks.CopySlab:
+        assert shared.made is not None
+        self.unpin(work)
+        self._shared.begin_copy(shared, work)
+        work.stamps.slotted_for_copy(shared.made_at, work.stamps.slotted)
+        work.shared = shared
+        return tasks.CopySlab(
+            shared.region, work.delivery.arena_id, Region(slab.offset, shared.region.length)
+        )
 
     def may_have_slot(self, work: Work) -> bool:
         """Whether the work could be assembled now, if it had its blocks."""
@@ -321,6 +351,9 @@ class Works:
         self.assembling_count -= 1
         work.delivery.assembling_count -= 1
         self.unpin(work)
+        shared, work.shared = work.shared, None
+        if shared is not None:
+            result = self._shared.ended(shared, result)
         if work.phase is Phase.GONE:
             self._free_slot(work)
         elif isinstance(result, DataplaneError):
@@ -340,7 +373,7 @@ class Works:
         is_cut = result.batch_count < len(work.plan.batches)
         assert work.slot is not None
         room = work.slot.length - row_index_bytes(len(work.plan.row_index))
-        work.stream.walk.sizes.fitted(result.batch_count, result.bytes_used, room, cut=is_cut)
+        work.stream.walk.fitted(result.batch_count, result.bytes_used, room, cut=is_cut)
         if is_cut:
             self._cut(work, result.batch_count)
         work.assembled, work.phase = result, Phase.READY

@@ -62,6 +62,7 @@ class OpenJob:
     lists: ListPolicy = ListPolicy.PADDED
     fill_null: tuple[FillNull, ...] = ()
     transforms: tuple[ImageSpec, ...] = ()
+    sharing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

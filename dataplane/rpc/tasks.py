@@ -119,7 +119,9 @@ class Render:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Gather the rows of some batches into a slab."""
+    """Gather the rows of some batches into a slab; `keep` is a second place for it, in the block
+    arena.
+    """
 
     dataset_id: int
     block_keys: tuple[int, ...]
@@ -128,6 +130,16 @@ class Assemble:
     arena_id: int
     slab: Region
     render: Render | None = None
+    keep: Region | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopySlab:
+    """Fill a slab with one that was kept."""
+
+    kept: Region
+    arena_id: int
+    slab: Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +153,7 @@ class Assembled:
     disk: int = 0
 
 
-TaskBody = AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Assemble
+TaskBody = AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Assemble | CopySlab
 ResultBody = DataplaneError | Done | Decoded | Assembled
 
 

@@ -22,6 +22,7 @@ from dataplane_torch.group import launch_token
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SEED_MAX = (1 << 64) - 1
+_NAME_MAX = 200
 
 # What torch's DataLoader takes besides, with its defaults, which are accepted, and what to do.
 _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
@@ -74,6 +75,7 @@ class Arguments:
     window: int | None
     service: str | None
     name: str | None
+    sharing: str | None
     topology: Topology | None
     dp_rank: int | None
     dp_size: int | None
@@ -114,9 +116,10 @@ def job_of(given: Arguments) -> Job:
         lists=_lists(given.lists),
         fill_null=tuple(sorted((name, float(v)) for name, v in (given.fill_null or {}).items())),
         transforms=image_specs(given.transforms or {}),
+        sharing=_sharing(given.sharing),
     )
     service = given.service or os.environ.get("DATAPLANE_SERVICE")
-    endpoint = find_endpoint(service, identity.node_name(launch))
+    endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
     return Job(endpoint, request, given.timeout or None)
 
 
@@ -211,6 +214,16 @@ def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
     if given is not None and not given:
         raise ConfigError("columns=[] leaves nothing: name some, or leave it out", field="columns")
     return tuple(given or ())
+
+
+def _sharing(given: object) -> str:
+    if given is not None and (not isinstance(given, str) or not 0 < len(given) <= _NAME_MAX):
+        raise ConfigError(
+            f"sharing={given!r:.80}: the name that jobs which load alike have in common, of "
+            f"{_NAME_MAX} characters at most",
+            field="sharing",
+        )
+    return given or ""
 
 
 def _optional_count(name: str, value: int | None) -> int | None:

@@ -52,6 +52,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         window: int | None = None,
         service: str | None = None,
         name: str | None = None,
+        sharing: str | None = None,
         topology: Topology | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
@@ -61,8 +62,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._job = job_of(
             Arguments(
                 urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, transforms, format, lanes, window, service, name, topology,
-                dp_rank, dp_size, timeout,
+                lists, fill_null, transforms, format, lanes, window, service, name, sharing,
+                topology, dp_rank, dp_size, timeout,
             )
         )  # fmt: skip
         # Every process of one DataLoader sees these: where to resume, and the epoch that comes

@@ -31,6 +31,7 @@ class DataLoader:
     `valid_count` tells how many rows of the last batch are not padding). `timeout` is how long to
     wait for a batch in seconds, 0 for what the node says. `transforms` names columns of encoded
     images, and what the node makes of them: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}.
+    Jobs of one host that load alike and have one `sharing` name decode each image once, together.
 
     Every pass over the loader is one epoch, and the next pass is the next epoch; a pass that was
     left early is begun again by the next. `state_dict()` tells of the pass begun last: what it has
@@ -59,6 +60,7 @@ class DataLoader:
         window: int | None = None,
         service: str | None = None,
         name: str | None = None,
+        sharing: str | None = None,
         pin_memory: bool = False,
         topology: Topology | None = None,
         dp_rank: int | None = None,
@@ -70,8 +72,8 @@ class DataLoader:
         self._job = job_of(
             Arguments(
                 urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, transforms, format, lanes, window, service, name, topology,
-                dp_rank, dp_size, timeout,
+                lists, fill_null, transforms, format, lanes, window, service, name, sharing,
+                topology, dp_rank, dp_size, timeout,
             )
         )  # fmt: skip
         self._session = Session(

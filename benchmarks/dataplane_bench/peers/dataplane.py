@@ -98,6 +98,7 @@ class _Opened:
             },
             service=task.service or None,
             name=task.run,
+            sharing=task.group or None,
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:

@@ -81,6 +81,7 @@ def _mode(case: Case) -> str:
         told += f", {case.ranks} ranks"
     if case.jobs > 1:
         told += f", {case.jobs} jobs"
+        told += " that share one order" if case.shared else ""
     return told + (f", a step computes for {case.step_ms:g} ms" if case.step_ms else "")
 
 

@@ -9,8 +9,13 @@ from dataplane_bench.scenarios.base import Scale, Scenario
 
 
 def cases(scale: Scale) -> tuple[Case, ...]:
-    """Each job loads the whole epoch; a loader with a daemon may share it among them."""
-    return (Case(f"{scale.ranks} jobs", scale.workload, jobs=scale.ranks, served=True),)
+    """Each job loads the whole epoch in an order of its own, and then all of them in one order; a
+    loader with a daemon may share it among them.
+    """
+    return (
+        Case(f"{scale.ranks} jobs", scale.workload, jobs=scale.ranks, served=True),
+        Case("one order", scale.workload, jobs=scale.ranks, served=True, shared=True),
+    )
 
 
 SCENARIO = Scenario(

@@ -125,7 +125,7 @@ class _Trial:
     def start(self, order: str = "run", count: int | None = None) -> None:
         """Start all processes, each with its task, and wait until they are ready."""
         self._ranks = [
-            self.members.start(f"job {task.seed}, rank {task.rank}", order, task, self._environ)
+            self.members.start(_name(task), order, task, self._environ)
             for task in self._tasks(self._service)[:count]
         ]
         if order == "run":
@@ -155,6 +155,11 @@ class _Trial:
         self._ranks, self._daemons = [], []
 
 
+def _name(task: Task) -> str:
+    job = int(task.run.rpartition("-")[2]) + 1
+    return f"job {job}, rank {task.rank}"
+
+
 @contextlib.contextmanager
 def _started(
     who: Contestant, case: Case, workload: Workload, timing: Timing, folder: Path
@@ -167,7 +172,8 @@ def _started(
         return [
             Task(
                 *(who.system, case, workload, who.place, who.settings, cache),
-                *(f"{token}-{job}", rank, case.ranks, job + 1, service),
+                *(f"{token}-{job}", rank, case.ranks, 1 if case.shared else job + 1, service),
+                token if case.shared else "",
             )
             for job in range(case.jobs)
             for rank in range(case.ranks)

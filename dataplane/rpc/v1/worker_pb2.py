@@ -26,7 +26,7 @@ from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb
 from dataplane.rpc.v1 import local_pb2 as dataplane_dot_rpc_dot_v1_dot_local__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x61taplane/rpc/v1/worker.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\x1a\x1c\x64\x61taplane/rpc/v1/local.proto\"\xc4\x02\n\x04Task\x12\x35\n\x0c\x61ttach_arena\x18\x01 \x01(\x0b\x32\x1d.dataplane.rpc.v1.AttachArenaH\x00\x12\x35\n\x0c\x64\x65tach_arena\x18\x02 \x01(\x0b\x32\x1d.dataplane.rpc.v1.DetachArenaH\x00\x12\x35\n\x0copen_dataset\x18\x03 \x01(\x0b\x32\x1d.dataplane.rpc.v1.OpenDatasetH\x00\x12*\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.DecodeH\x00\x12.\n\x08\x61ssemble\x18\x05 \x01(\x0b\x32\x1a.dataplane.rpc.v1.AssembleH\x00\x12\x33\n\x0bopen_blocks\x18\x06 \x01(\x0b\x32\x1c.dataplane.rpc.v1.OpenBlocksH\x00\x42\x06\n\x04\x62ody\"\xc2\x01\n\x06Result\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x17.dataplane.rpc.v1.ErrorH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.dataplane.rpc.v1.DoneH\x00\x12,\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.DecodedH\x00\x12\x30\n\tassembled\x18\x04 \x01(\x0b\x32\x1b.dataplane.rpc.v1.AssembledH\x00\x42\x06\n\x04\x62ody\"\x06\n\x04\x44one\"\x1f\n\x0b\x41ttachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\x1f\n\x0b\x44\x65tachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\xca\x01\n\x0bOpenDataset\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0e\n\x06schema\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x05 \x03(\t\x12+\n\x05lists\x18\x06 \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12-\n\tfill_null\x18\x07 \x03(\x0b\x32\x1a.dataplane.rpc.v1.FillNull\x12\x0c\n\x04pack\x18\x08 \x01(\x08\"\xf6\x01\n\x08RawBlock\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\'\n\x05place\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x30\n\x0epreamble_place\x18\x05 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x13\n\x0bshard_bytes\x18\x06 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x07 \x01(\t\x12)\n\x05\x61rena\x18\x08 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x12\x0e\n\x04path\x18\t \x01(\tH\x00\x42\x07\n\x05where\"m\n\x06\x44\x65\x63ode\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\'\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlock\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"6\n\x07\x44\x65\x63oded\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x12\x0c\n\x04\x64isk\x18\x03 \x01(\x04\"7\n\x06Origin\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\x04\x12\x11\n\tfirst_row\x18\x03 \x01(\x04\"\xa6\x01\n\x0b\x42lockSource\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12)\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlockH\x00\x12+\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x12(\n\x06origin\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.OriginB\x08\n\x06source\"_\n\nOpenBlocks\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12-\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1d.dataplane.rpc.v1.BlockSource\x12\x0e\n\x06\x66orget\x18\x03 \x03(\x04\"R\n\x06Render\x12+\n\x06images\x18\x01 \x03(\x0b\x32\x1b.dataplane.rpc.v1.ImageSpec\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\xed\x01\n\x08\x41ssemble\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\x12\n\nblock_keys\x18\x02 \x03(\x04\x12+\n\trow_index\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12(\n\x07\x62\x61tches\x18\x04 \x01(\x0b\x32\x17.dataplane.rpc.v1.Steps\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04slab\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12(\n\x06render\x18\x07 \x01(\x0b\x32\x18.dataplane.rpc.v1.Render\"\x83\x01\n\tAssembled\x12\x13\n\x0b\x62\x61tch_count\x18\x01 \x01(\r\x12\x14\n\x0c\x62ytes_needed\x18\x02 \x01(\x04\x12\x12\n\nbytes_used\x18\x03 \x01(\x04\x12)\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x18.dataplane.rpc.v1.Column\x12\x0c\n\x04\x64isk\x18\x05 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x61taplane/rpc/v1/worker.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\x1a\x1c\x64\x61taplane/rpc/v1/local.proto\"\xf5\x02\n\x04Task\x12\x35\n\x0c\x61ttach_arena\x18\x01 \x01(\x0b\x32\x1d.dataplane.rpc.v1.AttachArenaH\x00\x12\x35\n\x0c\x64\x65tach_arena\x18\x02 \x01(\x0b\x32\x1d.dataplane.rpc.v1.DetachArenaH\x00\x12\x35\n\x0copen_dataset\x18\x03 \x01(\x0b\x32\x1d.dataplane.rpc.v1.OpenDatasetH\x00\x12*\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.DecodeH\x00\x12.\n\x08\x61ssemble\x18\x05 \x01(\x0b\x32\x1a.dataplane.rpc.v1.AssembleH\x00\x12\x33\n\x0bopen_blocks\x18\x06 \x01(\x0b\x32\x1c.dataplane.rpc.v1.OpenBlocksH\x00\x12/\n\tcopy_slab\x18\x07 \x01(\x0b\x32\x1a.dataplane.rpc.v1.CopySlabH\x00\x42\x06\n\x04\x62ody\"\xc2\x01\n\x06Result\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x17.dataplane.rpc.v1.ErrorH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.dataplane.rpc.v1.DoneH\x00\x12,\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.DecodedH\x00\x12\x30\n\tassembled\x18\x04 \x01(\x0b\x32\x1b.dataplane.rpc.v1.AssembledH\x00\x42\x06\n\x04\x62ody\"\x06\n\x04\x44one\"\x1f\n\x0b\x41ttachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\x1f\n\x0b\x44\x65tachArena\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\x04\"\xca\x01\n\x0bOpenDataset\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0e\n\x06schema\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x05 \x03(\t\x12+\n\x05lists\x18\x06 \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12-\n\tfill_null\x18\x07 \x03(\x0b\x32\x1a.dataplane.rpc.v1.FillNull\x12\x0c\n\x04pack\x18\x08 \x01(\x08\"\xf6\x01\n\x08RawBlock\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\'\n\x05place\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x30\n\x0epreamble_place\x18\x05 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x13\n\x0bshard_bytes\x18\x06 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x07 \x01(\t\x12)\n\x05\x61rena\x18\x08 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x12\x0e\n\x04path\x18\t \x01(\tH\x00\x42\x07\n\x05where\"m\n\x06\x44\x65\x63ode\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\'\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlock\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"6\n\x07\x44\x65\x63oded\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06stored\x18\x02 \x01(\x08\x12\x0c\n\x04\x64isk\x18\x03 \x01(\x04\"7\n\x06Origin\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\x04\x12\x11\n\tfirst_row\x18\x03 \x01(\x04\"\xa6\x01\n\x0b\x42lockSource\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12)\n\x03raw\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.RawBlockH\x00\x12+\n\x07\x64\x65\x63oded\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.RegionH\x00\x12(\n\x06origin\x18\x04 \x01(\x0b\x32\x18.dataplane.rpc.v1.OriginB\x08\n\x06source\"_\n\nOpenBlocks\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12-\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1d.dataplane.rpc.v1.BlockSource\x12\x0e\n\x06\x66orget\x18\x03 \x03(\x04\"R\n\x06Render\x12+\n\x06images\x18\x01 \x03(\x0b\x32\x1b.dataplane.rpc.v1.ImageSpec\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x95\x02\n\x08\x41ssemble\x12\x12\n\ndataset_id\x18\x01 \x01(\x04\x12\x12\n\nblock_keys\x18\x02 \x03(\x04\x12+\n\trow_index\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12(\n\x07\x62\x61tches\x18\x04 \x01(\x0b\x32\x17.dataplane.rpc.v1.Steps\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04slab\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12(\n\x06render\x18\x07 \x01(\x0b\x32\x18.dataplane.rpc.v1.Render\x12&\n\x04keep\x18\x08 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"\x83\x01\n\tAssembled\x12\x13\n\x0b\x62\x61tch_count\x18\x01 \x01(\r\x12\x14\n\x0c\x62ytes_needed\x18\x02 \x01(\x04\x12\x12\n\nbytes_used\x18\x03 \x01(\x04\x12)\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x18.dataplane.rpc.v1.Column\x12\x0c\n\x04\x64isk\x18\x05 \x01(\x04\"l\n\x08\x43opySlab\x12&\n\x04kept\x18\x01 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12\x10\n\x08\x61rena_id\x18\x02 \x01(\x04\x12&\n\x04slab\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Regionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dataplane.rpc.v1.worker_pb2
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TASK']._serialized_start=112
-  _globals['_TASK']._serialized_end=436
-  _globals['_RESULT']._serialized_start=439
-  _globals['_RESULT']._serialized_end=633
-  _globals['_DONE']._serialized_start=635
-  _globals['_DONE']._serialized_end=641
-  _globals['_ATTACHARENA']._serialized_start=643
-  _globals['_ATTACHARENA']._serialized_end=674
-  _globals['_DETACHARENA']._serialized_start=676
-  _globals['_DETACHARENA']._serialized_end=707
-  _globals['_OPENDATASET']._serialized_start=710
-  _globals['_OPENDATASET']._serialized_end=912
-  _globals['_RAWBLOCK']._serialized_start=915
-  _globals['_RAWBLOCK']._serialized_end=1161
-  _globals['_DECODE']._serialized_start=1163
-  _globals['_DECODE']._serialized_end=1272
-  _globals['_DECODED']._serialized_start=1274
-  _globals['_DECODED']._serialized_end=1328
-  _globals['_ORIGIN']._serialized_start=1330
-  _globals['_ORIGIN']._serialized_end=1385
-  _globals['_BLOCKSOURCE']._serialized_start=1388
-  _globals['_BLOCKSOURCE']._serialized_end=1554
-  _globals['_OPENBLOCKS']._serialized_start=1556
-  _globals['_OPENBLOCKS']._serialized_end=1651
-  _globals['_RENDER']._serialized_start=1653
-  _globals['_RENDER']._serialized_end=1735
-  _globals['_ASSEMBLE']._serialized_start=1738
-  _globals['_ASSEMBLE']._serialized_end=1975
-  _globals['_ASSEMBLED']._serialized_start=1978
-  _globals['_ASSEMBLED']._serialized_end=2109
+  _globals['_TASK']._serialized_end=485
+  _globals['_RESULT']._serialized_start=488
+  _globals['_RESULT']._serialized_end=682
+  _globals['_DONE']._serialized_start=684
+  _globals['_DONE']._serialized_end=690
+  _globals['_ATTACHARENA']._serialized_start=692
+  _globals['_ATTACHARENA']._serialized_end=723
+  _globals['_DETACHARENA']._serialized_start=725
+  _globals['_DETACHARENA']._serialized_end=756
+  _globals['_OPENDATASET']._serialized_start=759
+  _globals['_OPENDATASET']._serialized_end=961
+  _globals['_RAWBLOCK']._serialized_start=964
+  _globals['_RAWBLOCK']._serialized_end=1210
+  _globals['_DECODE']._serialized_start=1212
+  _globals['_DECODE']._serialized_end=1321
+  _globals['_DECODED']._serialized_start=1323
+  _globals['_DECODED']._serialized_end=1377
+  _globals['_ORIGIN']._serialized_start=1379
+  _globals['_ORIGIN']._serialized_end=1434
+  _globals['_BLOCKSOURCE']._serialized_start=1437
+  _globals['_BLOCKSOURCE']._serialized_end=1603
+  _globals['_OPENBLOCKS']._serialized_start=1605
+  _globals['_OPENBLOCKS']._serialized_end=1700
+  _globals['_RENDER']._serialized_start=1702
+  _globals['_RENDER']._serialized_end=1784
+  _globals['_ASSEMBLE']._serialized_start=1787
+  _globals['_ASSEMBLE']._serialized_end=2064
+  _globals['_ASSEMBLED']._serialized_start=2067
+  _globals['_ASSEMBLED']._serialized_end=2198
+  _globals['_COPYSLAB']._serialized_start=2200
+  _globals['_COPYSLAB']._serialized_end=2308
 # @@protoc_insertion_point(module_scope)

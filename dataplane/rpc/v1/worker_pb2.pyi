@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Task(_message.Message):
-    __slots__ = ("attach_arena", "detach_arena", "open_dataset", "decode", "assemble", "open_blocks")
+    __slots__ = ("attach_arena", "detach_arena", "open_dataset", "decode", "assemble", "open_blocks", "copy_slab")
     ATTACH_ARENA_FIELD_NUMBER: _ClassVar[int]
     DETACH_ARENA_FIELD_NUMBER: _ClassVar[int]
     OPEN_DATASET_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     ASSEMBLE_FIELD_NUMBER: _ClassVar[int]
     OPEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPY_SLAB_FIELD_NUMBER: _ClassVar[int]
     attach_arena: AttachArena
     detach_arena: DetachArena
     open_dataset: OpenDataset
     decode: Decode
     assemble: Assemble
     open_blocks: OpenBlocks
-    def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ..., open_blocks: _Optional[_Union[OpenBlocks, _Mapping]] = ...) -> None: ...
+    copy_slab: CopySlab
+    def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ..., open_blocks: _Optional[_Union[OpenBlocks, _Mapping]] = ..., copy_slab: _Optional[_Union[CopySlab, _Mapping]] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("error", "done", "decoded", "assembled")
@@ -157,7 +159,7 @@ class Render(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +167,7 @@ class Assemble(_message.Message):
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
     RENDER_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
@@ -172,7 +175,8 @@ class Assemble(_message.Message):
     arena_id: int
     slab: _types_pb2.Region
     render: Render
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ...) -> None: ...
+    keep: _types_pb2.Region
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns", "disk")
@@ -187,3 +191,13 @@ class Assembled(_message.Message):
     columns: _containers.RepeatedCompositeFieldContainer[_local_pb2.Column]
     disk: int
     def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_local_pb2.Column, _Mapping]]] = ..., disk: _Optional[int] = ...) -> None: ...
+
+class CopySlab(_message.Message):
+    __slots__ = ("kept", "arena_id", "slab")
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    SLAB_FIELD_NUMBER: _ClassVar[int]
+    kept: _types_pb2.Region
+    arena_id: int
+    slab: _types_pb2.Region
+    def __init__(self, kept: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,246 @@
+"""Slabs that several consumers want: assembled once, and copied into the slot of each.
+
+    absent ──first who assembles it──> MAKING ──> KEPT ──evicted──> absent
+                                          └─ failed, or larger than thought: absent
+
+Streams share if they are of one group, and a group has only what would be equal anyhow: one spec
+(seed and transforms are in it), one dp_rank, one dp_size. A kept slab lies in the block arena,
+where no trainer sees it: what they write into their own copies stays theirs.
+
+Invariants:
+1. A slab is made once at a time. Whoever wants it meanwhile waits for the worker that makes it, and
+   for nothing else, least of all for a trainer: one that lags or stops holds up nobody.
+2. Kept slabs take half of the block arena at most, those that no consumer is known to be behind of
+   a sixteenth, and all of them only what no block needs (blocks.py, 3).
+3. The memory of a slab that a worker writes or reads is not given away.
+4. What goes first is what no consumer is known to be behind of, oldest first; then what is needed
+   last. A slab that is new is not kept where all others are needed sooner.
+5. A slab is kept if its group was declared, for others may come, or if somebody is behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from dataplane.model import Region
+from dataplane.node.blocks import BlockTable
+from dataplane.node.work import Group, SharedSlab, SlabKey, StreamState, Work
+from dataplane.rpc import tasks
+from dataplane.trace import Trace
+
+_ARENA_PARTS = 2
+# Of what nobody is behind of less is kept: memory that is used again and again is warm.
+_UNWANTED_PARTS = 16
+
+_Need = tuple[bool, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """Where a stream stands; what it will come to."""
+
+    holder: object
+    epoch: int
+    position: int
+    cursor: int
+    first: int
+    span: int
+    stride: int
+    sample_count: int
+
+    @classmethod
+    def of(cls, stream: StreamState) -> Self:
+        walk, at = stream.walk, stream.walk.stream
+        size = walk.global_batch
+        first, span = at.first_step * size, at.step_stride * size
+        return cls(
+            stream.holder, at.epoch, stream.position, at.cursor, first, span, at.step_stride,
+            walk.order.sample_count,
+        )  # fmt: skip
+
+    def comes_to(self, epoch: int, position: int, stride: int) -> bool:
+        """Whether these steps are among those that its consumer has not taken, if it goes on."""
+        is_behind = self.epoch < epoch or (self.epoch == epoch and self.position <= position)
+        start = self.first + (self.cursor if self.epoch == epoch else 0)
+        return is_behind and stride == self.stride and (position - start) % self.span == 0
+
+
+class SharedSlabs:
+    """Those of all groups. `streams` are all that are open on this node, and `changed` is called
+    when whoever waits for a slab should look again.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        streams: Callable[[], Iterable[StreamState]],
+        changed: Callable[[], None],
+        trace: Trace,
+    ) -> None:
+        self._blocks, self._streams, self._trace = blocks, streams, trace
+        self._changed = changed
+        self._slabs: dict[tuple[Group, SlabKey], SharedSlab] = {}
+        self._bytes = 0
+        self._count = 0
+
+    # -- who wants what --------------------------------------------------------------------------
+
+    def find(self, work: Work) -> SharedSlab | None:
+        """The slab that this work needs only copy, or wait for."""
+        group = work.stream.delivery.group
+        if group is None or work.oversize or not self._slabs:
+            return None
+        return self._slabs.get((group, _key(work)))
+
+    def position(self, stream: StreamState) -> int:
+        """The first position for which the stream needs blocks, as far as it is planned."""
+        if stream.delivery.group is None:
+            return stream.position
+        for work in stream.works:
+            if self.find(work) is None:
+                return work.plan.first_position
+        return stream.walk.position
+
+    def _behind(self, group: Group) -> list[_Behind]:
+        return [
+            _Behind.of(stream)
+            for stream in self._streams()
+            if stream.delivery.group is group and not stream.closed
+        ]
+
+    def _is_wanted(self, slab: SharedSlab) -> bool:
+        return _distance(slab, self._behind(slab.group)) is not None
+
+    # -- making ----------------------------------------------------------------------------------
+
+    def begin(self, work: Work, slab_bytes: int) -> SharedSlab | None:
+        """A work is about to be assembled: the place for what is kept of it, if it is."""
+        group = work.delivery.group
+        if group is None or work.oversize:
+            return None
+        self._count += 1
+        slab = SharedSlab(group, _key(work), self._count, Region(0, 0), had={work.stream.holder})
+        expected = work.stream.walk.sizes.batch_bytes * len(work.plan.batches)
+        if expected and not group.is_whole:
+            slab_bytes = min(slab_bytes, expected)
+        group.made_count += 1
+        if not group.is_declared and not self._is_wanted(slab):
+            return None
+        region = self._room(slab, slab_bytes)
+        if region is None:
+            return None
+        slab.region = region
+        self._bytes += region.length
+        self._slabs[group, slab.key] = slab
+        return slab
+
+    def begin_copy(self, slab: SharedSlab, work: Work) -> None:
+        """A worker is about to read it."""
+        slab.readers += 1
+        slab.had.add(work.stream.holder)
+        slab.group.copied_count += 1
+
+    def ended(self, slab: SharedSlab, result: tasks.ResultBody) -> tasks.ResultBody:
+        """The worker that made it, or copied it, has answered: what it is as a slab."""
+        if slab.made is None:
+            self._made(slab, result)
+            return result
+        self._copied(slab)
+        return slab.made if isinstance(result, tasks.Done) else result
+
+    def _made(self, slab: SharedSlab, result: tasks.ResultBody) -> None:
+        if isinstance(result, tasks.Assembled):
+            slab.made, slab.made_at = dataclasses.replace(result, disk=0), time.monotonic()
+        used = 0 if slab.made is None else slab.made.bytes_used
+        if not used or used > slab.region.length or slab.group.is_closed:
+            slab.group.is_whole |= used > slab.region.length
+            self.evict(slab)
+            return
+        self._bytes -= slab.region.length
+        slab.region = self._blocks.shrink(slab.region, used)
+        self._bytes += slab.region.length
+
+    def _copied(self, slab: SharedSlab) -> None:
+        slab.readers -= 1
+        is_wanted = slab.group.is_declared or self._is_wanted(slab)
+        if not slab.readers and (slab.group.is_closed or not is_wanted):
+            self.evict(slab)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def spare(self) -> list[SharedSlab]:
+        """Which of them may go, the least needed first."""
+        return [slab for _, slab in self._ranked()]
+
+    def _ranked(self, before: SharedSlab | None = None) -> list[tuple[_Need, SharedSlab]]:
+        """Those that may go; only those that are needed less than `before`, if it is given."""
+        behind = {group: self._behind(group) for group in {group for group, _ in self._slabs}}
+        idle = [slab for slab in self._slabs.values() if slab.made is not None and not slab.readers]
+        ranked = [(_need(slab, behind[slab.group]), slab) for slab in idle]
+        if before is not None:
+            mine = _need(before, self._behind(before.group))
+            ranked = [(need, slab) for need, slab in ranked if need < mine]
+        return sorted(ranked, key=lambda each: each[0])
+
+    def evict(self, slab: SharedSlab) -> None:
+        """Its memory is free; whoever wants it makes it again."""
+        del self._slabs[slab.group, slab.key]
+        self._bytes -= slab.region.length
+        self._blocks.free(slab.region)
+        self._changed()
+
+    def leave(self, group: Group) -> None:
+        """One delivery fewer has it; with the last one its slabs go."""
+        group.users -= 1
+        if group.users:
+            return
+        group.is_closed = True
+        for slab in self.spare():
+            if slab.group is group:
+                self.evict(slab)
+        if group.copied_count:
+            self._trace.noted("shared", made=group.made_count, copied=group.copied_count)
+
+    def _room(self, slab: SharedSlab, length: int) -> Region | None:
+        """Of what no block needs, and of slabs that are needed less than this one."""
+        ranked = self._ranked(slab)
+        unwanted = sum(other.region.length for (is_wanted, _), other in ranked if not is_wanted)
+        arena = self._blocks.arena_bytes
+        for place, ((is_wanted, _), other) in enumerate(ranked):
+            is_beyond = not is_wanted and unwanted > arena // _UNWANTED_PARTS
+            if not is_beyond and self._bytes + length <= arena // _ARENA_PARTS:
+                going = [other for _, other in ranked[place:]]
+                return self._blocks.room_for_slab(length, going)
+            self.evict(other)
+            unwanted -= other.region.length
+        if self._bytes + length > arena // _ARENA_PARTS:
+            return None
+        return self._blocks.room_for_slab(length, ())
+
+
+def _key(work: Work) -> SlabKey:
+    """What decides the bytes of a slab beside its group."""
+    walk = work.stream.walk
+    at = walk.stream
+    return at.epoch, walk.position_of(work.plan), at.step_stride, len(work.plan.batches)
+
+
+def _need(slab: SharedSlab, behind: Sequence[_Behind]) -> _Need:
+    """The least comes first."""
+    away = _distance(slab, behind)
+    return (False, slab.number) if away is None else (True, -away)
+
+
+def _distance(slab: SharedSlab, behind: Sequence[_Behind]) -> int | None:
+    """How many positions away the nearest consumer is that will come to it and has not had it."""
+    epoch, position, stride, _ = slab.key
+    found = [
+        (epoch - one.epoch) * one.sample_count + position - one.position
+        for one in behind
+        if one.holder not in slab.had and one.comes_to(epoch, position, stride)
+    ]
+    return min(found, default=None)

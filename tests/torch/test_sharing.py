@@ -1,0 +1,83 @@
+"""Jobs of one sharing group as processes of their own: one node, the same bytes, whoever dies."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import DataLoader, ShardedIterableDataset
+from PIL import Image
+
+from dataplane.errors import ConfigError
+
+COUNT = 48
+# Says a hash of each batch, and waits for a word after the first five.
+JOB = """
+import hashlib, sys
+from dataplane_torch import DataLoader, RandomResizedCrop
+crop = {"jpg": [RandomResizedCrop(16)]}
+loader = DataLoader(sys.argv[1], 4, shuffle=True, transforms=crop, sharing="a group")
+for number, batch in enumerate(loader):
+    print(hashlib.blake2b(batch["jpg"].numpy().tobytes()).hexdigest(), flush=True)
+    batch["jpg"].zero_()
+    if number == 4:
+        sys.stdin.readline()
+"""
+
+pytestmark = pytest.mark.usefixtures("small_node")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    chance, jpegs = np.random.default_rng(1), []
+    for _ in range(COUNT):
+        sink = io.BytesIO()
+        Image.fromarray(chance.integers(0, 256, (24, 32, 3), np.uint8)).save(sink, "JPEG")
+        jpegs.append(sink.getvalue())
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    pq.write_table(pa.table({"jpg": jpegs}), folder / "0.parquet", row_group_size=8)
+    return str(folder)
+
+
+def job(shards: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", JOB, shards],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process: subprocess.Popen[str], count: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().strip() for _ in range(count)]
+
+
+def test_a_leader_that_is_killed_leaves_the_others_right(shards: str) -> None:
+    with job(shards) as leader, job(shards) as other, job(shards) as stopped:
+        first = said(leader, 5)
+        assert said(other, 5) == said(stopped, 5) == first
+        leader.send_signal(signal.SIGKILL)
+        leader.wait()
+        rest = other.communicate("go\n", timeout=60)[0].split()
+        assert stopped.communicate("go\n", timeout=60)[0].split() == rest
+    with job(shards) as alone:
+        assert alone.communicate("go\n", timeout=60)[0].split() == first + rest
+    assert (len(first), len(rest)) == (5, COUNT // 4 - 5)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedIterableDataset])
+def test_a_group_has_a_name(shards: str, kind: type) -> None:
+    for sharing in ("", "x" * 201, 7):
+        with pytest.raises(ConfigError, match="sharing="):
+            kind(shards, 4, sharing=sharing)
+    with DataLoader(shards, 4, sharing="g") as one, DataLoader(shards, 4) as other:
+        assert one.state_dict() == other.state_dict()
