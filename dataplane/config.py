@@ -7,7 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from dataplane.model import End, ImageSpec, ListPolicy
+from dataplane.model import End, ImageSpec, ListPolicy, StackSpec
 
 # The build reads the version here; clients, nodes and coordinators of one service must be equal.
 VERSION = "0.1.0"
@@ -20,7 +20,8 @@ class JobSpec:
 
     `fingerprint` is the manifest's; `columns` are leaf columns in batch order; `ragged` names the
     list columns that arrive as values and offsets; `fill_null` replaces nulls, per column;
-    `transforms` say which columns are images, and what becomes of them.
+    `transforms` say which columns are images, and what becomes of them; `stack` which columns come
+    as one.
     """
 
     fingerprint: str
@@ -34,18 +35,20 @@ class JobSpec:
     lists: ListPolicy = ListPolicy.PADDED
     fill_null: tuple[tuple[str, float], ...] = ()
     transforms: tuple[ImageSpec, ...] = ()
+    stack: tuple[StackSpec, ...] = ()
 
     def digest(self) -> str:
         """32 hex digits over everything but `global_batch`.
 
         The cursor counts samples, so a run may be resumed with another global batch; every other
         difference would change what the remaining samples are, or how they look. A job without
-        transforms has the digest that it had before there were any.
+        transforms or stacks has the digest that it had before there were any.
         """
         fields = dataclasses.asdict(self)
         del fields["global_batch"]
-        if not self.transforms:
-            del fields["transforms"]
+        for later in ("transforms", "stack"):
+            if not fields[later]:
+                del fields[later]
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 

@@ -91,6 +91,15 @@ class ImageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StackSpec:
+    """Columns that come as one, [B, columns] in this order, of this dtype; "" for their own."""
+
+    name: str
+    columns: tuple[str, ...]
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One object as a store lists it. `etag` pins its content: two equal etags, equal bytes."""
 

@@ -76,7 +76,7 @@ class State:
             )
         raise SpecMismatch(
             f"this state was saved with another seed, shuffle, lanes, window, end, columns, lists, "
-            f"fill_null, transforms or content of the {sample_count} samples (digest "
+            f"fill_null, transforms, stack or content of the {sample_count} samples (digest "
             f"{self.spec_digest}, not {digest}); this loader has {spec}: make the loader as it was "
             "then",
             field="spec_digest",

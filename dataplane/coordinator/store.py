@@ -30,7 +30,7 @@ from dataplane.coordinator.records import (
     key_of,
 )
 from dataplane.errors import ConfigError
-from dataplane.model import Cut, End, ImageSpec, ListPolicy, Topology
+from dataplane.model import Cut, End, ImageSpec, ListPolicy, StackSpec, Topology
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
@@ -232,6 +232,10 @@ def _spec(fields: dict[str, Any]) -> JobSpec:
     fields["columns"] = tuple(fields["columns"])
     fields["fill_null"] = tuple((column, value) for column, value in fields["fill_null"])
     fields["transforms"] = tuple(map(_image, fields.get("transforms", ())))
+    fields["stack"] = tuple(
+        StackSpec(one["name"], tuple(one["columns"]), one["dtype"])
+        for one in fields.get("stack", ())
+    )
     return JobSpec(**fields)
 
 

@@ -15,11 +15,11 @@ from dataplane.model import Kind, Region
 from dataplane.node.account import Account
 from dataplane.node.columns import Ints, Packing
 from dataplane.node.packing import plan_packing
+from dataplane.node.stacking import StackedPlan, plan_stacked
 from dataplane.plan.manifest import Manifest, Shard
 from dataplane.plan.order import BlockSizes
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
-from dataplane.transforms.columns import ColumnPlan, plan_columns
 
 # Blocks that would need no memory as they lie are packed if those of open windows take no more than
 # this part of the arena, and what is copied along with packed rows is at most so much larger.
@@ -64,7 +64,7 @@ class Dataset:
 
     dataset_id: int
     manifest: Manifest
-    columns: ColumnPlan
+    columns: StackedPlan
     message: tasks.OpenDataset
     direct: bool
     marks: Marks
@@ -142,7 +142,7 @@ def _row_bytes(kind: pa.DataType) -> int:
     return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0
 
 
-def _decoded_bytes(manifest: Manifest, columns: ColumnPlan, packing: Packing | None) -> Ints:
+def _decoded_bytes(manifest: Manifest, columns: StackedPlan, packing: Packing | None) -> Ints:
     """What each block takes once decoded, as far as the index knows."""
     fixed = sum(_row_bytes(field.type) for field in columns.schema)
     size = manifest.block_decoded
@@ -163,11 +163,11 @@ def _marks(manifest: Manifest, decoded: Ints, *, direct: bool) -> Marks:
     return Marks.of(raw, np.where(is_decoded[manifest.block_shard], decoded, 0))
 
 
-def _columns(manifest: Manifest, spec: JobSpec) -> tuple[ColumnPlan, bool]:
+def _columns(manifest: Manifest, spec: JobSpec) -> tuple[StackedPlan, bool]:
     """The columns, and whether zero-copy blocks have them in canonical form."""
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
-    columns = plan_columns(schema, spec.columns, spec.lists)
-    is_canonical = all(
+    columns = plan_stacked(schema, spec.columns, spec.lists, spec.stack)
+    is_canonical = not spec.stack and all(
         field.name in schema.names and schema.field(field.name).type == field.type
         for field in columns.schema
     )
@@ -209,6 +209,7 @@ def dataset_of(
         lists=spec.lists,
         fill_null=spec.fill_null,
         pack=packed,
+        stack=spec.stack,
     )
     packing = plan_packing(columns.specs) if packed else None
     direct = is_canonical and packing is None

@@ -187,6 +187,7 @@ class Jobs:
             lists=request.lists,
             fill_null=tuple(sorted(request.fill_null)),
             transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
+            stack=tuple(sorted(request.stack, key=lambda stack: stack.name)),
         )
         packed = can_pack(manifest, spec, self._config.block_arena_bytes)
         key = _dataset_key(spec, packed=packed)
@@ -203,7 +204,7 @@ class Jobs:
         return dataset, spec
 
     def _check_fill_null(self, dataset: Dataset, spec: JobSpec) -> None:
-        by_name = {column.name: column for column in dataset.columns.specs}
+        by_name = {column.name: column for column in dataset.columns.leaves.specs}
         for name, value in spec.fill_null:
             if name not in by_name:
                 raise ConfigError(
@@ -302,7 +303,7 @@ class Jobs:
 
 def _dataset_key(spec: JobSpec, *, packed: bool) -> object:
     """Jobs that are equal in this share a dataset, and so its blocks."""
-    return (spec.fingerprint, spec.columns, spec.lists, spec.fill_null, packed)
+    return (spec.fingerprint, spec.columns, spec.lists, spec.fill_null, spec.stack, packed)
 
 
 def _is_value_of(dtype: str, value: float) -> bool:

@@ -7,7 +7,6 @@ up to the end of its region; both start at multiples of a cache line.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,8 +92,7 @@ def store(
     if packing is not None and batch.num_rows:
         start = len(region) - _packed_bytes(batch, packing)
         length = batch.num_rows * packing.row_bytes
-        library = (how or kernel()).library
-        _pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start), library)
+        pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start), how)
 
 
 def open_stored(
@@ -127,14 +125,18 @@ def _others(batch: pa.RecordBatch, packing: Packing | None) -> pa.RecordBatch:
     return batch.select([at for at in range(batch.num_columns) if at not in packed])
 
 
-def _pack(
+def pack(
     batch: pa.RecordBatch,
     specs: Sequence[ColumnSpec],
     packing: Packing,
     out: Bytes,
-    library: ctypes.CDLL | None,
+    how: Compiled | None = None,
 ) -> None:
-    """Shapes:  out: uint8[rows * row_bytes], of one row at least."""
+    """Write the packed rows of a canonical block.
+
+    Shapes:  out: uint8[rows * row_bytes], of one row at least; padding keeps what it holds.
+    """
+    library = (how or kernel()).library
     chosen = [specs[at] for at in packing.columns]
     columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
     if library is not None:

@@ -40,9 +40,9 @@ from dataplane.model import Region
 from dataplane.node import packing
 from dataplane.node.columns import BlockColumns, Packing, open_block
 from dataplane.node.gather import Gather
+from dataplane.node.stacking import StackedPlan, canonical_stacked, plan_stacked
 from dataplane.rpc import local, tasks
 from dataplane.store.local import local_etag
-from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
 
 if TYPE_CHECKING:
     from dataplane.node.pictures import Pictures
@@ -55,7 +55,7 @@ _MADV_POPULATE_READ = 22
 class _Dataset:
     format: base.Format
     schema: pa.Schema
-    plan: ColumnPlan
+    plan: StackedPlan
     fill_null: Mapping[str, float]
     packing: Packing | None
 
@@ -166,7 +166,7 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
         state.schema_parts[body.dataset_id] = schema_bytes
         return tasks.Done()
     schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes))
-    plan = plan_columns(schema, body.columns, body.lists)
+    plan = plan_stacked(schema, body.columns, body.lists, body.stack)
     state.datasets[body.dataset_id] = _Dataset(
         registry.by_name(body.format),
         schema,
@@ -196,7 +196,7 @@ def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> p
         raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
         preamble, body,
     )  # fmt: skip
-    batch = dataset.format.decode(block, dataset.schema, dataset.plan.top_level)
+    batch = dataset.format.decode(block, dataset.schema, dataset.plan.leaves.top_level)
     if batch.num_rows != raw.rows:
         raise CorruptShard(
             f"{raw.url}: block {raw.index} has {batch.num_rows} rows, its index says {raw.rows}",
@@ -205,7 +205,7 @@ def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> p
             expected=raw.rows,
             found=batch.num_rows,
         )
-    return canonical(batch, dataset.plan, dataset.fill_null, raw.url)
+    return canonical_stacked(batch, dataset.plan, dataset.fill_null, raw.url)
 
 
 def _raw_views(state: _State, raw: tasks.RawBlock) -> tuple[memoryview, memoryview]:

@@ -42,6 +42,7 @@ _SHARED: dict[str, type] = {
     "Region": model.Region,
     "ColumnSpec": model.ColumnSpec,
     "ImageSpec": model.ImageSpec,
+    "StackSpec": model.StackSpec,
 }
 _ENVELOPE = "body"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.model import ColumnSpec, End, ImageSpec, ListPolicy, Region, Topology
+from dataplane.model import ColumnSpec, End, ImageSpec, ListPolicy, Region, StackSpec, Topology
 
 FillNull = tuple[str, float]
 
@@ -63,6 +63,7 @@ class OpenJob:
     fill_null: tuple[FillNull, ...] = ()
     transforms: tuple[ImageSpec, ...] = ()
     sharing: str = ""
+    stack: tuple[StackSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

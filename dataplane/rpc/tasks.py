@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dataplane.errors import DataplaneError
-from dataplane.model import ImageSpec, ListPolicy, Region
+from dataplane.model import ImageSpec, ListPolicy, Region, StackSpec
 from dataplane.rpc.messages import Batch, Column, FillNull
 
 
@@ -45,6 +45,7 @@ class OpenDataset:
     lists: ListPolicy = ListPolicy.PADDED
     fill_null: tuple[FillNull, ...] = ()
     pack: bool = False
+    stack: tuple[StackSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataplane.transforms.images import (
     ToDtype,
     ToLayout,
 )
+from dataplane.transforms.stacks import Stack
 from dataplane_torch.dataset import ShardedIterableDataset
 from dataplane_torch.loader import DataLoader
 from dataplane_torch.tensors import Ragged
@@ -24,6 +25,7 @@ __all__ = [
     "RandomResizedCrop",
     "Resize",
     "ShardedIterableDataset",
+    "Stack",
     "Statistics",
     "ToDtype",
     "ToLayout",

@@ -17,6 +17,7 @@ from dataplane.errors import ConfigError
 from dataplane.model import End, ListPolicy, Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
 from dataplane.transforms.images import Transform, image_specs
+from dataplane.transforms.stacks import Stack, stack_specs
 from dataplane_torch.group import launch_token
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -70,6 +71,7 @@ class Arguments:
     lists: str
     fill_null: Mapping[str, float] | None
     transforms: Mapping[str, Sequence[Transform]] | None
+    stack: Mapping[str, Stack | Sequence[str]] | None
     format: str | None
     lanes: int | None
     window: int | None
@@ -117,6 +119,7 @@ def job_of(given: Arguments) -> Job:
         fill_null=tuple(sorted((name, float(v)) for name, v in (given.fill_null or {}).items())),
         transforms=image_specs(given.transforms or {}),
         sharing=_sharing(given.sharing),
+        stack=stack_specs(given.stack or {}),
     )
     service = given.service or os.environ.get("DATAPLANE_SERVICE")
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))

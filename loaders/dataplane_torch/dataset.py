@@ -14,6 +14,7 @@ from dataplane.client.state import State, consumed, step_count
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 from dataplane.transforms.images import Transform
+from dataplane.transforms.stacks import Stack
 from dataplane_torch.arguments import Arguments, Urls, job_of
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.walk import Walk
@@ -47,6 +48,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         lists: str = "padded",
         fill_null: Mapping[str, float] | None = None,
         transforms: Mapping[str, Sequence[Transform]] | None = None,
+        stack: Mapping[str, Stack | Sequence[str]] | None = None,
         format: str | None = None,  # noqa: A002 - what it is
         lanes: int | None = None,
         window: int | None = None,
@@ -62,8 +64,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._job = job_of(
             Arguments(
                 urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, transforms, format, lanes, window, service, name, sharing,
-                topology, dp_rank, dp_size, timeout,
+                lists, fill_null, transforms, stack, format, lanes, window, service, name,
+                sharing, topology, dp_rank, dp_size, timeout,
             )
         )  # fmt: skip
         # Every process of one DataLoader sees these: where to resume, and the epoch that comes

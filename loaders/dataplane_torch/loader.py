@@ -14,6 +14,7 @@ from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 from dataplane.transforms.images import Transform
+from dataplane.transforms.stacks import Stack
 from dataplane_torch.arguments import Arguments, Urls, job_of, refuse_torch_arguments
 from dataplane_torch.pinning import cuda_pinning
 from dataplane_torch.tensors import Batch, Decoder
@@ -32,6 +33,9 @@ class DataLoader:
     wait for a batch in seconds, 0 for what the node says. `transforms` names columns of encoded
     images, and what the node makes of them: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}.
     Jobs of one host that load alike and have one `sharing` name decode each image once, together.
+    `stack` names tensors [B, columns] that columns of one number a sample come as, in the order
+    given: {"x": ["age", "price"]}, or {"x": Stack(["age", "price"], dtype="float32")} where they
+    differ in type.
 
     Every pass over the loader is one epoch, and the next pass is the next epoch; a pass that was
     left early is begun again by the next. `state_dict()` tells of the pass begun last: what it has
@@ -55,6 +59,7 @@ class DataLoader:
         lists: str = "padded",
         fill_null: Mapping[str, float] | None = None,
         transforms: Mapping[str, Sequence[Transform]] | None = None,
+        stack: Mapping[str, Stack | Sequence[str]] | None = None,
         format: str | None = None,  # noqa: A002 - what it is
         lanes: int | None = None,
         window: int | None = None,
@@ -72,8 +77,8 @@ class DataLoader:
         self._job = job_of(
             Arguments(
                 urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, transforms, format, lanes, window, service, name, sharing,
-                topology, dp_rank, dp_size, timeout,
+                lists, fill_null, transforms, stack, format, lanes, window, service, name,
+                sharing, topology, dp_rank, dp_size, timeout,
             )
         )  # fmt: skip
         self._session = Session(

@@ -15,7 +15,7 @@ from dataplane.config import JobSpec
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
 from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, Store
 from dataplane.errors import ConfigError
-from dataplane.model import Cut, End, ImageSpec, ListPolicy, Topology
+from dataplane.model import Cut, End, ImageSpec, ListPolicy, StackSpec, Topology
 
 JOB = Job("j", "s3://b/x", SPEC, 1000, 2, 1, "i1")
 MEMBER = Member("j", "m", Topology(dp_size=2, world_size=2), "n", Phase.JOINED, 1)
@@ -44,6 +44,7 @@ specs = st.builds(
     lists=st.sampled_from(ListPolicy),
     fill_null=st.lists(st.tuples(names, st.floats(allow_nan=False)), max_size=2).map(tuple),
     transforms=st.lists(images, max_size=2).map(tuple),
+    stack=st.lists(st.builds(StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
 )
 jobs = st.builds(Job, names, names, specs, u64, u64, u64, names, u64, u64, st.floats(0, 1e10))
 places = st.builds(Topology, *[st.integers(0, 2**32 - 1)] * 6)

@@ -63,6 +63,7 @@ specs = st.builds(
     lists=st.sampled_from(model.ListPolicy),
     fill_null=st.lists(st.tuples(names, finite)).map(tuple),
     transforms=st.lists(images).map(tuple),
+    stack=st.lists(st.builds(model.StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
 )
 
 

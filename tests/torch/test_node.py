@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset, bound_of
+from dataplane_torch import DataLoader, Ragged, ShardedIterableDataset, Stack, bound_of
 
-from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound
+from dataplane.errors import BudgetTooSmall, ConfigError, ShardNotFound, SpecMismatch
 
 COUNT = 700
 # On a machine with fewer processors than workers.
@@ -288,3 +288,33 @@ def test_statistics_split_the_time_of_the_loop(shards) -> None:
     bound = bound_of(loader.statistics())
     assert bound is not None
     assert bound.samples_per_s > 0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form, shuffle) -> None:
+    rows = np.arange(900)
+    columns = {f"f{i}": (rows * (i + 1)).astype(np.float32) for i in range(5)}
+    table = pa.table({"i": rows, **columns, "maybe": [k if k % 3 else None for k in rows.tolist()]})
+    path = str(tmp_path / f"a.{form}")
+    if form == "parquet":
+        pq.write_table(table, path, row_group_size=100)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=100)
+    order = ["f3", "f0", "f4"]
+    stack = {"x": order, "all": Stack(["maybe", "f1"], dtype="float64")}
+    how = {"shuffle": shuffle, "seed": 3, "fill_null": {"maybe": 7}}
+    with DataLoader(path, 64, **how) as plain, DataLoader(path, 64, stack=stack, **how) as loader:
+        for apart, batch in zip(plain, loader, strict=True):
+            assert list(batch) == ["i", "f2", "all", "x"]
+            assert batch["x"].is_contiguous()
+            assert torch.equal(batch["i"], apart["i"])
+            assert torch.equal(batch["x"], torch.stack([apart[name] for name in order], 1))
+            both = torch.stack([apart["maybe"].double(), apart["f1"].double()], 1)
+            assert torch.equal(batch["all"], both)
+        with pytest.raises(SpecMismatch, match="stack"):
+            loader.load_state_dict(plain.state_dict())
+    wrong = DataLoader(path, 64, stack={"x": ["i", "f0"]})
+    with wrong, pytest.raises(ConfigError, match="dtype"):
+        len(wrong)

@@ -74,7 +74,7 @@ class DatasetSource(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ...) -> None: ...
 
 class OpenJob(_message.Message):
-    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null", "transforms", "sharing")
+    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null", "transforms", "sharing", "stack")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class OpenJob(_message.Message):
     FILL_NULL_FIELD_NUMBER: _ClassVar[int]
     TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
     SHARING_FIELD_NUMBER: _ClassVar[int]
+    STACK_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     incarnation: str
     member_id: str
@@ -107,7 +108,8 @@ class OpenJob(_message.Message):
     fill_null: _containers.RepeatedCompositeFieldContainer[_types_pb2.FillNull]
     transforms: _containers.RepeatedCompositeFieldContainer[_types_pb2.ImageSpec]
     sharing: str
-    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ...) -> None: ...
+    stack: _containers.RepeatedCompositeFieldContainer[_types_pb2.StackSpec]
+    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., stack: _Optional[_Iterable[_Union[_types_pb2.StackSpec, _Mapping]]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
     __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s")

@@ -108,8 +108,18 @@ class ImageSpec(_message.Message):
     std: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class StackSpec(_message.Message):
+    __slots__ = ("name", "columns", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    dtype: str
+    def __init__(self, name: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
 class JobSpec(_message.Message):
-    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null", "transforms")
+    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null", "transforms", "stack")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +131,7 @@ class JobSpec(_message.Message):
     LISTS_FIELD_NUMBER: _ClassVar[int]
     FILL_NULL_FIELD_NUMBER: _ClassVar[int]
     TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
+    STACK_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     seed: int
     shuffle: bool
@@ -132,7 +143,8 @@ class JobSpec(_message.Message):
     lists: ListPolicy
     fill_null: _containers.RepeatedCompositeFieldContainer[FillNull]
     transforms: _containers.RepeatedCompositeFieldContainer[ImageSpec]
-    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[FillNull, _Mapping]]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ...) -> None: ...
+    stack: _containers.RepeatedCompositeFieldContainer[StackSpec]
+    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[FillNull, _Mapping]]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size")

@@ -55,7 +55,7 @@ class DetachArena(_message.Message):
     def __init__(self, arena_id: _Optional[int] = ...) -> None: ...
 
 class OpenDataset(_message.Message):
-    __slots__ = ("dataset_id", "format", "schema", "more", "columns", "lists", "fill_null", "pack")
+    __slots__ = ("dataset_id", "format", "schema", "more", "columns", "lists", "fill_null", "pack", "stack")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class OpenDataset(_message.Message):
     LISTS_FIELD_NUMBER: _ClassVar[int]
     FILL_NULL_FIELD_NUMBER: _ClassVar[int]
     PACK_FIELD_NUMBER: _ClassVar[int]
+    STACK_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     format: str
     schema: bytes
@@ -72,7 +73,8 @@ class OpenDataset(_message.Message):
     lists: _types_pb2.ListPolicy
     fill_null: _containers.RepeatedCompositeFieldContainer[_types_pb2.FillNull]
     pack: bool
-    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: _Optional[bool] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ..., pack: _Optional[bool] = ...) -> None: ...
+    stack: _containers.RepeatedCompositeFieldContainer[_types_pb2.StackSpec]
+    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: _Optional[bool] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ..., pack: _Optional[bool] = ..., stack: _Optional[_Iterable[_Union[_types_pb2.StackSpec, _Mapping]]] = ...) -> None: ...
 
 class RawBlock(_message.Message):
     __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path")

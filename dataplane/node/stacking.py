@@ -1,0 +1,126 @@
+"""Blocks in which some columns lie side by side, row after row, as one column of fixed-size lists.
+
+So a batch of them is one copy a row, as of any column of fixed-size lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.compiled import Compiled
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnSpec, ListPolicy, StackSpec
+from dataplane.node import packing
+from dataplane.node.columns import Packing
+from dataplane.transforms.columns import ColumnPlan, canonical, canonical_type, plan_columns
+from dataplane.transforms.stacks import stacked_columns
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPlan:
+    """How blocks become batch columns: first the leaves, then what the stacks make of them.
+
+    `specs` and `schema` are those of batches, in their order.
+    """
+
+    leaves: ColumnPlan
+    stacks: tuple[StackSpec, ...]
+    specs: tuple[ColumnSpec, ...]
+    schema: pa.Schema
+
+
+def plan_stacked(
+    schema: pa.Schema,
+    columns: Sequence[str],
+    lists: ListPolicy,
+    stacks: Sequence[StackSpec],
+) -> StackedPlan:
+    """As `plan_columns`; columns that are stacked need no other mention.
+
+    Raises:  ConfigError: a column that is not there, or cannot be stacked.
+    """
+    members = [name for stack in stacks for name in stack.columns]
+    chosen = [*columns, *(name for name in members if name not in columns)] if columns else []
+    leaves = plan_columns(schema, chosen, lists)
+    if not stacks:
+        return StackedPlan(leaves, (), leaves.specs, leaves.schema)
+    names = {spec.name for spec in leaves.specs}
+    for name in members:
+        if name not in names:
+            plan_columns(schema, [name], lists)  # says what there is, where it is nothing
+            raise ConfigError(
+                f"column {name!r} has parts, and a stack is of single numbers: name its parts",
+                field=name,
+            )
+    specs = stacked_columns(leaves.specs, stacks)
+    fields = {field.name: field.type for field in leaves.schema}
+    types = [
+        pa.list_(_arrow(spec.dtype), spec.shape[0])
+        if spec.name in {stack.name for stack in stacks}
+        else fields[spec.name]
+        for spec in specs
+    ]
+    made = pa.schema([(spec.name, kind) for spec, kind in zip(specs, types, strict=True)])
+    return StackedPlan(leaves, tuple(stacks), specs, made)
+
+
+def canonical_stacked(
+    batch: pa.RecordBatch,
+    plan: StackedPlan,
+    fill_null: Mapping[str, float],
+    url: str,
+    how: Compiled | None = None,
+) -> pa.RecordBatch:
+    """As `canonical`, with the columns of stacks side by side.
+
+    Raises:  CorruptShard: nulls in a column of integers or bools without a fill value.
+    """
+    leaves = canonical(batch, plan.leaves, fill_null, url)
+    if not plan.stacks:
+        return leaves
+    arrays = []
+    by_name = {stack.name: stack for stack in plan.stacks}
+    for spec, field in zip(plan.specs, plan.schema, strict=True):
+        stack = by_name.get(spec.name)
+        arrays.append(
+            leaves.column(spec.name)
+            if stack is None
+            else _side_by_side(leaves.select(stack.columns), spec, field.type, how)
+        )
+    return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
+
+
+def _side_by_side(
+    members: pa.RecordBatch, spec: ColumnSpec, target: pa.DataType, how: Compiled | None
+) -> pa.Array:
+    width, rows = len(members.columns), members.num_rows
+    size = np.dtype(spec.dtype).itemsize
+    out = np.empty(rows * width * size, np.uint8)
+    if rows:
+        alike = pa.record_batch(
+            [_cast(column, target.value_type) for column in members.columns],
+            names=members.schema.names,
+        )
+        fields = np.array([(at * size, size) for at in range(width)], np.int64)
+        rows_of = Packing(tuple(range(width)), fields, width * size)
+        specs = [ColumnSpec(name, spec.kind, spec.dtype) for name in alike.schema.names]
+        packing.pack(alike, specs, rows_of, out, how)
+    values = pa.Array.from_buffers(target.value_type, rows * width, [None, pa.py_buffer(out)])
+    return pa.FixedSizeListArray.from_arrays(values, type=target)
+
+
+def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if array.type == target:
+        return array
+    # As numpy and torch convert: what a float cannot hold exactly becomes the nearest it can.
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = array.to_numpy(zero_copy_only=False).astype(target.to_pandas_dtype())
+    return pa.array(values, target)
+
+
+def _arrow(dtype: str) -> pa.DataType:
+    return canonical_type(pa.bool_() if dtype == "bool" else pa.from_numpy_dtype(dtype))

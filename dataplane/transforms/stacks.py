@@ -1,0 +1,118 @@
+"""Columns of numbers that come as one tensor [B, columns]: as a user names them, what that means,
+and which columns a block then has. Pure, and without arrays: a trainer links it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnSpec, Kind, StackSpec
+
+_EXAMPLE = 'stack={"features": ["age", "price"]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Columns in this order, as one tensor of this dtype; "" for the one that all of them have."""
+
+    columns: Sequence[str]
+    dtype: str = ""
+
+
+def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec, ...]:
+    """What a mapping from the new name to its columns means, by name.
+
+    Raises:  ConfigError: it is no such mapping, or a column is in it twice.
+    """
+    if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
+        raise ConfigError(f"stack={stacks!r:.80}: pass a dict: {_EXAMPLE}", field="stack")
+    found = tuple(_spec(name, stacks[name]) for name in sorted(stacks))
+    members = [column for spec in found for column in spec.columns]
+    for column in members:
+        if members.count(column) > 1:
+            raise ConfigError(
+                f"column {column!r} is stacked twice; name each one once", field="stack"
+            )
+    return found
+
+
+def _spec(name: str, given: object) -> StackSpec:
+    stack = given if isinstance(given, Stack) else Stack(given)  # type: ignore[arg-type]
+    columns = stack.columns
+    if isinstance(columns, str) or not isinstance(columns, Sequence) or not columns:
+        raise ConfigError(
+            f"stack {name!r} is {given!r:.80}: pass a list of columns, or Stack([…], dtype=…): "
+            f"{_EXAMPLE}",
+            field="stack",
+        )
+    if not all(isinstance(column, str) for column in columns):
+        raise ConfigError(f"stack {name!r}: {list(columns)!r:.80} are no names", field="stack")
+    if stack.dtype and stack.dtype not in _DTYPES:
+        raise ConfigError(
+            f"stack {name!r}: dtype {stack.dtype!r} is none of {', '.join(_DTYPES)}", field="stack"
+        )
+    return StackSpec(name, tuple(columns), stack.dtype)
+
+
+_DTYPES = (
+    *("float32", "float16", "float64", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
+
+
+def stacked_columns(
+    specs: Sequence[ColumnSpec], stacks: Sequence[StackSpec]
+) -> tuple[ColumnSpec, ...]:
+    """The columns of batches: those that are not stacked, then the stacks.
+
+    Raises:  ConfigError: a column that is not one number a sample, columns of several types, or a
+    name that is taken; says what to do.
+    """
+    members = {column for stack in stacks for column in stack.columns}
+    kept = [spec for spec in specs if spec.name not in members]
+    by_name = {spec.name: spec for spec in specs}
+    taken = {spec.name for spec in kept}
+    for stack in stacks:
+        if stack.name in taken:
+            raise ConfigError(
+                f"stack {stack.name!r} has the name of a column that is not in it: choose another",
+                field="stack",
+            )
+    return (*kept, *(_stacked(stack, by_name) for stack in stacks))
+
+
+def _stacked(stack: StackSpec, by_name: Mapping[str, ColumnSpec]) -> ColumnSpec:
+    members = [by_name[name] for name in stack.columns]
+    for member in members:
+        if member.kind is not Kind.FIXED or member.shape:
+            what = f"{member.dtype} of shape {list(member.shape)}" if member.shape else member.kind
+            raise ConfigError(
+                f"column {member.name!r} ({what}) is not one number a sample, and cannot be part "
+                f"of stack {stack.name!r}: leave it out of the stack",
+                field=member.name,
+            )
+    dtype = stack.dtype or members[0].dtype
+    for member in members:
+        if not stack.dtype and member.dtype != dtype:
+            raise ConfigError(
+                f"stack {stack.name!r}: column {members[0].name!r} is {dtype} and column "
+                f"{member.name!r} is {member.dtype}: say what they become, as in "
+                f'Stack([…], dtype="float32")',
+                field=member.name,
+            )
+        if not _becomes(member.dtype, dtype):
+            raise ConfigError(
+                f"stack {stack.name!r}: column {member.name!r} is {member.dtype}, which {dtype} "
+                "cannot hold: choose a wider dtype, or a float",
+                field=member.name,
+            )
+    return ColumnSpec(stack.name, Kind.FIXED, dtype, (len(members),))
+
+
+def _becomes(dtype: str, target: str) -> bool:
+    """Any number may become a float; integers only what holds all of them."""
+    return np.dtype(target).kind == "f" or np.can_cast(dtype, target, "safe")
