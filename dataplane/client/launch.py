@@ -98,6 +98,8 @@ def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess
                 stdout=subprocess.DEVNULL,
                 stderr=log_fd,
                 pass_fds=handed_down,
+                # No threads of a numpy that multiplies nothing: one a core, as it is loaded.
+                env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
             )
         finally:

@@ -8,32 +8,48 @@ grows when what its `index` returns changes.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from dataplane.errors import ConfigError
-from dataplane.formats.arrow_ipc import ArrowIpc
 from dataplane.formats.base import Format
-from dataplane.formats.jsonl import JsonLines
-from dataplane.formats.parquet import Parquet
-from dataplane.formats.tar import Tar
-from dataplane.formats.tfrecord import TfRecord
 
 GROUP = "dataplane.formats"
 # Grows when what `index` returns changes, so that remembered indexes are made again.
 INDEX_VERSION = 1
 
-BUILT_IN: tuple[Format, ...] = (Parquet(), ArrowIpc(), TfRecord(), Tar(), JsonLines())
+# Where each class is, and how its files are called: who reads one format imports no other.
+BUILT_IN: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "parquet": ("dataplane.formats.parquet", "Parquet", (".parquet", ".parq", ".pqt")),
+    "arrow": (
+        "dataplane.formats.arrow_ipc",
+        "ArrowIpc",
+        (".arrows", ".arrow", ".feather", ".ipc"),
+    ),
+    "tfrecord": (
+        "dataplane.formats.tfrecord",
+        "TfRecord",
+        (".tfrecords.gz", ".tfrecord.gz", ".tfrecords", ".tfrecord", ".tfrec.gz", ".tfrec"),
+    ),
+    "tar": ("dataplane.formats.tar", "Tar", (".tar.gz", ".tgz", ".tar")),
+    "jsonl": (
+        "dataplane.formats.jsonl",
+        "JsonLines",
+        (".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl", ".ndjson"),
+    ),
+}
 
 
 @functools.cache
-def formats() -> Mapping[str, Format]:
-    """Every known format by name, the built-in ones first.
+def _others() -> Mapping[str, Format]:
+    """The formats of other packages, by name.
 
     Raises:  ConfigError: an entry point cannot be loaded, or takes a name that is taken.
     """
-    found = {format_.name: format_ for format_ in BUILT_IN}
+    from importlib.metadata import entry_points
+
+    found: dict[str, Format] = {}
     for point in entry_points(group=GROUP):
         try:
             loaded = point.load()
@@ -43,10 +59,17 @@ def formats() -> Mapping[str, Format]:
             raise ConfigError(
                 f"the format {point.name!r} ({point.value}) cannot be loaded: {fault}"
             ) from fault
-        if name in found:
+        if name in found or name in BUILT_IN:
             raise ConfigError(f"two formats are named {name!r}; the second is {point.value}")
         found[name] = format_
     return MappingProxyType(found)
+
+
+@functools.cache
+def _built_in(name: str) -> Format:
+    module, cls, _ = BUILT_IN[name]
+    made: Format = getattr(importlib.import_module(module), cls)()
+    return made
 
 
 def by_name(name: str) -> Format:
@@ -54,22 +77,33 @@ def by_name(name: str) -> Format:
 
     Raises:  ConfigError: there is none.
     """
-    known = formats()
+    if name in BUILT_IN:
+        return _built_in(name)
+    known = _others()
     if name not in known:
-        raise ConfigError(f"no format is named {name!r}; there are {', '.join(known)}")
+        names = ", ".join([*BUILT_IN, *known])
+        raise ConfigError(f"no format is named {name!r}; there are {names}")
     return known[name]
 
 
 def format_of_url(url: str) -> Format | None:
     """The format whose suffix the url's path ends with, the longest one first."""
     path = url.lower().partition("?")[0].partition("#")[0]
-    fitting = [(len(s), f) for f in formats().values() for s in f.suffixes if path.endswith(s)]
-    return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+    fitting = [(len(s), name) for s, name in _by_suffix() if path.endswith(s)]
+    return by_name(max(fitting, key=lambda pair: pair[0])[1]) if fitting else None
 
 
 def shard_suffixes() -> tuple[str, ...]:
     """Every file name ending that names a shard."""
-    return tuple(suffix for format_ in formats().values() for suffix in format_.suffixes)
+    return tuple(suffix for suffix, _ in _by_suffix())
+
+
+@functools.cache
+def _by_suffix() -> tuple[tuple[str, str], ...]:
+    """(suffix, name) of every known format, the built-in ones first."""
+    ours = [(suffix, name) for name, (_, _, known) in BUILT_IN.items() for suffix in known]
+    theirs = [(suffix, f.name) for f in _others().values() for suffix in f.suffixes]
+    return (*ours, *theirs)
 
 
 def dataset_format(urls: Iterable[str]) -> Format:

@@ -67,9 +67,10 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         config = dataclasses.replace(default_node_config(), embedded=True)
-        # Workers import what they need while this process does.
+        # Workers import what they need while this process does: as many as there are cores beside
+        # its own, since more would only make all of them late.
         pool = WorkerPool(config.worker_count, Trace("node"), stderr_fd)
-        pool.start()
+        pool.start(max(1, len(os.sched_getaffinity(0)) - 1))
         try:
             await _serve(config, descriptor, pool, stop, stderr_fd)
         finally:

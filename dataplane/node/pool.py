@@ -89,12 +89,13 @@ class WorkerPool:
         self._quick_deaths = 0
         self._closed = False
 
-    def start(self) -> None:
-        """Start the processes; does not wait for them. May be called twice."""
-        if self._loop is not None:
-            return
+    def start(self, count: int | None = None) -> None:
+        """See that so many processes were started, all by default; does not wait for them. May be
+        called again.
+        """
         self._loop = asyncio.get_running_loop()
-        for _ in range(self._worker_count):
+        wanted = self._worker_count if count is None else min(count, self._worker_count)
+        while len(self._workers) < wanted:
             self._spawn()
 
     @property
@@ -142,8 +143,7 @@ class WorkerPool:
         """Try workers again, if the last ones were given up."""
         if self._loop is None or self._closed:
             return
-        while len(self._workers) < self._worker_count:
-            self._spawn()
+        self.start()
 
     def _spawn(self) -> None:
         ours, theirs = local.pair()
@@ -162,6 +162,7 @@ class WorkerPool:
             stderr=self._stderr_fd,
             pass_fds=(theirs.fileno(),),
             close_fds=True,
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
         )
         theirs.close()
         worker = _Worker(process, ours)

@@ -14,15 +14,15 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 
 from dataplane import config, errors, model
-from dataplane.rpc import membership, messages, tasks
-from dataplane.rpc.v1 import coordinator_pb2, local_pb2, types_pb2, worker_pb2
+from dataplane.rpc import messages, tasks
+from dataplane.rpc.v1 import local_pb2, types_pb2, worker_pb2
 
 T = TypeVar("T")
 _Convert = Callable[[Any], Any]
@@ -30,12 +30,6 @@ _Class = Any  # a class: mypy holds that `type[object]` has no hash
 Descriptor = Any
 FieldDescriptor = Any
 
-_MODULES = (types_pb2, coordinator_pb2, local_pb2, worker_pb2)
-_VALUES = {
-    "coordinator.proto": membership,
-    "local.proto": messages,
-    "worker.proto": tasks,
-}
 _SHARED: dict[str, type] = {
     "JobSpec": config.JobSpec,
     "Topology": model.Topology,
@@ -96,11 +90,28 @@ def error_from_proto(message: Any) -> errors.DataplaneError:
 @functools.cache
 def _message_class(cls: _Class) -> type[Message]:
     name = "Error" if issubclass(cls, errors.DataplaneError) else cls.__name__
-    for module in _MODULES:
+    for module in _modules():
         found = getattr(module, name, None)
         if found is not None:
             return cast("type[Message]", found)
     raise TypeError(f"no proto file defines {name}")
+
+
+def _modules() -> Iterator[types.ModuleType]:
+    yield from (types_pb2, local_pb2, worker_pb2)
+    # Late: trainers and workers never speak to a coordinator, and they start sooner without.
+    from dataplane.rpc.v1 import coordinator_pb2
+
+    yield coordinator_pb2
+
+
+def _values(file: str) -> types.ModuleType:
+    """The module that mirrors a proto file."""
+    if file == "coordinator.proto":
+        from dataplane.rpc import membership
+
+        return membership
+    return {"local.proto": messages, "worker.proto": tasks}[file]
 
 
 def _value_class(descriptor: Descriptor) -> _Class:
@@ -108,7 +119,7 @@ def _value_class(descriptor: Descriptor) -> _Class:
         return errors.DataplaneError
     if descriptor.name in _SHARED:
         return _SHARED[descriptor.name]
-    room = _VALUES[descriptor.file.name.rpartition("/")[2]]
+    room = _values(descriptor.file.name.rpartition("/")[2])
     return getattr(room, descriptor.name)
 
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 
 from dataplane.store.base import Store
-from dataplane.store.fsspec_store import FsspecStore
 from dataplane.store.local import LocalStore
 from dataplane.store.retry import RETRY_TABLE, Clock, Retrying, RetryTable
 from dataplane.store.urls import base_of, normalise, scheme_of
@@ -71,6 +70,8 @@ def open_store(base: str, request_timeout_s: float = 30.0) -> Store:
         from dataplane.store.obstore_store import ObstoreStore
 
         return ObstoreStore(base, request_timeout_s)
+    from dataplane.store.fsspec_store import FsspecStore
+
     return FsspecStore(base)
 
 

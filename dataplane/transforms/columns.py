@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ColumnSpec, Kind, ListPolicy
@@ -226,6 +225,8 @@ def _leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
         array = array.storage if isinstance(array, pa.ExtensionArray) else array
         if pa.types.is_run_end_encoded(array.type.field(i).type):
             # Arrow forgets that the struct is null when it flattens a run-end encoded field.
+            import pyarrow.compute as pc
+
             child = pc.run_end_decode(array.field(i))
             whole = pa.StructArray.from_arrays([child], ["leaf"], mask=_mask(array))
             array = whole.flatten()[0]
@@ -240,6 +241,8 @@ def _plain_array(array: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         return _plain_array(array.dictionary_decode())
     if pa.types.is_run_end_encoded(array.type):
+        import pyarrow.compute as pc
+
         return _plain_array(pc.run_end_decode(array))
     return array
 
@@ -288,6 +291,8 @@ def _fixed_lists(
         return pa.array([[]] * len(array), target)
     values = _number(values, target.value_type)
     if valid is not None:
+        import pyarrow.compute as pc
+
         values = pc.if_else(pa.array(valid), values, pa.scalar(None, values.type))
     return pa.FixedSizeListArray.from_arrays(
         _filled(values, spec, fill, url), math.prod(spec.shape)
@@ -316,6 +321,8 @@ def _mask(array: pa.Array) -> pa.Array | None:
 
 def _ends(array: pa.Array) -> pa.Array:
     """The offsets of an array's lists within its flattened values; a null list is empty."""
+    import pyarrow.compute as pc
+
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
     return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), pa.int64())
 
@@ -334,6 +341,8 @@ def _without_nulls(array: pa.Array, spec: ColumnSpec, fill: float | None, url: s
 def _filled(array: pa.Array, spec: ColumnSpec, fill: float | None, url: str) -> pa.Array:
     if array.null_count == 0:
         return array
+    import pyarrow.compute as pc
+
     if fill is None and pa.types.is_floating(array.type):
         fill = math.nan
     if fill is None:

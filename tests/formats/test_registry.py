@@ -45,3 +45,8 @@ def test_a_dataset_has_one_format() -> None:
     with pytest.raises(ConfigError, match="known endings"):
         registry.dataset_format(["a.csv"])
     assert registry.dataset_format(["a.tgz", "b.tar"]).name == "tar"
+
+
+def test_the_table_says_what_the_formats_say() -> None:
+    for name, (_, _, suffixes) in registry.BUILT_IN.items():
+        assert (registry.by_name(name).name, registry.by_name(name).suffixes) == (name, suffixes)
