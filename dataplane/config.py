@@ -84,7 +84,9 @@ def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) 
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """One cache node. Budgets are hard, in bytes; times are in seconds."""
+    """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
+    workers, and up to `worker_count_max` where more of them help.
+    """
 
     socket_name: str
     cache_dir: str
@@ -99,3 +101,4 @@ class NodeConfig:
     coordinator: str = ""
     embedded: bool = False
     linger_s: float = 2.0
+    worker_count_max: int = 0

@@ -168,7 +168,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "worker_count",
         units.COUNT,
-        "processes of a node that decode and assemble",
+        "processes of a node that decode and assemble; more come where they help, if not set",
         lambda machine, _environ: max(1, min(machine.cpu_count, 8)),
     ),
     Setting(
@@ -308,7 +308,13 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
     values = {name: resolved.value for name, resolved in settings.items()}
     fields = {field.name for field in dataclasses.fields(NodeConfig)}
     chosen: dict[str, Any] = {name: value for name, value in values.items() if name in fields}
-    config = NodeConfig(**chosen, socket_name="", coordinator=str(values["join"]))
+    is_chosen = settings["worker_count"].source != "default"
+    config = NodeConfig(
+        **chosen,
+        socket_name="",
+        coordinator=str(values["join"]),
+        worker_count_max=0 if is_chosen else this_machine().cpu_count,
+    )
     if config.slab_bytes > config.delivery_bytes_per_rank:
         raise BudgetTooSmall(
             f"slab_bytes ({settings['slab_bytes'].source}) is larger than "

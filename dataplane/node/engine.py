@@ -122,6 +122,11 @@ class Engine:
         stream.works.clear()
         self._soon()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a trainer has asked for a slab that is not ready."""
+        return any(stream.requests for stream in self._streams.values())
+
     def close_delivery(self, delivery: Delivery) -> None:
         """Nobody here uses this arena any more."""
         self._works.close_delivery(delivery)

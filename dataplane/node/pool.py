@@ -6,6 +6,8 @@ Invariants:
 3. Before a job a worker is told whatever it needs and was not told yet; a new worker knows nothing.
 4. A worker that was told to open a block is told to forget it before it sees anything else of a
    node that has reused its memory.
+5. Workers that are too many end once they have nothing to do; what is one more has to be up before
+   it gets a job.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
+from dataplane.node.crew import Look
 from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 
@@ -33,6 +36,7 @@ _SCHEMA_PART_BYTES = 128 * 1024
 _BLOCKS_A_PACKET = 20
 _KEYS_A_PACKET = 10_000
 _QUICK_DEATHS_MAX = 5
+_NO_ARENA = (1 << 64) - 1
 
 Report = Callable[[tasks.ResultBody], None]
 
@@ -88,6 +92,9 @@ class WorkerPool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick_deaths = 0
         self._closed = False
+        self._busy_s = 0.0
+        self._made_bytes = 0
+        self._looked = (time.monotonic(), 0.0, 0)
 
     def start(self, count: int | None = None) -> None:
         """See that so many processes were started, all by default; does not wait for them. May be
@@ -107,6 +114,25 @@ class WorkerPool:
     def worker_count(self) -> int:
         """How many there are, when none has just died."""
         return self._worker_count
+
+    def resize(self, count: int) -> None:
+        """Have so many workers: more are started, and those that are too many end when idle."""
+        self._worker_count = count
+        while self._loop is not None and len(self._workers) < count:
+            self._spawn()
+            # Whatever it is asked first, its answer says that it is up: jobs do not wait for that.
+            self._workers[-1].packets.append((tasks.DetachArena(_NO_ARENA), ()))
+            self._send_next(self._workers[-1])
+        self._retire()
+
+    def look(self, *, is_awaited: bool) -> Look:
+        """What the workers did since it was asked last."""
+        now, made = time.monotonic(), self._made_bytes
+        under_way_s = sum(now - worker.job.started for worker in self._workers if worker.job)
+        (then, before_s, made_before), busy_s = self._looked, self._busy_s + under_way_s
+        self._looked = (now, busy_s, made)
+        seconds = max(now - then, 1e-6)
+        return Look((busy_s - before_s) / seconds, (made - made_before) / seconds, is_awaited)
 
     def submit(self, job: Job, urgency: int) -> None:
         """Queue a job; the smallest urgency goes first, then the oldest."""
@@ -144,6 +170,14 @@ class WorkerPool:
         if self._loop is None or self._closed:
             return
         self.start()
+
+    def _retire(self) -> None:
+        for worker in self._workers[::-1]:
+            if len(self._workers) > self._worker_count and not worker.job and not worker.packets:
+                self._forget_socket(worker)
+                worker.process.kill()
+                worker.process.wait()
+                self._workers.remove(worker)
 
     def _spawn(self) -> None:
         ours, theirs = local.pair()
@@ -250,6 +284,7 @@ class WorkerPool:
             self._send_next(worker)
         else:
             self._dispatch()
+            self._retire()
 
     def _undo(self, worker: _Worker, job: Job, failed: tasks.TaskBody) -> None:
         """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
@@ -268,6 +303,8 @@ class WorkerPool:
     def _finish(self, worker: _Worker, job: Job, body: tasks.ResultBody) -> None:
         worker.job = None
         worker.jobs_done += 1
+        self._busy_s += time.monotonic() - job.started
+        self._made_bytes += body.bytes_used if isinstance(body, tasks.Assembled) else 0
         self._quick_deaths = 0
         job.report(body)
 
@@ -298,7 +335,8 @@ class WorkerPool:
         if self._quick_deaths > _QUICK_DEATHS_MAX * self._worker_count:
             self._fail_all(status)
             return
-        self._spawn()
+        if len(self._workers) < self._worker_count:
+            self._spawn()
         self._dispatch()
 
     def _fail_all(self, status: int) -> None:

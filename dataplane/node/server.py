@@ -18,6 +18,7 @@ from typing import Any
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.node.crew import Crew
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
@@ -252,6 +253,8 @@ class NodeServer:
         )
         self._fetcher = Fetcher(config.fetch_count, self._stores.connect)
         self._pool = pool or WorkerPool(config.worker_count, self.trace)
+        least = config.worker_count
+        self._crew = Crew(least, max(config.worker_count_max, least), least)
         self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
         self._heartbeat = Heartbeat(config, coordination, self.jobs, self.node_id, self.trace)
@@ -269,6 +272,7 @@ class NodeServer:
             loop.add_reader(self._listener.fileno(), self._on_connection)
             beating = loop.create_task(self._heartbeat.run())
             while not self._is_done(stop):
+                self._man()
                 self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
                 await _wait(stop, _TICK_S, self.draining)
                 if stop.is_set() and not self.draining:
@@ -287,6 +291,14 @@ class NodeServer:
             self._stores.close()
             self.engine.close()
             self._arena.close()
+
+    def _man(self) -> None:
+        """More workers where they help, fewer where they are idle."""
+        crew = self._crew.after(self._pool.look(is_awaited=self.engine.is_awaited))
+        if crew.count != self._crew.count:
+            self.trace.noted("workers", count=crew.count, before=self._crew.count)
+            self._pool.resize(crew.count)
+        self._crew = crew
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something to its end beside everything else."""

@@ -314,3 +314,45 @@ def test_rows_of_a_file_that_is_written_after_it_was_opened_are_not_served(tmp_p
         assert isinstance(failed, DatasetChangedError)
 
     on_bench(url, scene)
+
+
+def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(tmp_path: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        pool, rooms = bench.pool, [Region(i * (64 << 10), 64 << 10) for i in range(8)]
+        await bench.decode(0, ROOM)
+        pool.resize(3)
+        had = pool.pids
+        assert len(had) == 3
+        assert pool.worker_count == 3
+        for room in rooms:  # while the others start: not one of these waits for them
+            await bench.decode(0, room)
+        jobs = [bench.decode(i % 4, room) for i, room in enumerate(rooms)]
+        pool.resize(1)  # whoever has a job ends it first
+        for job in jobs:
+            result = await job
+            assert isinstance(result, tasks.Decoded)
+            assert result.stored
+        while len(pool.pids) > 1:
+            await bench.decode(0, ROOM)
+        (left,) = pool.pids
+        assert left in had
+        os.kill(left, signal.SIGKILL)
+        await bench.decode(0, ROOM)
+        assert len(pool.pids) == 1
+        assert all(isinstance(report, tasks.Decoded) for report in bench.reports)
+
+    on_bench(_shards(tmp_path, 4), scene)
+
+
+def test_a_look_tells_how_many_workers_were_at_work_since_the_last(tmp_path: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        bench.pool.look(is_awaited=False)
+        await bench.decode(0, ROOM)
+        look = bench.pool.look(is_awaited=True)
+        assert 0 < look.busy <= 1.01
+        assert look.is_awaited
+        assert look.bytes_per_s == 0  # a block is no slab
+        await bench.assemble((bench.mapped(1),), [(0, 0), (0, 1)], SLAB)
+        assert bench.pool.look(is_awaited=False).bytes_per_s > 0
+
+    on_bench(_shards(tmp_path, 4), scene)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dataplane import settings, units
 from dataplane.errors import BudgetTooSmall, ConfigError
-from dataplane.machine import Machine
+from dataplane.machine import Machine, this_machine
 
 MIB = 1 << 20
 MACHINE = Machine(memory_bytes=64 << 30, cpu_count=12, uid=1000)
@@ -81,6 +81,12 @@ def test_a_ranks_memory_follows_the_machines(memory, delivery, slab):
 def test_workers_follow_the_processors_up_to_eight(cpus, expected):
     machine = Machine(memory_bytes=1 << 30, cpu_count=cpus, uid=0)
     assert resolved(machine=machine)["worker_count"].value == expected
+
+
+def test_a_number_of_workers_that_was_chosen_stays_and_another_may_grow():
+    chosen = settings.node_config(resolved(flags={"worker_count": "3"}))
+    assert (chosen.worker_count, chosen.worker_count_max) == (3, 0)
+    assert settings.node_config(resolved()).worker_count_max == this_machine().cpu_count
 
 
 def test_folders_follow_the_xdg_variables_and_then_home():

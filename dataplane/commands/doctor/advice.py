@@ -83,8 +83,8 @@ def advice(bound: Bound, found: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _more_workers(at: Setting) -> list[str]:
-    count = at.config.worker_count
+def _more_workers(found: Statistics, at: Setting) -> list[str]:
+    count = found.worker_count
     if count < at.cpu_count:
         return [f"worker_count {at.cpu_count}: there are as many processors, and {count} workers"]
     return [f"more processors: all {at.cpu_count} have a worker already"]
@@ -123,8 +123,8 @@ def _storage(found: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _decode(_: Statistics, at: Setting) -> list[str]:
-    told = [*_windows(at), *_more_workers(at)]
+def _decode(found: Statistics, at: Setting) -> list[str]:
+    told = [*_windows(at), *_more_workers(found, at)]
     if at.has_all_columns:
         told.append("columns=[…]: columns that nobody uses are not decoded")
     if at.is_compressed:
@@ -135,8 +135,8 @@ def _decode(_: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _assemble(_: Statistics, at: Setting) -> list[str]:
-    told = _more_workers(at)
+def _assemble(found: Statistics, at: Setting) -> list[str]:
+    told = _more_workers(found, at)
     if at.has_images:
         return [*told, "smaller stored images: decoding them is nearly all of this"]
     if at.has_all_columns:
@@ -144,8 +144,8 @@ def _assemble(_: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _workers(_: Statistics, at: Setting) -> list[str]:
-    return _more_workers(at)
+def _workers(found: Statistics, at: Setting) -> list[str]:
+    return _more_workers(found, at)
 
 
 def _room(_: Statistics, at: Setting) -> list[str]:

@@ -1,0 +1,109 @@
+"""How many workers a node has, decided from what they did since the last look. Pure.
+
+Invariants:
+1. Never fewer than `least`, never more than `most`.
+2. More only while all of them are at work and a trainer waits. What does not make more slabs is
+   taken back, and tried again after a while, which is longer each time.
+3. Fewer only by what was not needed for `CALM_LOOKS`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+HUNGRY_LOOKS = 4
+"""So long all of them are at work, and a trainer waits, before there are more."""
+TRIAL_LOOKS = 8
+"""Until it shows whether more of them help: the first half of this they start."""
+CALM_LOOKS = 120
+_PAUSE_LOOKS = 60
+_PAUSE_LOOKS_MAX = 3840
+_RATE_LOOKS = 4
+_AT_WORK = 0.9
+_GAIN_MIN = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Since the last one: how many workers were at work on average, how much they made, and whether
+    a trainer waits.
+    """
+
+    busy: float
+    bytes_per_s: float
+    is_awaited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """`count` workers, and what is remembered of the last looks. While `trial` is not 0 it shows
+    whether more than `former` are of use, which made `rate_before`.
+    """
+
+    least: int
+    most: int
+    count: int
+    hungry: int = 0
+    calm: int = 0
+    needed: float = 0.0
+    rates: tuple[float, ...] = ()
+    trial: int = 0
+    former: int = 0
+    rate_before: float = 0.0
+    pause: int = 0
+    pause_next: int = _PAUSE_LOOKS
+
+    def after(self, look: Look) -> Crew:
+        """With what this look has shown."""
+        is_hungry = look.is_awaited and look.busy >= _AT_WORK * self.count
+        seen = replace(
+            self,
+            rates=(*self.rates, look.bytes_per_s)[-_RATE_LOOKS:],
+            hungry=self.hungry + 1 if is_hungry else 0,
+            needed=max(self.needed, look.busy),
+            calm=self.calm + 1,
+            pause=max(self.pause - 1, 0),
+        )
+        if seen.trial:
+            return seen._tried()  # noqa: SLF001 - its own kind
+        if seen.hungry >= HUNGRY_LOOKS and not seen.pause and seen.count < seen.most:
+            return seen._more()  # noqa: SLF001 - its own kind
+        return seen._fewer() if seen.calm >= CALM_LOOKS else seen  # noqa: SLF001 - its own kind
+
+    @property
+    def _rate(self) -> float:
+        return sum(self.rates) / len(self.rates)
+
+    def _more(self) -> Crew:
+        count = min(self.count + max(self.count // 2, 1), self.most)
+        return replace(
+            self,
+            count=count,
+            former=self.count,
+            rate_before=self._rate,
+            trial=TRIAL_LOOKS,
+            hungry=0,
+            calm=0,
+            needed=0.0,
+        )
+
+    def _tried(self) -> Crew:
+        if self.trial > 1:
+            return replace(self, trial=self.trial - 1)
+        if self._rate >= _GAIN_MIN * self.rate_before:
+            return replace(self, trial=0, pause_next=_PAUSE_LOOKS)
+        return replace(
+            self,
+            count=self.former,
+            trial=0,
+            pause=self.pause_next,
+            pause_next=min(2 * self.pause_next, _PAUSE_LOOKS_MAX),
+            calm=0,
+            needed=0.0,
+        )
+
+    def _fewer(self) -> Crew:
+        # One more than were at work at once on average: it is there when the next slab needs it.
+        wanted = max(min(math.ceil(self.needed) + 1, self.count), self.least)
+        return replace(self, count=wanted, calm=0, needed=0.0)

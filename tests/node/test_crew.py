@@ -1,0 +1,81 @@
+"""How many workers there are: in a simulated node, whose workers and trainers are numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.node.crew import CALM_LOOKS, HUNGRY_LOOKS, TRIAL_LOOKS, Crew, Look
+
+counts = st.integers(1, 64)
+looks = st.builds(Look, st.floats(0, 70), st.floats(0, 1e9), st.booleans())
+
+
+def look_at(count: int, useful: float, demand: float) -> Look:
+    """Of `count` workers as many help as are `useful`; a trainer takes what `demand` of them make."""
+    made = min(count, useful)
+    is_awaited = demand > made
+    # Those that are too many are as busy, with the same memory.
+    return Look(float(count) if is_awaited else demand, min(made, demand), is_awaited)
+
+
+def settled(crew: Crew, useful: float, demand: float, looks: int = 1500) -> Crew:
+    for _ in range(looks):
+        crew = crew.after(look_at(crew.count, useful, demand))
+        assert crew.least <= crew.count <= crew.most
+    return crew
+
+
+@given(least=counts, more=st.integers(0, 64), seen=st.lists(looks, max_size=200))
+def test_there_are_never_more_or_fewer_than_allowed(least, more, seen):
+    crew = Crew(least, least + more, least)
+    for look in seen:
+        crew = crew.after(look)
+        assert least <= crew.count <= least + more
+        if not more:
+            assert crew.count == least
+
+
+@settings(max_examples=50)
+@given(least=counts, more=counts, useful=st.floats(1, 128), demand=st.floats(0.1, 200))
+def test_a_trainer_gets_what_more_workers_can_make_and_no_more_of_them_stay(
+    least, more, useful, demand
+):
+    crew = settled(Crew(least, least + more, least), useful, demand)
+    best = min(useful, demand, crew.most)
+    assert min(max(crew.count, crew.former if crew.trial else 0), useful, demand) >= 0.9 * best
+    if not crew.trial:
+        needed = max(least, math.ceil(min(useful, demand)))
+        assert crew.count <= max(needed * 3 // 2 + 1, least)
+
+
+@settings(max_examples=30)
+@given(least=st.integers(1, 8), demand=st.floats(20, 40))
+def test_workers_that_nobody_needs_any_more_go(least, demand):
+    crew = settled(Crew(least, 64, least), 64, demand)
+    assert crew.count >= 0.9 * demand
+    crew = settled(crew, 64, 0.5, looks=3 * CALM_LOOKS + TRIAL_LOOKS)
+    assert crew.count <= max(least, 2)
+
+
+def test_a_short_wait_changes_nothing():
+    crew = Crew(2, 8, 2)
+    for _ in range(3):
+        for _ in range(HUNGRY_LOOKS - 1):
+            crew = crew.after(look_at(2, 8, 8))
+        crew = crew.after(look_at(2, 8, 1))
+    assert crew.count == 2
+
+
+def test_what_does_not_help_is_tried_ever_more_rarely():
+    crew, tries = Crew(4, 16, 4), []
+    for at in range(4000):
+        before, crew = crew, crew.after(look_at(crew.count, 4, 100))
+        if crew.count > before.count:
+            tries.append(at)
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
+    assert gaps == sorted(gaps)
+    assert len(tries) < 8
