@@ -136,7 +136,7 @@ class Trainer:
         assert isinstance(found.body, messages.JobOpened)
         if job in self.arenas:
             self.arenas[job].close()
-        self.arenas[job] = Arena.attach(descriptors[0], found.body.arena_bytes, populate=False)
+        self.arenas[job] = Arena.attach(descriptors[0], found.body.arena_bytes)
         self.columns[job] = found.body.columns
         return found.body
 

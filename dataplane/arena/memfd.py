@@ -21,6 +21,7 @@ from dataplane.errors import BudgetTooSmall, ClosedError
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
+_MADV_POPULATE_WRITE = 23
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 
 
@@ -54,11 +55,8 @@ class Arena:
         return cls(fd, size_bytes, mapping)
 
     @classmethod
-    def attach(cls, fd: int, size_bytes: int, *, populate: bool) -> Arena:
+    def attach(cls, fd: int, size_bytes: int) -> Arena:
         """Map an arena that another process created; `fd` belongs to the result from now on.
-
-        With `populate` every page that is allocated by now is mapped at once, so that no access
-        pays for a page fault later.
 
         Raises:  ClosedError: the descriptor is not a sealed arena of that size.
         """
@@ -69,8 +67,7 @@ class Arena:
                 raise ClosedError(
                     f"expected a sealed arena of {size_bytes} bytes, found {found} bytes"
                 )
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-            mapping = mmap.mmap(fd, size_bytes, flags)
+            mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
         except OSError as error:
             os.close(fd)
             raise ClosedError(f"cannot map the arena: {error}") from error
@@ -91,6 +88,14 @@ class Arena:
         if offset < 0 or length < 0 or offset + length > self.size_bytes:
             raise IndexError(f"[{offset}, {offset + length}) is outside of {self.size_bytes} bytes")
         return self.buffer[offset : offset + length]
+
+    def populate(self, offset: int, length: int) -> None:
+        """Map what is allocated of bytes [offset, offset + length), a whole number of pages, at
+        once, so that no access pays for a page fault later.
+        """
+        if self._mapping is not None:
+            with contextlib.suppress(OSError):  # Linux before 5.14 does not know how
+                self._mapping.madvise(_MADV_POPULATE_WRITE, offset, length)
 
     def reserve(self, end: int) -> None:
         """Allocate the memory of bytes [0, end), once; cheap when that was done before.

@@ -75,6 +75,7 @@ class Mount:
         self._pid = os.getpid()
         self.asked_ahead: set[int | None] = set()
         self._held: dict[int, int] = {}
+        self._mapped: set[int] = set()
         self._dead: deque[int] = deque()
         self._left_streams: deque[int] = deque()
         self._retired = False
@@ -100,6 +101,11 @@ class Mount:
             memory: Bytes = np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)
         except IndexError as error:
             raise PeerLost(f"the node gave a slab outside of its arena: {error}") from error
+        if region.offset not in self._mapped:
+            # Once for each slot, and only for those that are used: of all of them together the
+            # first batch would have to wait for a tenth of a second.
+            self._mapped.add(region.offset)
+            self._arena.populate(region.offset, region.length)
         weakref.finalize(memory, self._died, slab.slab_id).atexit = False
         self._held[slab.slab_id] = region.length
         return memory

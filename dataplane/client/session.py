@@ -149,7 +149,7 @@ class Session:
             for fd in fds:
                 os.close(fd)
             raise PeerLost(f"the node answered OpenJob with a {type(body).__name__}", peer=node_id)
-        arena = Arena.attach(fds[0], body.arena_bytes, populate=True)
+        arena = Arena.attach(fds[0], body.arena_bytes)
         return Mount(wire, node_id, request.job_id, body, arena, self._pinning)
 
 

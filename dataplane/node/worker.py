@@ -128,7 +128,7 @@ def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -
         if isinstance(body, tasks.AttachArena):
             fd = descriptors[0]
             size = os.fstat(fd).st_size
-            state.arenas[body.arena_id] = Arena.attach(fd, size, populate=False)
+            state.arenas[body.arena_id] = Arena.attach(fd, size)
             return tasks.Done()
         arena = state.arenas.pop(body.arena_id, None)
         if arena is not None:

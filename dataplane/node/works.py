@@ -243,14 +243,17 @@ class Works:
     # -- assembling ------------------------------------------------------------------------------
 
     def assemble(self, work: Work, shared: SharedSlab | None) -> bool:
-        """Have a work's slab copied, or made of its blocks, which are all ready: False if there is
-        no slot for it.
-        """
+        """Have a work's slab copied, or made of its ready blocks: False if no slot is free."""
         slot = self._slot_for(work)
         if slot is None:
             return False
-        delivery, rows = work.delivery, len(work.plan.row_index)
-        index_bytes = row_index_bytes(rows)
+        delivery, index_bytes = work.delivery, row_index_bytes(len(work.plan.row_index))
+        try:
+            delivery.arena.reserve(slot.offset + slot.length)
+        except BudgetTooSmall as error:
+            delivery.slots.give_back(slot)
+            self.fail(work, error)
+            return True
         if index_bytes >= slot.length:
             delivery.slots.give_back(slot)
             self._fail_for_size(work, index_bytes, slot.length)

@@ -26,7 +26,9 @@ def test_memory_is_used_only_once_reserved_and_two_mappings_share_it():
     arena.reserve(SIZE // 2)
     arena.reserve(SIZE // 4)
     assert os.fstat(arena.fd).st_blocks * 512 == SIZE // 2
-    other = Arena.attach(os.dup(arena.fd), SIZE, populate=True)
+    other = Arena.attach(os.dup(arena.fd), SIZE)
+    other.populate(0, SIZE // 2)
+    assert os.fstat(arena.fd).st_blocks * 512 == SIZE // 2
     arena.view(100, 3)[:] = b"abc"
     assert bytes(other.view(100, 3)) == b"abc"
     other.close()
@@ -48,13 +50,13 @@ def test_a_view_outlives_the_arena():
 def test_what_is_not_an_arena_of_that_size_is_refused():
     arena = Arena.create("test", SIZE)
     with pytest.raises(ClosedError, match="expected a sealed arena"):
-        Arena.attach(os.dup(arena.fd), 2 * SIZE, populate=False)
+        Arena.attach(os.dup(arena.fd), 2 * SIZE)
     unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, SIZE)
     with pytest.raises(ClosedError, match="expected a sealed arena"):
-        Arena.attach(unsealed, SIZE, populate=False)
+        Arena.attach(unsealed, SIZE)
     with pytest.raises(ClosedError, match="cannot map"):
-        Arena.attach(os.open(os.devnull, os.O_RDWR), SIZE, populate=False)
+        Arena.attach(os.open(os.devnull, os.O_RDWR), SIZE)
     with pytest.raises(IndexError):
         arena.view(SIZE - 1, 2)
     arena.close()
