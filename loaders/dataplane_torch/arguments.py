@@ -44,6 +44,20 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
 }
 
 
+# What torch's DataLoader does not take, with our defaults.
+_URLS_ONLY: Final[Mapping[str, object]] = {
+    **dict.fromkeys(
+        (
+            *("end", "global_batch_size", "columns", "fill_null", "transforms", "stack"),
+            *("format", "lanes", "window", "service", "name", "sharing", "topology", "dp_rank"),
+            "dp_size",
+        )
+    ),
+    "seed": 0,
+    "lists": "padded",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job to open, and where: a value that DataLoader workers get by fork or by pickle.
@@ -60,9 +74,9 @@ class Job:
 class Arguments:
     """The arguments that DataLoader and ShardedIterableDataset share, as the user gave them."""
 
-    urls: Urls
-    batch_size: int
-    shuffle: bool
+    urls: object
+    batch_size: int | None
+    shuffle: bool | None
     seed: int
     drop_last: bool
     end: str | None
@@ -127,13 +141,11 @@ def job_of(given: Arguments) -> Job:
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
-    """Raises for whatever only torch's own DataLoader takes, unless it is torch's default.
+    """Raises for whatever only means something over a torch Dataset, unless it is the default.
 
-    Raises:  ConfigError: not over urls.  TypeError: nobody knows it.
+    Raises:  ConfigError: not over urls.
     """
     for name, value in given.items():
-        if name not in _TORCH_ONLY:
-            raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}")
         default, advice = _TORCH_ONLY[name]
         if value != default:
             raise ConfigError(
@@ -142,11 +154,25 @@ def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_arguments(given: Arguments) -> None:
+    """Raises for whatever only means something over urls, unless it is the default.
+
+    Raises:  ConfigError: not over a torch Dataset.
+    """
+    for name, default in _URLS_ONLY.items():
+        value = getattr(given, name)
+        if value != default:
+            raise ConfigError(
+                f"{name}={value!r:.80} applies to datasets that are named by urls, and this is a "
+                f"{type(given.urls).__name__}: its Dataset, sampler and collate_fn decide that",
+                field=name,
+            )
+
+
 def _urls(given: object) -> tuple[str, ...]:
     if isinstance(given, Dataset):
         raise ConfigError(
-            f"a torch Dataset ({type(given).__name__}) is not supported yet: pass the url of "
-            "shards, or keep torch.utils.data.DataLoader for this one",
+            f"a torch Dataset ({type(given).__name__}) is none: pass it to DataLoader",
             field="urls",
         )
     if isinstance(given, str | os.PathLike):

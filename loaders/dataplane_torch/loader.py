@@ -1,58 +1,86 @@
-"""DataLoader: torch's, over urls."""
+"""DataLoader: torch's, over any torch Dataset and over urls."""
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from dataplane.client.session import Session
-from dataplane.client.state import State, step_count
+import torch
+from torch.utils.data import Dataset, Sampler
+
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 from dataplane.transforms.images import Transform
 from dataplane.transforms.stacks import Stack
-from dataplane_torch.arguments import Arguments, Urls, job_of, refuse_torch_arguments
-from dataplane_torch.pinning import cuda_pinning
-from dataplane_torch.tensors import Batch, Decoder
-from dataplane_torch.walk import Walk
+from dataplane_torch.arguments import Arguments, Urls, refuse_arguments, refuse_torch_arguments
+from dataplane_torch.local.beginning import Place
+from dataplane_torch.local.local_pass import LocalPass
+from dataplane_torch.local.progress import PassState
+from dataplane_torch.local.worker_pass import WorkerPass
+from dataplane_torch.shards import ShardReader, Shards, names_shards
+
+Pass = LocalPass | WorkerPass
 
 
-class DataLoader:
-    """Batches of the shards at `urls`, one pass an epoch. Arguments have torch's meaning where
-    torch has them.
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """Batches of a torch Dataset, or of the shards at urls, with the state of where they stand.
 
-    `batch_size` counts samples of one data-parallel rank; `global_batch_size` of all of them, so
-    that a run may go on with another number of ranks. `end` is what becomes of an incomplete last
-    global batch: "ragged" (every rank has as many steps, local batches may differ by one and be
-    empty), "drop" (as drop_last=True), or "pad" (samples of the epoch's start fill it;
-    `valid_count` tells how many rows of the last batch are not padding). `timeout` is how long to
-    wait for a batch in seconds, 0 for what the node says. `transforms` names columns of encoded
-    images, and what the node makes of them: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}.
-    Jobs of one host that load alike and have one `sharing` name decode each image once, together.
-    `stack` names tensors [B, columns] that columns of one number a sample come as, in the order
-    given: {"x": ["age", "price"]}, or {"x": Stack(["age", "price"], dtype="float32")} where they
-    differ in type.
+    Over a Dataset every argument is torch.utils.data.DataLoader's, by name, place, default and
+    meaning. With num_workers > 0 the dataset runs in processes that write their batches straight
+    into memory which this process has mapped. `snapshot_every_n_steps` says how often datasets and
+    samplers that have a state are asked for it; a state is exact after any step.
 
-    Every pass over the loader is one epoch, and the next pass is the next epoch; a pass that was
-    left early is begun again by the next. `state_dict()` tells of the pass begun last: what it has
-    yielded counts as consumed.
+    Over urls a node reads, decodes and batches. `batch_size` counts samples of one data-parallel
+    rank; `global_batch_size` of all of them, so that a run may go on with another number of ranks.
+    `end` is what becomes of an incomplete last global batch: "ragged" (every rank has as many
+    steps, local batches may differ by one and be empty), "drop" (as drop_last=True), or "pad"
+    (samples of the epoch's start fill it; `valid_count` tells how many rows of the last batch are
+    not padding). `timeout` is how long to wait for a batch in seconds, 0 for what the node says.
+    `transforms` names columns of encoded images, and what the node makes of them:
+    {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Jobs of one host that load alike and have
+    one `sharing` name decode each image once, together. `stack` names tensors [B, columns] that
+    columns of one number a sample come as, in the order given: {"x": ["age", "price"]}, or
+    {"x": Stack(["age", "price"], dtype="float32")} where they differ in type. Every pass is one
+    epoch, and the next pass is the next epoch; a pass that was left early is begun again by the
+    next.
 
-    Raises:  ConfigError, TypeError: arguments that mean nothing. What is wrong with the dataset
-    shows when the first length, batch or state is asked for.
+    `state_dict()` tells of the pass begun last: what it has yielded counts as consumed.
+
+    Raises:  ValueError, TypeError, AssertionError: as torch's does.  ConfigError: arguments that
+    mean nothing together.  RuntimeError: a worker died, or `timeout` has passed.
     """
+
+    _shards: ShardReader | None
+    _resume: PassState | None
+    _latest: Callable[[], Pass | None] | None
+    _place: Place | None
+    _begun: Pass | None
 
     def __init__(
         self,
-        urls: Urls,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        *,
-        seed: int = 0,
+        dataset: Dataset[Any] | Urls,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
         drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int = 1,
+        seed: int = 0,
         end: str | None = None,
         global_batch_size: int | None = None,
         columns: Sequence[str] | None = None,
@@ -66,93 +94,121 @@ class DataLoader:
         service: str | None = None,
         name: str | None = None,
         sharing: str | None = None,
-        pin_memory: bool = False,
         topology: Topology | None = None,
         dp_rank: int | None = None,
         dp_size: int | None = None,
-        timeout: float = 0,
-        **only_torch: Any,
     ) -> None:
-        refuse_torch_arguments(only_torch)
-        self._job = job_of(
-            Arguments(
-                urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, transforms, stack, format, lanes, window, service, name,
-                sharing, topology, dp_rank, dp_size, timeout,
-            )
+        if snapshot_every_n_steps < 0:
+            raise ValueError("snapshot_every_n_steps option should be non-negative")
+        given = Arguments(
+            dataset, batch_size, shuffle, seed, drop_last, end, global_batch_size, columns, lists,
+            fill_null, transforms, stack, format, lanes, window, service, name, sharing, topology,
+            dp_rank, dp_size, timeout,
         )  # fmt: skip
-        self._session = Session(
-            self._job.endpoint,
-            self._job.request,
-            pinning=cuda_pinning(wanted=pin_memory),
-            stall_timeout_s=self._job.stall_timeout_s,
-        )
-        weakref.finalize(self, self._session.close).atexit = False
-        self._decoder: Decoder | None = None
-        self._epoch, self._cursor = 0, 0
-        self._walk: Walk | None = None
-        self._last: Walk | None = None
+        self._open(given, {
+            "sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers,
+            "collate_fn": collate_fn, "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context, "generator": generator,
+            "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers,
+            "pin_memory_device": pin_memory_device, "in_order": in_order,
+        }, pin_memory=pin_memory)  # fmt: skip
+        self.snapshot_every_n_steps = snapshot_every_n_steps
 
-    def __iter__(self) -> BatchIterator:
-        walk = Walk(self._session, self._decoder_of_job(), self._epoch, self._cursor)
-        # A resumed pass is resumed once: if it is left early, the next one begins the epoch anew.
-        self._cursor = 0
-        self._walk = self._last = walk
-        return BatchIterator(self, walk)
+    def __iter__(self) -> Any:
+        """One pass: an iterator of batches."""
+        if self._shards is not None:
+            return self._shards.begin()
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+        elif self._iterator is not None:  # workers that persist
+            begun = cast("WorkerPass", self._iterator)
+            begun._reset(self)  # noqa: SLF001 - torch's name
+        else:
+            begun = self._get_iterator()
+        self._keep(begun)
+        return begun
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, also where a resumed pass has fewer left."""
-        job = self._session.job
-        return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
+        """Steps of a whole epoch, also where a resumed pass has fewer left.
+
+        Raises:  TypeError: the dataset is iterable and has no length.
+        """
+        return super().__len__() if self._shards is None else self._shards.step_count
 
     @property
     def valid_count(self) -> int | None:
-        """Rows of the last batch that are not padding; None before the first."""
-        return None if self._last is None else self._last.valid_count
+        """Rows of the last batch that are not padding; None before the first. Only over urls."""
+        return None if self._shards is None else self._shards.valid_count
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the pass under way, or else of the next one."""
-        return self._walk.epoch if self._walk is not None else self._epoch
+    def epoch(self) -> int | None:
+        """The epoch of the pass under way, or else of the next one; None over a Dataset."""
+        return None if self._shards is None else self._shards.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch's. Of a state that was loaded the same epoch keeps the place,
-        so that the usual `for epoch in range(start, …): loader.set_epoch(epoch)` resumes.
+        so that the usual `for epoch in range(start, …): loader.set_epoch(epoch)` resumes. Over a
+        Dataset its samplers and itself are told, those that have a set_epoch().
+
+        Raises:  ConfigError: it is no epoch.
         """
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ConfigError(f"an epoch is 0 or more, not {epoch!r}", field="epoch")
-        if epoch != self._epoch:
-            self._cursor = 0
-        self._epoch, self._walk = epoch, None
-
-    def state_dict(self) -> dict[str, int | str]:
-        """Where this run stands: the same on every rank after the same number of batches."""
-        job, walk = self._session.job, self._walk
-        epoch, cursor = (
-            (walk.epoch, walk.cursor) if walk is not None else (self._epoch, self._cursor)
-        )
-        return State(job.digest, epoch, cursor, job.sample_count).to_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on where the state was taken, on any number of ranks.
-
-        Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
-        """
-        state, job = State.from_dict(state_dict), self._session.job
-        state.check(job.digest, job.sample_count, job.spec)
-        self._epoch, self._cursor, self._walk = state.epoch, state.cursor, None
+        if self._shards is not None:
+            self._shards.set_epoch(epoch)
+            return
+        for part in (self.batch_sampler, self.sampler, self.dataset):
+            if callable(told := getattr(part, "set_epoch", None)):
+                told(epoch)
 
     def statistics(self) -> Statistics:
         """What this loader did so far, and what the time of its loop went into. The difference of
         two values (`later.since(earlier)`) leaves the first batches out, and whatever came before.
+
+        Raises:  ConfigError: over a Dataset, whose workers tell nothing of this.
         """
-        return self._session.statistics()
+        if self._shards is None:
+            raise ConfigError("statistics() is of loaders over urls", field="dataset")
+        return self._shards.statistics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this run stands: what has been yielded counts as consumed. Plain values, JSON but
+        for what a user's own states contain. Over urls it is the same on every rank.
+        """
+        if self._shards is not None:
+            return self._shards.state_dict()
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None:
+            self._place = latest.place
+        elif self._place is None:
+            # Before the first pass: it is begun, and the loop will take it over.
+            self._begun = latest = self._get_iterator()
+            self._keep(latest)
+            self._place = latest.place
+        return self._place.state().to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next pass goes on where the state was taken: over urls on any number of ranks, over a
+        map-style Dataset with any number of workers. An empty state is the start.
+
+        Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError:
+        it is not a state, or what it counts in (batch size, length, workers) has changed.
+        """
+        if self._shards is not None:
+            self._shards.load_state_dict(state_dict)
+            return
+        resume = PassState.from_dict(state_dict) if state_dict else None
+        if resume is not None:
+            resume.check(Place(self, self.num_workers).state())
+        self._forget()
+        self._resume = resume
 
     def close(self) -> None:
-        """Leave the job; tensors that are held stay good. May be called twice."""
-        if self._last is not None:
-            self._last.close()
-        self._session.close()
+        """Leave the job, end the workers; tensors that are held stay good. May be called twice."""
+        if self._shards is not None:
+            self._shards.close()
+        else:
+            self._forget()
 
     def __enter__(self) -> Self:
         return self
@@ -165,43 +221,57 @@ class DataLoader:
     ) -> None:
         self.close()
 
-    def finish(self, walk: Walk) -> None:
-        """An iterator came to the end of its epoch."""
-        if self._walk is walk:
-            self._epoch, self._cursor, self._walk = walk.epoch + 1, 0, None
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the pass under way, and only over a Dataset.
 
-    def _decoder_of_job(self) -> Decoder:
-        if self._decoder is None:
-            self._decoder = Decoder(self._session.job.columns)
-        return self._decoder
+        Raises:  ConfigError: over urls: its job is this process's own.
+        """
+        if self._shards is not None:
+            raise ConfigError(
+                "a DataLoader over urls belongs to its process: make one in each", field="dataset"
+            )
+        fresh = {"_latest": None, "_place": None, "_begun": None, "_iterator": None}
+        return {**self.__dict__, **fresh}
 
+    def _open(self, given: Arguments, of_torch: dict[str, Any], *, pin_memory: bool) -> None:
+        self._shards = self._resume = self._latest = self._place = self._begun = None
+        if names_shards(given.urls):
+            refuse_torch_arguments(of_torch)
+            reader = self._shards = ShardReader(given, pin_memory=pin_memory)
+            super().__init__(Shards(reader.urls), given.batch_size, drop_last=given.drop_last)
+            self.shuffle = bool(given.shuffle)
+            self.pin_memory, self.timeout = pin_memory, given.timeout
+            return
+        refuse_arguments(given)
+        of_torch |= {
+            "drop_last": given.drop_last,
+            "pin_memory": pin_memory,
+            "timeout": given.timeout,
+        }
+        dataset = cast("Dataset[Any]", given.urls)
+        super().__init__(dataset, given.batch_size, given.shuffle, **of_torch)
 
-class BatchIterator:
-    """One pass over a loader. Several may be under way at once; each has its own place. Threads
-    may share one: each batch comes to one of them.
-    """
+    def _get_iterator(self) -> Pass:
+        resume, self._resume = self._resume, None
+        if self.num_workers == 0:
+            return LocalPass(self, resume)
+        self.check_worker_number_rationality()
+        return WorkerPass(self, resume)
 
-    def __init__(self, loader: DataLoader, walk: Walk) -> None:
-        self._loader, self._walk = loader, walk
-        self._is_done = False
-        self._lock = threading.Lock()
+    def _keep(self, begun: Pass) -> None:
+        """Know of a pass. One with processes dies with the loop that walks it, unless they persist;
+        its place stays.
+        """
+        self._place = begun.beginning.place
+        if isinstance(begun, LocalPass):
+            self._latest = lambda: begun
+        else:
+            self._latest = weakref.ref(begun)
+            self._iterator = begun if self.persistent_workers else None
 
-    def __iter__(self) -> BatchIterator:
-        return self
-
-    def __next__(self) -> Batch:
-        with self._lock:
-            if self._is_done:
-                raise StopIteration
-            batch = self._walk.next()
-            if batch is None:
-                self._is_done = True
-                self._walk.close()
-                self._loader.finish(self._walk)
-                raise StopIteration
-            return batch
-
-    @property
-    def valid_count(self) -> int | None:
-        """Rows of this iterator's last batch that are not padding."""
-        return self._walk.valid_count
+    def _forget(self) -> None:
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None:
+            latest.close()
+        self._latest = self._place = self._begun = self._resume = None
+        self._iterator = None

@@ -1,0 +1,124 @@
+"""How a pass over a user's Dataset begins, anew or where another one was left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sized
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _DatasetKind
+
+from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
+from dataplane_torch.local.sampling import (
+    Places,
+    default_generator,
+    explicit_generators,
+    load_generators,
+    load_samplers,
+    stands_as,
+)
+
+
+class Place:
+    """Where a pass stands: outlives it, so that a loop that was left can still be saved."""
+
+    def __init__(self, loader: Any, worker_count: int) -> None:
+        self.is_iterable = loader._dataset_kind == _DatasetKind.Iterable
+        self.worker_count = worker_count
+        self.batch_size = loader.batch_size
+        self.length = None if self.is_iterable else _length(loader.dataset)
+        self.has_default_generator = loader.generator is None
+        self.step = 0
+        self.is_finished = False
+        self.next_worker = 0
+        self.base_seed = 0
+        self.len_called: int | None = loader._IterableDataset_len_called
+        self.sampler = SamplerState()
+        self.workers = [WorkerState() for _ in range(max(1, worker_count))]
+
+    def state(self) -> PassState:
+        """As it is now."""
+        if self.is_finished and self.has_default_generator:
+            # What the next pass will draw from, if nothing else does before.
+            generators = {**self.sampler.generators, **default_generator()}
+            self.sampler = replace(self.sampler, generators=generators)
+        names = (
+            *("is_iterable", "worker_count", "batch_size", "length", "step", "is_finished"),
+            "base_seed",
+        )
+        return PassState(
+            **{name: getattr(self, name) for name in names},
+            next_worker=self.next_worker,
+            len_called=self.len_called,
+            sampler=self.sampler,
+            workers=tuple(self.workers),
+        )
+
+
+class Beginning:
+    """What both kinds of pass do before and after torch's own constructor runs."""
+
+    def __init__(self, loader: Any, worker_count: int, resume: PassState | None) -> None:
+        self.place = Place(loader, worker_count)
+        self.loader, self.resume = loader, resume
+        if resume is not None:
+            resume.check(self.place.state())
+        # Of a finished pass only what it left behind matters: the next one starts at its start.
+        self.goes_on = None if resume is None or resume.is_finished else resume
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Around torch's own constructor, and `places`. What a resumed pass draws it, or the one
+        before, drew long ago: torch's default generator is left alone, unless it stands where the
+        next pass would have found it.
+        """
+        loader, resume = self.loader, self.resume
+        if resume is None:
+            yield
+            return
+        load_samplers(loader._index_sampler, resume.sampler)
+        is_next = resume.is_finished and stands_as(resume.sampler)
+        with torch.random.fork_rng(devices=[], enabled=not is_next):
+            if resume.is_finished:
+                load_generators(loader._index_sampler, loader.generator, resume.sampler)
+            yield
+
+    def places(self, torch_pass: Any) -> Places | None:
+        """Indices from where the pass goes on; None where they mean nothing. Sets torch's seeds."""
+        loader, place, goes_on = self.loader, self.place, self.goes_on
+        if goes_on is not None:
+            torch_pass._base_seed = goes_on.base_seed
+            torch_pass._num_yielded = place.step = goes_on.step
+            place.len_called = goes_on.len_called
+            if len(goes_on.workers) == len(place.workers):
+                place.next_worker = goes_on.next_worker
+            load_generators(loader._index_sampler, loader.generator, goes_on.sampler)
+        elif self.resume is not None and loader.persistent_workers:
+            # Workers that persist do not get a new seed, so that none is drawn between two passes.
+            torch_pass._base_seed = self.resume.base_seed
+            load_generators(loader._index_sampler, loader.generator, self.resume.sampler)
+        place.base_seed = torch_pass._base_seed
+        if place.is_iterable:
+            return None
+        every = loader.snapshot_every_n_steps
+        state = None if goes_on is None else goes_on.sampler
+        places = Places(loader._index_sampler, loader.generator, every, state)
+        place.sampler = places.place()
+        torch_pass._sampler_iter = places
+        return places
+
+    def finish(self) -> None:
+        """The pass has come to its end."""
+        place, loader = self.place, self.loader
+        place.is_finished = True
+        generators = explicit_generators(loader._index_sampler, loader.generator)
+        place.sampler = replace(place.sampler, generators=generators)
+
+
+def _length(dataset: object) -> int | None:
+    length = None
+    with contextlib.suppress(Exception):  # a method of the user's that only refuses
+        length = len(dataset) if isinstance(dataset, Sized) else None
+    return length

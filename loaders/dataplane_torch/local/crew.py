@@ -1,0 +1,189 @@
+"""The worker processes of one loader: started, heard, told, and seen to their end.
+
+One socket a worker carries everything: frames (frames.py) and the descriptors of its segments. The
+trainer reads when it waits for a batch, and no thread of its own does.
+
+Invariants:
+1. A worker that dies, however it dies, raises in the trainer that waits, within one second.
+2. Whoever closes a crew has no process of it left: those that do not end are killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+from torch.utils.data._utils import signal_handling
+
+from dataplane.client.mount import Pinning
+from dataplane_torch.local import frames
+from dataplane_torch.local.segments import Mapped
+from dataplane_torch.local.worker import Setup, work
+
+_END_S = 5.0
+_LOOK_MS = 1000
+
+
+class Crew:
+    """Workers 0..n-1, made by `setup_of(worker_id, parent_pid)`."""
+
+    def __init__(
+        self,
+        count: int,
+        context: Any,
+        setup_of: Callable[[int, int], Setup],
+        pinning: Pinning | None,
+    ) -> None:
+        self.processes: list[Any] = []
+        self.mapped: list[Mapped] = []
+        self._connections: list[Connection] = []
+        self._by_fd: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._ended: set[int] = set()
+        self._poll = select.poll()
+        self._pid = os.getpid()
+        self._is_closed = False
+        forked = context.get_start_method() in {"fork", "spawn"}
+        parent_pid = self._pid if forked else 0
+        try:
+            for worker_id in range(count):
+                self._start(context, setup_of(worker_id, parent_pid), pinning)
+        except BaseException:
+            self.close()
+            raise
+        signal_handling._set_worker_pids(id(self), tuple(p.pid for p in self.processes))  # type: ignore[attr-defined]
+        signal_handling._set_SIGCHLD_handler()
+        _crews.add(self)
+
+    def tell(self, worker_id: int, frame: frames.ToWorker) -> None:
+        """Send a frame. A worker that is gone is not told; waiting for it raises.
+
+        Raises:  whatever the pickling of its index raises.
+        """
+        encoded = frames.encode(frame)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connections[worker_id].send_bytes(encoded)
+
+    def given_back(self, worker_id: int) -> frames.Released:
+        """The extents to tell a worker of with the next frame."""
+        return tuple(self.mapped[worker_id].given_back())
+
+    def let_go(self, worker_id: int) -> None:
+        """Tell a worker that it will not be needed."""
+        if worker_id not in self._ended:
+            self._ended.add(worker_id)
+            self.tell(worker_id, frames.End())
+
+    def heard(self, deadline: float | None) -> Iterator[tuple[int, frames.FromWorker]]:
+        """What workers have said; waits until one of them says something, or for the deadline (by
+        time.monotonic), after which nothing comes.
+
+        Raises:  RuntimeError: a worker died.
+        """
+        while not (ready := self._poll.poll(self._wait_ms(deadline))):
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            self._look_after()
+        for fd, _ in ready:
+            worker_id = self._by_fd[fd]
+            try:
+                frame = frames.decode_for_trainer(self._connections[worker_id].recv_bytes())
+                if isinstance(frame, frames.NewSegment):
+                    received = recv_handle(self._connections[worker_id])
+                    self.mapped[worker_id].attach(frame.segment_id, received, frame.size_bytes)
+                    continue
+            except (EOFError, ConnectionResetError):
+                self._lost(worker_id)
+                continue
+            if isinstance(frame, frames.OldSegment):
+                self.mapped[worker_id].detach(frame.segment_id)
+                continue
+            yield worker_id, frame
+
+    def close(self) -> None:
+        """End all workers. May be called twice, and by a forked child, where it does nothing."""
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        _crews.discard(self)
+        try:
+            for worker_id in range(len(self._connections)):
+                self.let_go(worker_id)
+            deadline = time.monotonic() + _END_S
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            with contextlib.suppress(Exception):
+                signal_handling._remove_worker_pids(id(self))  # type: ignore[attr-defined]
+            for process in self.processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join(_END_S)
+            for connection in self._connections:
+                connection.close()
+            for mapped in self.mapped:
+                mapped.close()
+
+    def _start(self, context: Any, setup: Setup, pinning: Pinning | None) -> None:
+        ours, theirs = context.Pipe(duplex=True)
+        process = context.Process(target=work, args=(setup, theirs))
+        process.daemon = True
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.processes.append(process)
+        self.mapped.append(Mapped(pinning))
+        self._connections.append(ours)
+        self._by_fd[ours.fileno()] = setup.worker_id
+        self._poll.register(ours.fileno(), select.POLLIN)
+
+    def _lost(self, worker_id: int) -> None:
+        """A worker's socket has ended: as it was told, or on its own."""
+        self._poll.unregister(self._connections[worker_id].fileno())
+        self._gone.add(worker_id)
+        self._look_after()
+
+    def _look_after(self) -> None:
+        """Raise for workers that died. torch's own look comes first, as it knows the signal."""
+        lost = [worker for worker in self._gone if worker not in self._ended]
+        for worker in lost:
+            self.processes[worker].join(_END_S)
+        signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
+        if lost:
+            told = ", ".join(
+                f"{self.processes[each].pid} (exit code {self.processes[each].exitcode})"
+                for each in lost
+            )
+            raise RuntimeError(
+                f"DataLoader worker (pid(s) {told}) exited unexpectedly: look above for its last "
+                "words; num_workers=0 runs the dataset in this process, where a debugger sees it"
+            )
+
+    def _wait_ms(self, deadline: float | None) -> int:
+        if deadline is None:
+            return _LOOK_MS
+        return max(0, min(_LOOK_MS, int(1000 * (deadline - time.monotonic()) + 1)))
+
+
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for crew in list(_crews):
+        crew.close()
+
+
+# After multiprocessing's own, so before it: that one would end them with a signal.
+atexit.register(_close_all)

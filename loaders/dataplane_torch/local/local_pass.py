@@ -1,0 +1,69 @@
+"""One pass over a user's Dataset in this process.
+
+It is torch's own iterator underneath: loops, profilers and frameworks look for it, and the seeds it
+draws, in the order it draws them, decide what a dataset and a sampler do.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from dataplane_torch.local.beginning import Beginning, Place
+from dataplane_torch.local.progress import PassState, WorkerState
+from dataplane_torch.local.stateful import load_state, skip_samples, state_of
+
+
+class LocalPass(_SingleProcessDataLoaderIter):
+    """A pass whose samples this process loads, as torch's with num_workers=0."""
+
+    def __init__(self, loader: Any, resume: PassState | None) -> None:
+        self.beginning = begin = Beginning(loader, 0, resume)
+        told = None if resume is None else resume.workers[0]
+        if told is not None and told.dataset is not None:
+            load_state(loader.dataset, told.dataset)
+        with begin.drawing():
+            super().__init__(loader)
+            self._places = begin.places(self)
+        if begin.goes_on is not None and told is not None and begin.place.is_iterable:
+            self._go_on(begin.goes_on, told)
+
+    @property
+    def place(self) -> Place:
+        """Where it stands, with the states of the dataset as they are now."""
+        place, fetcher = self.beginning.place, self._dataset_fetcher
+        if self._places is not None:
+            after = place.sampler if place.is_finished else self._places.place()
+            place.sampler = replace(self._places.place(), generators=after.generators)
+        iterator = fetcher.dataset_iter if place.is_iterable else None
+        state = WorkerState(
+            dataset=None if iterator is self._dataset else copy.deepcopy(state_of(self._dataset)),
+            iterator=copy.deepcopy(state_of(iterator)),
+            is_ended=place.is_iterable and fetcher.ended,
+            fetched=place.step,
+        )
+        skip = 0 if state.is_told or not place.is_iterable else place.step
+        place.workers = [replace(state, skip=skip, fetched=place.step - skip)]
+        return place
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def __next__(self) -> Any:
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            self.beginning.finish()
+            raise
+        self.beginning.place.step += 1
+        return batch
+
+    def _go_on(self, state: PassState, told: WorkerState) -> None:
+        fetcher = self._dataset_fetcher
+        if told.iterator is not None:
+            fetcher.dataset_iter = load_state(fetcher.dataset_iter, told.iterator)
+        fetcher.ended = told.is_ended
+        skip_samples(fetcher, told.skip * (state.batch_size or 1))

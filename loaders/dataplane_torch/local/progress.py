@@ -1,0 +1,153 @@
+"""Where a pass over a user's Dataset stands: what state_dict() tells, and load_state_dict() reads.
+
+The state of a map-style dataset is where its sampler stands, whatever number of workers draws from
+it. An iterable dataset is walked by each worker on its own: its state is one of each worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dataplane.errors import ConfigError, VersionMismatch
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker's dataset after `fetched` batches of this pass, and how many to skip from there.
+
+    `dataset` and `iterator` are their own states, None where they have none.
+    """
+
+    dataset: dict[str, Any] | None = None
+    iterator: dict[str, Any] | None = None
+    is_ended: bool = False
+    fetched: int = 0
+    skip: int = 0
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the dataset itself told where it stands."""
+        return self.dataset is not None or self.iterator is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """A sampler after `drawn` batches: `states` of its parts as they stood `skip` draws before,
+    None where no part has a state; `generators` as they stood when the pass began, or when it had
+    ended. `missing` are indices that were drawn and whose batches were not yielded, as with
+    in_order=False.
+    """
+
+    drawn: int = 0
+    skip: int = 0
+    states: dict[str, dict[str, Any]] | None = None
+    generators: dict[str, str] = field(default_factory=dict)
+    missing: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PassState:
+    """A pass after `step` batches. `worker_count` is 0 where the trainer itself loads.
+
+    `length` is the dataset's, None where that has none or where it does not matter.
+    """
+
+    is_iterable: bool
+    worker_count: int
+    batch_size: int | None
+    length: int | None
+    step: int
+    is_finished: bool
+    next_worker: int
+    base_seed: int
+    len_called: int | None
+    sampler: SamplerState
+    workers: tuple[WorkerState, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, in which nothing is not JSON but what the user's own states contain."""
+        return {
+            "version": VERSION,
+            "source": "iterable" if self.is_iterable else "map",
+            **{name: getattr(self, name) for name in _PLAIN},
+            "sampler": {**_fields(self.sampler), "missing": list(self.sampler.missing)},
+            "workers": [_fields(worker) for worker in self.workers],
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> PassState:
+        """The inverse.
+
+        Raises:  ConfigError: it is no such state.  VersionMismatch: of a newer version.
+        """
+        version = given.get("version")
+        if given.get("source") not in {"map", "iterable"} or not isinstance(version, int):
+            raise ConfigError(
+                "this is not the state of a DataLoader over a torch Dataset: it has "
+                f"{', '.join(sorted(map(str, given))) or 'no keys'}",
+                field="state_dict",
+            )
+        if version > VERSION:
+            raise VersionMismatch(
+                f"this state is of version {version}, and only versions up to {VERSION} are known: "
+                "use a newer dataplane"
+            )
+        try:
+            return cls(
+                is_iterable=given["source"] == "iterable",
+                **{name: given[name] for name in _PLAIN},
+                sampler=SamplerState(
+                    **{**given["sampler"], "missing": tuple(given["sampler"]["missing"])}
+                ),
+                workers=tuple(WorkerState(**worker) for worker in given["workers"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"this state is damaged: {error}", field="state_dict") from error
+
+    def check(self, now: PassState) -> None:
+        """Whether a pass that begins as `now` can go on from here.
+
+        Raises:  ConfigError: it cannot; says what differs, and what to do.
+        """
+        if self.is_iterable != now.is_iterable:
+            kinds = {True: "an iterable dataset", False: "a map-style dataset"}
+            raise ConfigError(
+                f"this is the state of {kinds[self.is_iterable]}, and this loader has "
+                f"{kinds[now.is_iterable]}",
+                field="dataset",
+            )
+        if self.batch_size != now.batch_size:
+            raise ConfigError(
+                f"the state was taken with batch_size={self.batch_size}, and this loader has "
+                f"{now.batch_size}: batches are what is counted, so pass the same",
+                field="batch_size",
+            )
+        if self.length != now.length and self.sampler.states is None:
+            raise ConfigError(
+                f"the dataset had {self.length} samples when the state was taken, and has "
+                f"{now.length}: the order of its samples is not the same",
+                field="dataset",
+            )
+        told = any(worker.is_told for worker in self.workers)
+        if max(1, self.worker_count) != max(1, now.worker_count) and (self.is_iterable or told):
+            raise ConfigError(
+                f"the state was taken with num_workers={self.worker_count}, and this loader has "
+                f"{now.worker_count}: the dataset tells where each of its workers stands, so pass "
+                "the same (a map-style dataset without state_dict() may have any number)",
+                field="num_workers",
+            )
+
+
+_PLAIN: Final = (
+    *("worker_count", "batch_size", "length", "step", "is_finished"),
+    *("next_worker", "base_seed", "len_called"),
+)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}

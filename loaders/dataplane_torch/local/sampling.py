@@ -1,0 +1,183 @@
+"""A sampler's batches of indices, with the place that each of them leads to.
+
+A sampler that has a state is asked for it. One that has none is run again from the start of the
+pass: with the generators that it draws from as they stood then, it says the same.
+
+Invariants:
+1. A pass that is resumed draws what the pass that was interrupted would have drawn, for samplers
+   that have a state, or that are functions of a torch.Generator, the default one included.
+2. A resumed pass leaves torch's default generator as it found it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from dataplane.errors import ConfigError
+from dataplane_torch.local.progress import SamplerState
+from dataplane_torch.local.stateful import Stateful, load_state
+
+_DEFAULT = "torch"
+_SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class Places:
+    """The iterator of a loader's index sampler. The states of stateful samplers are taken every
+    `every` draws.
+    """
+
+    def __init__(
+        self,
+        index_sampler: Any,
+        generator: torch.Generator | None,
+        every: int,
+        state: SamplerState | None,
+    ) -> None:
+        self._index_sampler, self._generator, self._every = index_sampler, generator, every
+        self._is_ahead = False
+        # Many a sampler draws from a generator only when it is asked for its first index.
+        self._generators = _generator_states(index_sampler, generator)
+        self._drawn = 0 if state is None else state.drawn
+        self._missing = deque(() if state is None else state.missing)
+        self._iterator: Iterator[Any] = iter(index_sampler)
+        if state is not None:
+            self._iterator = load_state(self._iterator, (state.states or {}).get("iterator"))
+            skip = state.drawn if state.states is None else state.skip
+            next(itertools.islice(self._iterator, skip, skip), None)
+        if generator is None and self._seeds_itself():
+            # It reads torch's default generator when it is first asked: that is now, here and when
+            # it is resumed, whatever the loop draws from that generator in between.
+            self._draw_ahead()
+        self._states = self._states_now()
+        self._states_at = self._drawn
+
+    def __iter__(self) -> Places:
+        return self
+
+    def __next__(self) -> Any:
+        if self._missing:
+            return self._missing.popleft()
+        if not self._drawn and not self._is_ahead:
+            self._generators = _generator_states(self._index_sampler, self._generator)
+        index = next(self._iterator)
+        self._drawn += 1
+        if self._states is not None and self._every and self._drawn % self._every == 0:
+            self._states, self._states_at = self._states_now(), self._drawn
+        return index
+
+    def place(self) -> SamplerState:
+        """After the draws so far."""
+        return SamplerState(
+            self._drawn,
+            skip=0 if self._states is None else self._drawn - self._states_at,
+            states=self._states,
+            generators=self._generators,
+            missing=tuple(self._missing),
+        )
+
+    def _seeds_itself(self) -> bool:
+        parts = _parts(self._index_sampler).values()
+        return any(
+            type(part) in _SELF_SEEDED and getattr(part, "generator", None) is None
+            for part in parts
+        ) and not any(isinstance(part, Stateful) for part in parts)
+
+    def _draw_ahead(self) -> None:
+        self._is_ahead = True
+        with contextlib.suppress(StopIteration):
+            self._iterator = itertools.chain([next(self._iterator)], self._iterator)
+
+    def _states_now(self) -> dict[str, dict[str, Any]] | None:
+        parts = {**_parts(self._index_sampler), "iterator": self._iterator}
+        states = {
+            name: copy.deepcopy(part.state_dict())  # it may be what the sampler goes on with
+            for name, part in parts.items()
+            if isinstance(part, Stateful)
+        }
+        return states or None
+
+
+def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
+    """The states of the generators that a loader and its samplers were given, in base 64."""
+    found = _generators(index_sampler, generator)
+    return {name: _encoded(each.get_state()) for name, each in found.items()}
+
+
+def load_samplers(index_sampler: Any, state: SamplerState) -> None:
+    """Samplers that have a state stand as they did."""
+    for name, part in _parts(index_sampler).items():
+        load_state(part, (state.states or {}).get(name))
+
+
+def load_generators(
+    index_sampler: Any, generator: torch.Generator | None, state: SamplerState
+) -> None:
+    """Generators stand as they did, torch's default one included.
+
+    Raises:  ConfigError: a generator's state is damaged.
+    """
+    for name, each in _generators(index_sampler, generator).items():
+        if name in state.generators:
+            each.set_state(_decoded(state.generators[name]))
+    if _DEFAULT in state.generators:
+        torch.set_rng_state(_decoded(state.generators[_DEFAULT]))
+
+
+def default_generator() -> dict[str, str]:
+    """The state of torch's default generator, in base 64."""
+    return {_DEFAULT: _encoded(torch.get_rng_state())}
+
+
+def stands_as(state: SamplerState) -> bool:
+    """Whether torch's default generator stands as it did."""
+    return state.generators.get(_DEFAULT, "") in {"", _encoded(torch.get_rng_state())}
+
+
+def _generator_states(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
+    default = {} if generator is not None else default_generator()
+    return {**explicit_generators(index_sampler, generator), **default}
+
+
+def _parts(index_sampler: Any) -> dict[str, Any]:
+    """The samplers of an index sampler: itself, and the one that a BatchSampler draws from."""
+    parts = {"index_sampler": index_sampler}
+    inner = getattr(index_sampler, "sampler", None)
+    if inner is not None and not isinstance(index_sampler, Stateful):
+        parts["sampler"] = inner
+    return parts
+
+
+def _generators(
+    index_sampler: Any, generator: torch.Generator | None
+) -> dict[str, torch.Generator]:
+    found: dict[str, torch.Generator] = {}
+    candidates = {"loader": generator}
+    for name, part in _parts(index_sampler).items():
+        candidates[name] = getattr(part, "generator", None)
+    for name, each in candidates.items():
+        if isinstance(each, torch.Generator) and all(each is not known for known in found.values()):
+            found[name] = each
+    return found
+
+
+def _encoded(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decoded(state: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.frombuffer(base64.b64decode(state), np.uint8).copy())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"this state's generators are damaged: {error}", field="state_dict"
+        ) from error

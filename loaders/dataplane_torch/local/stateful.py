@@ -1,0 +1,45 @@
+"""Who can tell where it stands: anything with state_dict() and load_state_dict()."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+_Any = TypeVar("_Any")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A dataset, an iterator of one, or a sampler whose state is saved with the loader's.
+
+    Source:  torchdata.stateful_dataloader.Stateful.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+def state_of(given: object) -> dict[str, Any] | None:
+    """Its state, or None where it has none to tell."""
+    return given.state_dict() if isinstance(given, Stateful) else None
+
+
+def load_state(given: _Any, state: dict[str, Any] | None) -> _Any:
+    """The same, standing where `state` says, if it can."""
+    if state is not None and isinstance(given, Stateful):
+        given.load_state_dict(state)
+    return given
+
+
+def skip_samples(fetcher: Any, count: int) -> None:
+    """Draw and drop `count` samples of the iterable dataset of one of torch's fetchers."""
+    for _ in range(count):
+        try:
+            next(fetcher.dataset_iter)
+        except StopIteration:
+            fetcher.ended = True
+            return

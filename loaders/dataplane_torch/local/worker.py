@@ -1,0 +1,264 @@
+"""A DataLoader worker: the user's dataset and collate function, in a process of their own.
+
+What torch's workers promise holds here: the seeds of random, numpy and torch, `get_worker_info()`,
+one thread, `worker_init_fn` before the dataset is touched, exceptions with their traceback.
+
+Source:  the seeds and the order of these steps: torch.utils.data._utils.worker._worker_loop.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import select
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterDataPipe
+from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data.graph_settings import apply_random_seed
+
+from dataplane_torch.local import frames
+from dataplane_torch.local.parcel import Packer
+from dataplane_torch.local.progress import WorkerState
+from dataplane_torch.local.segments import Segments
+from dataplane_torch.local.stateful import load_state, skip_samples, state_of
+
+_PARENT_POLL_MS = 5000
+_LAST_WORDS_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is started with. `parent_pid` is 0 where a fork server starts it."""
+
+    kind: int
+    dataset: Any
+    auto_collation: bool
+    collate_fn: Callable[[Any], Any]
+    drop_last: bool
+    batch_size: int
+    base_seed: int
+    init_fn: Callable[[int], None] | None
+    worker_id: int
+    worker_count: int
+    shared_seed: int | None
+    is_pinned: bool
+    state_every: int  # batches from one state to the next, 0 for only the first
+    parent_pid: int
+
+
+class Worker:
+    """One worker's life."""
+
+    def __init__(self, setup: Setup, connection: Connection, inbox: _Inbox) -> None:
+        self._setup, self._connection, self._inbox = setup, connection, inbox
+        segments = Segments(self._announce, self._retire, whole=setup.is_pinned)
+        self._segments = segments
+        self._packer = Packer(segments, everything=setup.is_pinned)
+        self._packer.collate_here()
+        self._dataset = setup.dataset
+        self._shared_rng = torch.Generator()
+        self._fetcher: Any = None
+        self._fault: ExceptionWrapper | None = None
+        self._is_done = False
+        self._pass, self._fetched = 0, 0
+        self._is_stateful = False
+
+    def run(self) -> None:
+        """Until the trainer says so, or is gone."""
+        setup = self._setup
+        seed = setup.base_seed + setup.worker_id
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(torch_worker._generate_state(setup.base_seed, setup.worker_id))  # type: ignore[no-untyped-call]  # noqa: NPY002
+        self._reseed(setup.shared_seed)
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=setup.worker_id, num_workers=setup.worker_count, seed=seed, dataset=self._dataset
+        )
+        if setup.init_fn is not None:
+            try:
+                setup.init_fn(setup.worker_id)
+            except Exception:  # noqa: BLE001 - whatever it is, the trainer is told
+                self._fault = self._wrapped()
+        while (frame := self._inbox.take()) is not None:
+            for segment_id, offset in frame.given_back:
+                self._segments.free(segment_id, offset)
+            match frame:
+                case frames.Begin():
+                    self._begin(frame)
+                case frames.Fetch():
+                    if frame.pass_id == self._inbox.pass_id:  # else nobody waits for it any more
+                        self._fetch(frame)
+                case frames.End():
+                    return
+
+    def _begin(self, frame: frames.Begin) -> None:
+        self._pass, self._is_done, self._fetched = frame.pass_id, False, 0
+        state: WorkerState | None = None
+        try:
+            if frame.pass_id:
+                self._reseed(frame.shared_seed)
+            if self._fault is None:
+                self._open(frame.state)
+                if frame.anew:
+                    self._fetched = 0
+                    self._open(None)
+                state = self._state(is_first=True)
+        except Exception:  # noqa: BLE001 - as above
+            self._fault = self._wrapped()
+        self._send(frames.Ready(self._pass, state))
+
+    def _open(self, state: WorkerState | None) -> None:
+        """The dataset's state first, then its iterator, then the iterator's state."""
+        setup = self._setup
+        if state is not None and state.dataset is not None:
+            self._dataset = load_state(self._dataset, state.dataset)
+        self._fetcher = _DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
+            setup.kind, self._dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
+        )
+        if state is None or setup.kind != _DatasetKind.Iterable:
+            return
+        if state.iterator is not None:
+            self._fetcher.dataset_iter = load_state(self._fetcher.dataset_iter, state.iterator)
+        self._fetcher.ended = state.is_ended
+        self._fetched = state.fetched
+        skip_samples(self._fetcher, state.skip * setup.batch_size)
+        self._fetched += state.skip
+
+    def _fetch(self, frame: frames.Fetch) -> None:
+        if self._is_done:
+            return
+        made: list[Any] = []
+        state: WorkerState | None = None
+        kind = "batch"
+        if self._fault is not None:
+            made, self._fault, kind = [self._fault], None, "error"
+        else:
+            try:
+                made.append(self._fetcher.fetch(frame.index))
+                self._fetched += 1
+                if self._is_stateful and self._is_due():
+                    state = self._state()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+                if isinstance(error, StopIteration) and self._setup.kind == _DatasetKind.Iterable:
+                    self._is_done = True
+                    self._packer.drop_unused()
+                    self._send(frames.Ended(self._pass, frame.task, self._last_state()))
+                    return
+                made, kind = [self._wrapped()], "error"
+        try:
+            parcel = self._packer.pack(made)
+        except Exception:  # noqa: BLE001 - what cannot be pickled is the user's to know
+            made = [self._wrapped()]
+            parcel, kind = self._packer.pack(made), "error"
+        self._send(frames.Made(self._pass, frame.task, kind, parcel, state))
+
+    def _is_due(self) -> bool:
+        every = self._setup.state_every
+        return every > 0 and self._fetched % every == 0
+
+    def _last_state(self) -> WorkerState | None:
+        try:
+            return self._state() if self._is_stateful else None
+        except Exception:  # noqa: BLE001 - there is no batch left to tell it with
+            return None
+
+    def _state(self, *, is_first: bool = False) -> WorkerState | None:
+        """Where the dataset stands; None where it cannot tell."""
+        fetcher = self._fetcher
+        iterator, is_ended = None, False
+        if self._setup.kind == _DatasetKind.Iterable:
+            iterator, is_ended = fetcher.dataset_iter, fetcher.ended
+        dataset = None if iterator is self._dataset else state_of(self._dataset)
+        state = WorkerState(
+            dataset=dataset,
+            iterator=state_of(iterator),
+            is_ended=is_ended,
+            fetched=self._fetched,
+        )
+        if is_first:
+            self._is_stateful = state.dataset is not None or state.iterator is not None
+        return state if self._is_stateful else None
+
+    def _reseed(self, shared_seed: int | None) -> None:
+        if isinstance(self._dataset, IterDataPipe):
+            assert shared_seed is not None
+            self._shared_rng.manual_seed(shared_seed)
+            self._dataset = apply_random_seed(self._dataset, self._shared_rng)
+
+    def _wrapped(self) -> ExceptionWrapper:
+        where = f"in DataLoader worker process {self._setup.worker_id}"
+        return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+
+    def _announce(self, segment_id: int, fd: int, size_bytes: int) -> None:
+        self._send(frames.NewSegment(segment_id, size_bytes))
+        send_handle(self._connection, fd, 0)
+
+    def _retire(self, segment_id: int) -> None:
+        self._send(frames.OldSegment(segment_id))
+
+    def _send(self, frame: frames.FromWorker) -> None:
+        self._connection.send_bytes(frames.encode(frame))
+
+
+class _Inbox:
+    """Takes frames off the socket as they come, so that the trainer never waits to send one; and
+    sees to it that no worker outlives its trainer, whatever the user's code is doing.
+    """
+
+    def __init__(self, connection: Connection, parent_pid: int) -> None:
+        self._connection, self._parent_pid = connection, parent_pid
+        self._frames: queue.SimpleQueue[frames.ToWorker | None] = queue.SimpleQueue()
+        self.pass_id: int | None = None
+        threading.Thread(target=self._read, name="dataplane-inbox", daemon=True).start()
+
+    def take(self) -> frames.ToWorker | None:
+        """The next frame; None when the trainer is gone."""
+        return self._frames.get()
+
+    def _read(self) -> None:
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLIN)
+        try:
+            while True:
+                if not poll.poll(_PARENT_POLL_MS):
+                    if self._parent_pid and os.getppid() != self._parent_pid:
+                        break
+                    continue
+                frame = frames.decode_for_worker(self._connection.recv_bytes())
+                if isinstance(frame, frames.Begin):
+                    self.pass_id = frame.pass_id
+                elif isinstance(frame, frames.End):
+                    self.pass_id = None
+                self._frames.put(frame)
+                if isinstance(frame, frames.End):
+                    return
+        except (EOFError, OSError):
+            pass
+        self._frames.put(None)
+        # The trainer is dead. Code of the user's that does not come back is not waited for.
+        threading.Event().wait(_LAST_WORDS_S)
+        os._exit(1)
+
+
+def work(setup: Setup, connection: Connection) -> None:
+    """A worker's main function."""
+    try:
+        signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
+        torch.multiprocessing._set_thread_name("dataplane_work")
+        torch.set_num_threads(1)
+        inbox = _Inbox(connection, setup.parent_pid)
+        Worker(setup, connection, inbox).run()
+    except (KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
+        pass  # the trainer was interrupted too, or is gone

@@ -1,0 +1,308 @@
+"""One pass over a user's Dataset with worker processes.
+
+Invariants:
+1. Tasks go to the workers in turn, and batches come back in that order; with in_order=False each
+   comes as soon as it is there.
+2. At most prefetch_factor batches a worker are under way or wait to be taken.
+3. What a pass tells of its place covers the batches that it has yielded, and no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+
+from dataplane_torch.local import frames
+from dataplane_torch.local.beginning import Beginning, Place
+from dataplane_torch.local.crew import Crew
+from dataplane_torch.local.parcel import discard, unpack
+from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
+from dataplane_torch.local.worker import Setup
+from dataplane_torch.pinning import cuda_pinning
+
+
+@dataclass(slots=True)
+class _Task:
+    """A batch that was asked for: of whom, and where the sampler stood after it."""
+
+    worker_id: int
+    index: Any
+    sampler: SamplerState | None
+    answer: frames.Made | frames.Ended | None = None
+
+
+class WorkerPass(_BaseDataLoaderIter):
+    """As torch's with num_workers > 0."""
+
+    def __init__(self, loader: Any, resume: PassState | None) -> None:
+        self._crew: Crew | None = None
+        self._pass_id = 0
+        self._in_order = loader.in_order
+        self._depth = loader.prefetch_factor * loader.num_workers
+        begin = self._begin(loader, resume)
+        with begin.drawing():
+            super().__init__(loader)
+            self._places = begin.places(self)
+        self._crew = self._started(loader)
+        self._open(resume)
+
+    @property
+    def place(self) -> Place:
+        """Where it stands. What workers say of their datasets when they start is waited for."""
+        place = self.beginning.place
+        while not (place.is_finished or self._is_closed or all(self._is_ready)):
+            self._hear(None)
+        return place
+
+    @property
+    def _workers(self) -> list[Any]:
+        return [] if self._crew is None else self._crew.processes
+
+    def close(self) -> None:
+        """End the workers. Batches that are held stay good. May be called twice."""
+        self._is_closed = True
+        if self._crew is not None:
+            self._crew.close()
+
+    _shutdown_workers = close  # what frameworks call, after torch's
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """The next pass, with the same workers."""
+        begin = self._begin(loader, None)
+        with begin.drawing():
+            super()._reset(loader, first_iter)
+            self._places = begin.places(self)
+        self._pass_id += 1
+        for task in self._tasks.values():
+            if isinstance(task.answer, frames.Made):
+                self._discard(task.worker_id, task.answer)
+        self._open(None)
+
+    def _begin(self, loader: Any, resume: PassState | None) -> Beginning:
+        self._is_closed = False
+        self.beginning = Beginning(loader, loader.num_workers, resume)
+        return self.beginning
+
+    def _started(self, loader: Any) -> Crew:
+        init_fn = loader.worker_init_fn
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            settings = (init_fn, self._world_size, self._rank)
+            init_fn = functools.partial(_sharding_worker_init_fn, *settings)
+        pinning = cuda_pinning(wanted=self._pin_memory)
+        is_iterable = self.beginning.place.is_iterable
+        every = loader.snapshot_every_n_steps
+        # A map-style dataset cannot skip what it does not know.
+        state_every = -(-every // loader.num_workers) if is_iterable else 1
+
+        def setup(worker_id: int, parent_pid: int) -> Setup:
+            return Setup(
+                kind=self._dataset_kind,
+                dataset=self._dataset,
+                auto_collation=self._auto_collation,
+                collate_fn=self._collate_fn,
+                drop_last=self._drop_last,
+                batch_size=loader.batch_size or 1,
+                base_seed=int(self._base_seed),
+                init_fn=init_fn,
+                worker_id=worker_id,
+                worker_count=self._num_workers,
+                shared_seed=self._shared_seed,
+                is_pinned=pinning is not None,
+                state_every=state_every,
+                parent_pid=parent_pid,
+            )
+
+        context = loader.multiprocessing_context or torch.multiprocessing.get_context()
+        return Crew(self._num_workers, context, setup, pinning)
+
+    def _open(self, resume: PassState | None) -> None:
+        """Tell the workers where to begin, and give them their first tasks."""
+        assert self._crew is not None
+        count, place = self._num_workers, self.beginning.place
+        self._tasks: dict[int, _Task] = {}
+        self._next_task = self._next_out = 0
+        self._is_active, self._is_ready = [True] * count, [False] * count
+        self._has_indices = True
+        self._furthest = -1, place.sampler
+        states = self._states_to_load(resume)
+        first = 0
+        if self.beginning.goes_on is not None and len(self.beginning.goes_on.workers) == count:
+            first = place.next_worker
+            place.workers = [state or WorkerState() for state in states]
+        self._turns = itertools.cycle([*range(first, count), *range(first)])
+        for worker_id, state in enumerate(states):
+            given_back = self._crew.given_back(worker_id)
+            anew = resume is not None and resume.is_finished
+            begin = frames.Begin(self._pass_id, self._shared_seed, state, anew, given_back)
+            self._crew.tell(worker_id, begin)
+        self._fill()
+
+    def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
+        count = self._num_workers
+        if resume is None or len(resume.workers) != count:
+            return [None] * count
+        if not resume.is_finished:
+            return list(resume.workers)
+        if not self._persistent_workers:
+            return [None] * count
+        return list(resume.workers)
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            if not self.beginning.place.is_finished and not self._is_closed:
+                self.beginning.finish()
+            if not self._persistent_workers:
+                self.close()
+            raise
+
+    def _next_data(self) -> Any:
+        if self._is_closed:
+            raise StopIteration
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        while True:
+            task_id = self._answered()
+            if task_id is not None:
+                return self._taken(task_id)
+            if not self._tasks:
+                raise StopIteration
+            if not self._hear(deadline):
+                raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+
+    def _answered(self) -> int | None:
+        """The task whose batch is next, if it is there. Passes over those that got none."""
+        for task_id in list(self._tasks) if not self._in_order else itertools.count(self._next_out):
+            task = self._tasks.get(task_id)
+            if task is None or (task.answer is None and self._in_order):
+                return None
+            if isinstance(task.answer, frames.Made):
+                return task_id
+            if task.answer is not None:
+                self._pass_over(task_id, task.answer)
+        return None
+
+    def _pass_over(self, task_id: int, answer: frames.Ended) -> None:
+        worker_id = self._tasks.pop(task_id).worker_id
+        self._next_out = task_id + 1
+        if answer.state is not None:
+            self.beginning.place.workers[worker_id] = answer.state
+        self._fill()
+
+    def _taken(self, task_id: int) -> Any:
+        assert self._crew is not None
+        task = self._tasks.pop(task_id)
+        made = task.answer
+        assert isinstance(made, frames.Made)
+        self._next_out = task_id + 1
+        self._fill()
+        batch = unpack(made.parcel, self._crew.mapped[task.worker_id])
+        if made.kind == "error":
+            batch.reraise()
+        if self._pin_memory:
+            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        self._step(task_id, task, made.state)
+        return batch
+
+    def _step(self, task_id: int, task: _Task, state: WorkerState | None) -> None:
+        place = self.beginning.place
+        place.step += 1
+        place.next_worker = (task.worker_id + 1) % self._num_workers
+        if task.sampler is not None and self._in_order:
+            place.sampler = task.sampler
+        elif task.sampler is not None:
+            self._furthest = max(self._furthest, (task_id, task.sampler), key=lambda each: each[0])
+            last, reached = self._furthest
+            # Those that were drawn before, and are still under way.
+            missing = tuple(each.index for i, each in self._tasks.items() if i < last)
+            place.sampler = replace(reached, missing=missing + reached.missing)
+        if state is not None:
+            place.workers[task.worker_id] = state
+        elif place.is_iterable:
+            before = place.workers[task.worker_id]
+            place.workers[task.worker_id] = replace(before, skip=before.skip + 1)
+
+    def _fill(self) -> None:
+        while self._has_indices and len(self._tasks) < self._depth:
+            worker_id = self._next_worker()
+            if worker_id is None:
+                return
+            try:
+                index = self._next_index()  # type: ignore[no-untyped-call]
+            except StopIteration:
+                self._has_indices = False
+                return
+            assert self._crew is not None
+            given_back = self._crew.given_back(worker_id)
+            fetch = frames.Fetch(self._pass_id, self._next_task, index, given_back)
+            self._crew.tell(worker_id, fetch)
+            place = None if self._places is None else self._places.place()
+            self._tasks[self._next_task] = _Task(worker_id, index, place)
+            self._next_task += 1
+
+    def _next_worker(self) -> int | None:
+        """Whose turn it is; None when no worker has samples left."""
+        active = sum(self._is_active)
+        for _ in range(2 * self._num_workers):
+            if not active:
+                break
+            worker_id: int = next(self._turns)
+            if not self._is_active[worker_id]:
+                continue
+            if self._in_order or self._under_way(worker_id) < max(1, self._depth // active):
+                return worker_id
+        return None
+
+    def _under_way(self, worker_id: int) -> int:
+        tasks = self._tasks.values()
+        return sum(task.worker_id == worker_id and task.answer is None for task in tasks)
+
+    def _hear(self, deadline: float | None) -> bool:
+        """Take what workers say; False when the deadline came first.
+
+        Raises:  RuntimeError: a worker died.
+        """
+        assert self._crew is not None
+        for worker_id, frame in self._crew.heard(deadline):
+            match frame:
+                case frames.Made() if frame.pass_id != self._pass_id:
+                    self._discard(worker_id, frame)
+                case frames.Made():
+                    self._tasks[frame.task].answer = frame
+                case frames.Ready() if frame.pass_id == self._pass_id:
+                    self._is_ready[worker_id] = True
+                    if frame.state is not None:
+                        self.beginning.place.workers[worker_id] = frame.state
+                case frames.Ended() if frame.pass_id == self._pass_id:
+                    self._ended(worker_id, frame)
+                case _:
+                    pass
+        return deadline is None or time.monotonic() < deadline
+
+    def _ended(self, worker_id: int, frame: frames.Ended) -> None:
+        """A worker's samples are used up: it will not answer the tasks it has besides."""
+        assert self._crew is not None
+        self._is_active[worker_id] = False
+        for task in self._tasks.values():
+            if task.worker_id == worker_id and task.answer is None:
+                task.answer = replace(frame, state=None)
+        self._tasks[frame.task].answer = frame
+        if not self._persistent_workers:
+            self._crew.let_go(worker_id)
+
+    def _discard(self, worker_id: int, made: frames.Made) -> None:
+        assert self._crew is not None
+        discard(made.parcel, self._crew.mapped[worker_id])

@@ -1,0 +1,186 @@
+"""A dataset that is named by urls, as a DataLoader reads it: a node does the work."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from dataplane.client.session import Session
+from dataplane.client.state import State, step_count
+from dataplane.client.statistics import Statistics
+from dataplane.errors import ConfigError
+from dataplane_torch.arguments import Arguments, job_of
+from dataplane_torch.pinning import cuda_pinning
+from dataplane_torch.tensors import Batch, Decoder
+from dataplane_torch.walk import Walk
+
+# What names the file of a shard, where a list has nothing else to tell it from samples.
+_SUFFIXES = frozenset(
+    (
+        *(".parquet", ".arrow", ".arrows", ".feather", ".ipc", ".tfrecord", ".tfrecords", ".tar"),
+        *(".tgz", ".gz", ".jsonl", ".ndjson"),
+    )
+)
+
+
+class Shards(IterableDataset[Batch]):
+    """What a loader over urls shows as its `dataset`. The loader reads it, not the other way."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__()
+        self.urls = tuple(urls)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Not for anybody else.
+
+        Raises:  ConfigError: always.
+        """
+        raise ConfigError(
+            "these shards are read by dataplane_torch.DataLoader itself: for another loader pass "
+            "dataplane_torch.ShardedIterableDataset",
+            field="dataset",
+        )
+
+    def __repr__(self) -> str:
+        return f"Shards({', '.join(self.urls)})"
+
+
+class ShardReader:
+    """The job of a loader over urls, and where its passes stand."""
+
+    def __init__(self, given: Arguments, *, pin_memory: bool) -> None:
+        self._job = job_of(given)
+        self.urls = self._job.request.source.urls
+        self._session = Session(
+            self._job.endpoint,
+            self._job.request,
+            pinning=cuda_pinning(wanted=pin_memory),
+            stall_timeout_s=self._job.stall_timeout_s,
+        )
+        weakref.finalize(self, self._session.close).atexit = False
+        self._decoder: Decoder | None = None
+        self._epoch, self._cursor = 0, 0
+        self._walk: Walk | None = None
+        self._last: Walk | None = None
+
+    def begin(self) -> BatchIterator:
+        """The next pass."""
+        walk = Walk(self._session, self._decoder_of_job(), self._epoch, self._cursor)
+        # A resumed pass is resumed once: if it is left early, the next one begins the epoch anew.
+        self._cursor = 0
+        self._walk = self._last = walk
+        return BatchIterator(self, walk)
+
+    @property
+    def step_count(self) -> int:
+        """Steps of a whole epoch."""
+        job = self._session.job
+        return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
+
+    @property
+    def valid_count(self) -> int | None:
+        """Rows of the last batch that are not padding; None before the first."""
+        return None if self._last is None else self._last.valid_count
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass under way, or else of the next one."""
+        return self._walk.epoch if self._walk is not None else self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is this epoch's. A state that was loaded of the same keeps its place."""
+        if epoch != self._epoch:
+            self._cursor = 0
+        self._epoch, self._walk = epoch, None
+
+    def statistics(self) -> Statistics:
+        """What was loaded so far, and what the time of the loop went into."""
+        return self._session.statistics()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this run stands: the same on every rank after the same number of batches."""
+        job, walk = self._session.job, self._walk
+        epoch, cursor = (
+            (walk.epoch, walk.cursor) if walk is not None else (self._epoch, self._cursor)
+        )
+        return State(job.digest, epoch, cursor, job.sample_count).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next pass goes on where the state was taken, on any number of ranks.
+
+        Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
+        """
+        state, job = State.from_dict(state_dict), self._session.job
+        state.check(job.digest, job.sample_count, job.spec)
+        self._epoch, self._cursor, self._walk = state.epoch, state.cursor, None
+
+    def close(self) -> None:
+        """Leave the job; tensors that are held stay good. May be called twice."""
+        if self._last is not None:
+            self._last.close()
+        self._session.close()
+
+    def finish(self, walk: Walk) -> None:
+        """An iterator came to the end of its epoch."""
+        if self._walk is walk:
+            self._epoch, self._cursor, self._walk = walk.epoch + 1, 0, None
+
+    def _decoder_of_job(self) -> Decoder:
+        if self._decoder is None:
+            self._decoder = Decoder(self._session.job.columns)
+        return self._decoder
+
+
+class BatchIterator:
+    """One pass over a loader. Several may be under way at once; each has its own place. Threads
+    may share one: each batch comes to one of them.
+    """
+
+    def __init__(self, reader: ShardReader, walk: Walk) -> None:
+        self._reader, self._walk = reader, walk
+        self._is_done = False
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        with self._lock:
+            if self._is_done:
+                raise StopIteration
+            batch = self._walk.next()
+            if batch is None:
+                self._is_done = True
+                self._walk.close()
+                self._reader.finish(self._walk)
+                raise StopIteration
+            return batch
+
+    @property
+    def valid_count(self) -> int | None:
+        """Rows of this iterator's last batch that are not padding."""
+        return self._walk.valid_count
+
+
+def names_shards(dataset: object) -> bool:
+    """Whether a loader's dataset is given by urls: one, or a list of nothing else. A list of other
+    strings is a dataset of strings, as it is to torch.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        return True
+    if not isinstance(dataset, list | tuple) or not dataset:
+        return False
+    return all(isinstance(one, os.PathLike) or _is_location(one) for one in dataset)
+
+
+def _is_location(given: object) -> bool:
+    if not isinstance(given, str):
+        return False
+    starts = ("/", "./", "../", "~/")
+    return "://" in given or given.startswith(starts) or PurePath(given).suffix in _SUFFIXES
