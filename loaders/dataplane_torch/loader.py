@@ -242,6 +242,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
             return
+        _refuse_neither(given.urls)
         refuse_arguments(given)
         of_torch |= {
             "drop_last": given.drop_last,
@@ -275,3 +276,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             latest.close()
         self._latest = self._place = self._begun = self._resume = None
         self._iterator = None
+
+
+def _refuse_neither(dataset: object) -> None:
+    needs = ("__getitem__", "__getitems__", "__iter__")
+    if not any(hasattr(dataset, need) for need in needs):
+        raise ConfigError(
+            f"{dataset!r:.80} is neither a torch Dataset nor a url: pass something with "
+            "__getitem__ and __len__, an IterableDataset, or the urls of shards",
+            field="dataset",
+        )

@@ -38,13 +38,13 @@ if when == "both":
     loaders.append(loader_of())
 for loader in loaders:
     seen = [k for batch in loader for k in batch["i"].tolist()]
-    mount = loader._session.mount()
+    mount = loader._shards._session.mount()
     found = {
         "seen": seen,
         "node": mount.node_id,
         "generation": mount.job.generation,
-        "incarnation": loader._job.request.incarnation,
-        "job": loader._job.request.job_id,
+        "incarnation": loader._shards._job.request.incarnation,
+        "job": loader._shards._job.request.job_id,
     }
     place = pathlib.Path(out) / f"{os.environ['RANK']}-{loaders.index(loader)}.json"
     place.write_text(json.dumps(found))
@@ -115,7 +115,7 @@ def test_a_token_is_drawn_once_a_launch(group, shards, monkeypatch) -> None:
     for launch in ("first", "second"):
         group(launch)
         assert launch_token() == launch_token() != ""
-        incarnations += [DataLoader(shards)._job.request.incarnation for _ in range(2)]
+        incarnations += [DataLoader(shards)._shards._job.request.incarnation for _ in range(2)]
     assert incarnations[0] == incarnations[1] != incarnations[2] == incarnations[3]
 
 

@@ -311,12 +311,15 @@ def test_torchs_own_defaults_are_accepted_and_nonsense_is_not() -> None:
         DataLoader(URL, btach_size=3)
 
 
-@pytest.mark.parametrize(
-    "urls", [[], None, 3, [""], torch.utils.data.TensorDataset(torch.zeros(3))]
-)
-def test_what_is_no_url_is_refused(urls) -> None:
-    with pytest.raises(ConfigError):
-        DataLoader(urls)
+@pytest.mark.parametrize("neither", [None, 3, object()])
+def test_what_is_no_url_and_no_dataset_is_refused(neither) -> None:
+    with pytest.raises(ConfigError, match="neither"):
+        DataLoader(neither)
+
+
+@pytest.mark.parametrize("samples", [[], ["a", "b"], [""], ["and/or", "x.y"]])
+def test_a_list_of_anything_else_is_a_dataset(samples) -> None:
+    assert [sample for batch in DataLoader(samples) for sample in batch] == samples
 
 
 def test_closing_and_collecting_leave_nothing_and_say_nothing(fake) -> None:

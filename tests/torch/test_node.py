@@ -154,7 +154,7 @@ if state:
 steps = []
 for batch in loader:
     steps.append(batch["i"].tolist())
-node = loader._session.mount().node_id
+node = loader._shards._session.mount().node_id
 print(json.dumps({"steps": steps, "state": loader.state_dict(), "node": node}))
 """
 
