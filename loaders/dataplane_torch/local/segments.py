@@ -139,7 +139,7 @@ class Mapped:
 
         Raises:  ClosedError: it is not what the worker said.
         """
-        arena = Arena.attach(fd, size_bytes, populate=False)
+        arena = Arena.attach(fd, size_bytes)
         self._segments[segment_id] = _Mapping(arena, self._pinning)
 
     def detach(self, segment_id: int) -> None:
