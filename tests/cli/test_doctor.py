@@ -113,6 +113,11 @@ def test_people_are_told_in_words_and_wrong_use_says_what_is_allowed(capsys, tmp
     shown = capsys.readouterr().out
     assert "This run is bound by" in shown
     assert "What would help:" in shown
+    asked = ("--steps", "20", "--columns", "x", "--stack", "y=i:float32", "--json")
+    assert run(["doctor", str(tmp_path), *asked, *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] >= 20
+    assert run(["doctor", str(tmp_path), "--stack", "y"]) == 2
+    assert "age,price" in capsys.readouterr().err
     for wrong in ("jpg", "jpg=Spin(3)", "jpg=Resize(1", "jpg=CenterCrop(x)"):
         assert run(["doctor", str(tmp_path), "--transform", wrong]) == 2
         assert "RandomResizedCrop" in capsys.readouterr().err

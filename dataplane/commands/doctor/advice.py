@@ -39,13 +39,15 @@ class Setting:
     is_compressed: bool
 
 
-def verdict(bound: Bound) -> str:
-    """One or two sentences."""
+def verdict(bound: Bound, found: Statistics) -> str:
+    """A few sentences."""
     what = f"This run is bound by {_MEANINGS[bound.stage]}."
     if bound.stage is Stage.CONSUMER:
         what += f" It waits for {bound.waited_share:.0%} of its time."
     else:
         what += f" The trainer waits for {bound.waited_share:.0%} of its time."
+        step_ms = (found.elapsed_s - found.consumed_s) / found.batches * 1e3
+        what += f" Steps that took {step_ms:,.1f} ms longer would not wait at all."
     without = bound.samples_per_s_without
     if without is None:
         return what

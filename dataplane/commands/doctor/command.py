@@ -52,6 +52,7 @@ class Asked:
     columns: str | None
     lists: str
     transform: tuple[str, ...]
+    stack: tuple[str, ...]
 
 
 @click.command("doctor")
@@ -73,6 +74,12 @@ class Asked:
     multiple=True,
     metavar="COLUMN=STEPS",
     help="Of images: \"jpg=RandomResizedCrop(224), ToLayout('CHW')\". May be given again.",
+)
+@click.option(
+    "--stack",
+    multiple=True,
+    metavar="NAME=A,B,…[:DTYPE]",
+    help='Columns as one tensor: "x=age,price:float32". May be given again.',
 )
 @click.option(
     "--step-ms",
@@ -145,7 +152,7 @@ def doctor(
     if bound is None:
         output.warn("the run was too short to say what bounds it: give it more --seconds")
         return
-    output.stdout().print(advice.verdict(bound), soft_wrap=True)
+    output.stdout().print(advice.verdict(bound, done.found), soft_wrap=True)
     output.stdout().print("What would help:", style="bold")
     for one in told:
         output.stdout().print(f"  - {one}", soft_wrap=True, markup=False)
@@ -156,10 +163,11 @@ def doctor(
 def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
     """Raises:  ConfigError: transforms that mean nothing."""
     from dataplane.client import identity
-    from dataplane.commands.doctor.given import transforms_of
+    from dataplane.commands.doctor.given import stacks_of, transforms_of
     from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
+    from dataplane.transforms.stacks import stack_specs
 
     launch = identity.launch_identity({})
     return OpenJob(
@@ -176,6 +184,7 @@ def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
         columns=tuple(job.columns.split(",")) if job.columns else (),
         lists=ListPolicy(job.lists),
         transforms=image_specs(transforms_of(job.transform)),
+        stack=stack_specs(stacks_of(job.stack)),
     )
 
 

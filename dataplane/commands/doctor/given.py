@@ -9,6 +9,7 @@ from typing import Any
 from dataplane.errors import ConfigError
 from dataplane.transforms import images
 from dataplane.transforms.images import Transform
+from dataplane.transforms.stacks import Stack
 
 _STEPS = ", ".join(sorted(one.__name__ for one in images.Transform.__args__))
 _EXAMPLE = '--transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"'
@@ -25,6 +26,21 @@ def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
         if not equals or not column.strip():
             raise ConfigError(f"--transform {one!r} names no column: {_EXAMPLE}")
         found[column.strip()] = [_step(call, one) for call in _calls(steps, one)]
+    return found
+
+
+def stacks_of(told: Sequence[str]) -> dict[str, Stack]:
+    """NAME=COLUMN,COLUMN or NAME=COLUMN,COLUMN:DTYPE of each: as `DataLoader(stack=…)` takes it.
+
+    Raises:  ConfigError: it cannot be read.
+    """
+    found = {}
+    for one in told:
+        name, equals, rest = one.partition("=")
+        columns, _, dtype = rest.partition(":")
+        if not equals or not name or not columns:
+            raise ConfigError(f'--stack {one!r} is not NAME=A,B,…: --stack "x=age,price:float32"')
+        found[name] = Stack(columns.split(","), dtype)
     return found
 
 
