@@ -8,13 +8,15 @@ bound itself.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
-from dataplane.client.statistics import Statistics
+from dataplane.client.statistics import Statistics, Tally
 
 WAITED_SHARE_MIN = 0.1
 """A trainer that waits for a smaller part of its time would gain no more than that."""
 _BUSY_SHARE = 0.85
+_RECENT_S = 2.0
 
 
 class Stage(enum.Enum):
@@ -48,6 +50,26 @@ class Bound:
     def busy_share(self, stage: Stage) -> float:
         """Of one stage; 0.0 of those that cannot be busy."""
         return dict(self.busy).get(stage, 0.0)
+
+
+class Recent:
+    """What bounds one stream, by its last seconds."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._before = Statistics()
+        self._told_at = -math.inf
+        self._stage = ""
+
+    def stage(self, now: float) -> str:
+        """The name of a stage; "" before there is one."""
+        if now - self._told_at >= _RECENT_S:
+            self._told_at = now
+            found = self._tally.statistics()
+            bound = bound_of(found.since(self._before))
+            self._before = found
+            self._stage = self._stage if bound is None else bound.stage.value
+        return self._stage
 
 
 def bound_of(found: Statistics) -> Bound | None:

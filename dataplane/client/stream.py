@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dataplane.client.bound import Recent
 from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
 from dataplane.client.statistics import Tally
@@ -78,6 +79,7 @@ class SlabStream:
         self._handed_over: float | None = None
         self._tally = Tally()
         session.tallies.append(self._tally)
+        self._recent = Recent(self._tally)
         self.consumed = cursor
         """Samples that all ranks have consumed by now: progress, told with the next request."""
         self.stall_s = 0.0
@@ -200,7 +202,8 @@ class SlabStream:
         self._step_count, self._next_step = opened.step_count, step
 
     def _ask(self, mount: Mount, deadline: float) -> int:
-        request = NextSlab(self._stream_id or 0, self.consumed, self.stall_s)
+        bound = self._recent.stage(time.monotonic())
+        request = NextSlab(self._stream_id or 0, self.consumed, self.stall_s, bound)
         return mount.wire.ask(request, deadline)
 
     def _continues(self, slab: Slab, step: int) -> bool:

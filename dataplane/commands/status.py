@@ -84,7 +84,18 @@ def render(found: StatusResponse) -> Group:
         "jobs",
     )
     ranks = output.table(
-        ("job", "dp rank", "state", "epoch", "cursor", "samples/s", "waited s", "lease s", "node"),
+        (
+            "job",
+            "dp rank",
+            "state",
+            "epoch",
+            "cursor",
+            "samples/s",
+            "waited s",
+            "bound by",
+            "lease s",
+            "node",
+        ),
         chain.from_iterable(_member_rows(job) for job in found.jobs),
         "ranks",
     )
@@ -134,6 +145,7 @@ def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
             one.cursor,
             one.samples_per_s,
             one.stall_s,
+            one.bound or None,
             one.lease_left_s,
             one.node_id,
         )

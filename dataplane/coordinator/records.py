@@ -69,6 +69,7 @@ class Member:
     cursor: int = 0
     samples_per_s: float = 0.0
     stall_s: float = 0.0
+    bound: str = ""
     deadline: float = 0.0
 
     @property

@@ -212,6 +212,7 @@ class State:
                 cursor=progress.cursor,
                 samples_per_s=progress.samples_per_s,
                 stall_s=progress.stall_s,
+                bound=progress.bound,
             )
         self._refresh(roster, renewed)
         if reported > (roster.job.epoch, roster.job.cursor):

@@ -78,6 +78,7 @@ def _member(member: Member, clock: float) -> MemberStatus:
         samples_per_s=member.samples_per_s,
         stall_s=member.stall_s,
         lease_left_s=max(0.0, member.deadline - clock) if joined else 0.0,
+        bound=member.bound if joined else "",
     )
 
 

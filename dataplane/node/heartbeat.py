@@ -129,4 +129,5 @@ def _progress(member: Member) -> membership.MemberProgress:
         member.cursor,
         member.rate,
         member.stall_s,
+        member.bound,
     )

@@ -29,6 +29,7 @@ class Member:
     epoch: int = 0
     cursor: int = 0
     stall_s: float = 0.0
+    bound: str = ""
     rate: float = 0.0
     seen: tuple[float, int, int] = (0.0, 0, 0)
     error: DataplaneError | None = None

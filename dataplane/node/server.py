@@ -203,7 +203,7 @@ class Session:
         if member.error is not None:
             raise member.error
         member.epoch = stream.walk.stream.epoch
-        member.cursor, member.stall_s = body.cursor, body.stall_s
+        member.cursor, member.stall_s, member.bound = body.cursor, body.stall_s, body.bound
         self._server.engine.request(stream, request_id)
 
     def _release(self, body: messages.Release) -> None:

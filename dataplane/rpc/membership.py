@@ -66,6 +66,7 @@ class MemberProgress:
     cursor: int = 0
     samples_per_s: float = 0.0
     stall_s: float = 0.0
+    bound: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class MemberStatus:
     samples_per_s: float = 0.0
     stall_s: float = 0.0
     lease_left_s: float = 0.0
+    bound: str = ""
 
 
 @dataclass(frozen=True, slots=True)

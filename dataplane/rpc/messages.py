@@ -106,6 +106,7 @@ class NextSlab:
     stream_id: int
     cursor: int = 0
     stall_s: float = 0.0
+    bound: str = ""
 
 
 class Batch(NamedTuple):

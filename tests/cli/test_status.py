@@ -33,7 +33,7 @@ async def coordinator_with_one_of_two_ranks():
     try:
         joined = await join_one(server.coordinator)
         told = [
-            MemberProgress("job-1", "m-0", joined.generation, 3, 250, 1234.5, 0.5),
+            MemberProgress("job-1", "m-0", joined.generation, 3, 250, 1234.5, 0.5, "decode"),
             MemberProgress("job-1", "m-1", joined.generation, 3, 125, 1000.0, 0.5),
         ]
         await join_one(server.coordinator, "m-1")
@@ -86,6 +86,7 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     job = next(line for line in out.splitlines() if "mem://shards" in line).split()
     assert job[:9] == ["job-1", "forming", "1", "1/2", "1", "3", "25.0%", "1,234.5", "mem://shards"]
     assert any(line.split()[:3] == ["node-1", "host-1", "17"] for line in out.splitlines())
+    assert any("0.5" in line and "decode" in line for line in out.splitlines())
 
 
 def test_json_has_the_same_for_programs():

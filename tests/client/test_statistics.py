@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.client.bound import Stage, bound_of
+from dataplane.client.bound import Recent, Stage, bound_of
 from dataplane.client.statistics import Statistics, Tally, stages_waited_for, sum_of
 from dataplane.model import Region
 from dataplane.rpc.messages import Batch, Slab, StageTimes
@@ -100,3 +100,21 @@ def test_the_bound_is_what_works_all_the_time_or_else_what_was_waited_for(found,
 
 def test_nothing_bounds_a_run_that_has_not_begun():
     assert bound_of(Statistics()) is None
+
+
+def test_the_bound_of_the_last_seconds_is_told_again_when_they_have_passed():
+    tally = Tally()
+    recent = Recent(tally)
+    assert recent.stage(0.0) == ""
+
+    def loop(waited_s: float, consumed_s: float) -> None:
+        tally.handed_over(slab(StageTimes(fetch=10**9)), waited_s, was_copied=False)
+        tally.consumed(consumed_s)
+
+    loop(1.0, 0.1)
+    assert recent.stage(1.0) == ""
+    assert recent.stage(3.0) == "storage"
+    loop(0.001, 5.0)
+    assert recent.stage(4.0) == "storage"
+    assert recent.stage(6.0) == "consumer"
+    assert recent.stage(9.0) == "consumer"  # nothing since: what is known stays

@@ -58,7 +58,7 @@ class JoinResponse(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class MemberProgress(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s")
+    __slots__ = ("job_id", "member_id", "generation", "epoch", "cursor", "samples_per_s", "stall_s", "bound")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class MemberProgress(_message.Message):
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
+    BOUND_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -73,7 +74,8 @@ class MemberProgress(_message.Message):
     cursor: int
     samples_per_s: float
     stall_s: float
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ...) -> None: ...
+    bound: str
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("node", "members")
@@ -122,7 +124,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member_id", "topology", "node_id", "state", "epoch", "cursor", "samples_per_s", "stall_s", "lease_left_s")
+    __slots__ = ("member_id", "topology", "node_id", "state", "epoch", "cursor", "samples_per_s", "stall_s", "lease_left_s", "bound")
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +134,7 @@ class MemberStatus(_message.Message):
     SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    BOUND_FIELD_NUMBER: _ClassVar[int]
     member_id: str
     topology: _types_pb2.Topology
     node_id: str
@@ -141,7 +144,8 @@ class MemberStatus(_message.Message):
     samples_per_s: float
     stall_s: float
     lease_left_s: float
-    def __init__(self, member_id: _Optional[str] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., node_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lease_left_s: _Optional[float] = ...) -> None: ...
+    bound: str
+    def __init__(self, member_id: _Optional[str] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., node_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lease_left_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("job_id", "dataset", "spec", "digest", "generation", "state", "sample_count", "dp_size", "missing_dp_ranks", "members", "epoch", "cursor")

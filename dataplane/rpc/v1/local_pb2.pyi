@@ -154,14 +154,16 @@ class StreamOpened(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., step_count: _Optional[int] = ...) -> None: ...
 
 class NextSlab(_message.Message):
-    __slots__ = ("stream_id", "cursor", "stall_s")
+    __slots__ = ("stream_id", "cursor", "stall_s", "bound")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
+    BOUND_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     cursor: int
     stall_s: float
-    def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
+    bound: str
+    def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class Slab(_message.Message):
     __slots__ = ("stream_id", "slab_id", "region", "batches", "columns", "copy_out", "times")
