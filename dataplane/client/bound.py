@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataplane.client.statistics import Statistics, Tally
+from dataplane.client.statistics import Statistics
 
 WAITED_SHARE_MIN = 0.1
 """A trainer that waits for a smaller part of its time would gain no more than that."""
@@ -53,10 +54,10 @@ class Bound:
 
 
 class Recent:
-    """What bounds one stream, by its last seconds."""
+    """What bounds a loader, by its last seconds. `statistics` are all of it so far."""
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+    def __init__(self, statistics: Callable[[], Statistics]) -> None:
+        self._statistics = statistics
         self._before = Statistics()
         self._told_at = -math.inf
         self._stage = ""
@@ -65,7 +66,7 @@ class Recent:
         """The name of a stage; "" before there is one."""
         if now - self._told_at >= _RECENT_S:
             self._told_at = now
-            found = self._tally.statistics()
+            found = self._statistics()
             bound = bound_of(found.since(self._before))
             self._before = found
             self._stage = self._stage if bound is None else bound.stage.value

@@ -17,6 +17,7 @@ import time
 import uuid
 
 from dataplane.arena.memfd import Arena
+from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
 from dataplane.client.statistics import Statistics, Tally, sum_of
@@ -50,17 +51,33 @@ class Session:
         self._pid = os.getpid()
         self._making = threading.Lock()
         self._member_id = _member_id(request)
-        self.tallies: list[Tally] = []
-        """One a stream."""
+        self._counting = threading.Lock()
+        self._tallies: list[Tally] = []
+        self._past = Statistics()
+        self._recent = Recent(self.statistics)
 
     @property
     def job(self) -> JobOpened:
         """The job as every rank has it; opens it when needed."""
         return self.mount().job
 
+    def tally(self) -> Tally:
+        """For a new stream; what those that were closed have counted is kept as one sum."""
+        made = Tally()
+        with self._counting:
+            past = [tally.statistics() for tally in self._tallies if tally.is_closed]
+            self._past = sum_of([self._past, *past])
+            self._tallies = [*(tally for tally in self._tallies if not tally.is_closed), made]
+        return made
+
     def statistics(self) -> Statistics:
         """All streams so far, in this process."""
-        return sum_of(tally.statistics() for tally in list(self.tallies))
+        with self._counting:
+            return sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
+
+    def bound(self, now: float) -> str:
+        """Which stage bounded the last seconds; "" where that is not known yet."""
+        return self._recent.stage(now)
 
     def stall_timeout_s(self, job: JobOpened) -> float:
         """How long a rank waits for one slab. A little longer than the node, whose error says more,
@@ -78,7 +95,7 @@ class Session:
         """
         if os.getpid() != self._pid:
             self._pid, self._mount = os.getpid(), None
-            self._making = threading.Lock()
+            self._making, self._counting = threading.Lock(), threading.Lock()
             self._member_id = _member_id(self.request)
         mount = self._mount
         if mount is not None and not mount.wire.is_lost:

@@ -105,9 +105,10 @@ def stages_waited_for(waited: int, times: StageTimes) -> _Waits:
 class Tally:
     """One stream's statistics in the making; used by one thread at a time."""
 
-    __slots__ = ("_consumed_s", "_counts", "_in_hand", "_times", "_waits", "_workers")
+    __slots__ = ("_consumed_s", "_counts", "_in_hand", "_times", "_waits", "_workers", "is_closed")
 
     def __init__(self) -> None:
+        self.is_closed = False
         self._consumed_s = 0.0
         self._counts = (0, 0, 0, 0, 0)
         self._waits: _Waits = (0, 0, 0, 0, 0, 0)

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.client.bound import Recent
 from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
-from dataplane.client.statistics import Tally
 from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.messages import (
@@ -77,9 +75,7 @@ class SlabStream:
         self._pending: int | None = None
         self._is_closed = False
         self._handed_over: float | None = None
-        self._tally = Tally()
-        session.tallies.append(self._tally)
-        self._recent = Recent(self._tally)
+        self._tally = session.tally()
         self.consumed = cursor
         """Samples that all ranks have consumed by now: progress, told with the next request."""
         self.stall_s = 0.0
@@ -118,7 +114,7 @@ class SlabStream:
         """Stop walking. Never waits; may be called twice."""
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed = self._tally.is_closed = True
         self._leave()
 
     def __del__(self) -> None:
@@ -202,7 +198,7 @@ class SlabStream:
         self._step_count, self._next_step = opened.step_count, step
 
     def _ask(self, mount: Mount, deadline: float) -> int:
-        bound = self._recent.stage(time.monotonic())
+        bound = self._session.bound(time.monotonic())
         request = NextSlab(self._stream_id or 0, self.consumed, self.stall_s, bound)
         return mount.wire.ask(request, deadline)
 

@@ -104,7 +104,7 @@ def test_nothing_bounds_a_run_that_has_not_begun():
 
 def test_the_bound_of_the_last_seconds_is_told_again_when_they_have_passed():
     tally = Tally()
-    recent = Recent(tally)
+    recent = Recent(tally.statistics)
     assert recent.stage(0.0) == ""
 
     def loop(waited_s: float, consumed_s: float) -> None:

@@ -291,7 +291,7 @@ def test_statistics_split_the_time_of_the_loop(shards) -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("form", ["parquet", "arrow", "jsonl"])
 def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form, shuffle) -> None:
     rows = np.arange(900)
     columns = {f"f{i}": (rows * (i + 1)).astype(np.float32) for i in range(5)}
@@ -299,6 +299,8 @@ def test_stacked_columns_come_as_one_tensor_in_the_order_given(tmp_path, form, s
     path = str(tmp_path / f"a.{form}")
     if form == "parquet":
         pq.write_table(table, path, row_group_size=100)
+    elif form == "jsonl":
+        Path(path).write_text("\n".join(map(json.dumps, table.to_pylist())))
     else:
         with pa.ipc.new_file(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=100)
