@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch.utils.data import Dataset, Sampler
+from typing_extensions import TypeVar
 
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
@@ -24,8 +25,10 @@ from dataplane_torch.shards import ShardReader, Shards, names_shards
 
 Pass = LocalPass | WorkerPass
 
+_T_co = TypeVar("_T_co", covariant=True, default=Any)
 
-class DataLoader(torch.utils.data.DataLoader[Any]):
+
+class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """Batches of a torch Dataset, or of the shards at urls, with the state of where they stand.
 
     Over a Dataset every argument is torch.utils.data.DataLoader's, by name, place, default and
@@ -238,7 +241,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if names_shards(given.urls):
             refuse_torch_arguments(of_torch)
             reader = self._shards = ShardReader(given, pin_memory=pin_memory)
-            super().__init__(Shards(reader.urls), given.batch_size, drop_last=given.drop_last)
+            shards = cast("Dataset[Any]", Shards(reader.urls))
+            super().__init__(shards, given.batch_size, drop_last=given.drop_last)
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
             return

@@ -62,7 +62,10 @@ class Beginning:
 
     def __init__(self, loader: Any, worker_count: int, resume: PassState | None) -> None:
         self.place = Place(loader, worker_count)
-        self.loader, self.resume = loader, resume
+        # Not the loader: it may hold the pass, and its workers end when both are forgotten.
+        self._index_sampler, self._generator = loader._index_sampler, loader.generator
+        self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
+        self.resume = resume
         if resume is not None:
             resume.check(self.place.state())
         # Of a finished pass only what it left behind matters: the next one starts at its start.
@@ -74,46 +77,45 @@ class Beginning:
         before, drew long ago: torch's default generator is left alone, unless it stands where the
         next pass would have found it.
         """
-        loader, resume = self.loader, self.resume
+        resume = self.resume
         if resume is None:
             yield
             return
-        load_samplers(loader._index_sampler, resume.sampler)
+        load_samplers(self._index_sampler, resume.sampler)
         is_next = resume.is_finished and stands_as(resume.sampler)
         with torch.random.fork_rng(devices=[], enabled=not is_next):
             if resume.is_finished:
-                load_generators(loader._index_sampler, loader.generator, resume.sampler)
+                load_generators(self._index_sampler, self._generator, resume.sampler)
             yield
 
     def places(self, torch_pass: Any) -> Places | None:
         """Indices from where the pass goes on; None where they mean nothing. Sets torch's seeds."""
-        loader, place, goes_on = self.loader, self.place, self.goes_on
+        place, goes_on = self.place, self.goes_on
         if goes_on is not None:
             torch_pass._base_seed = goes_on.base_seed
             torch_pass._num_yielded = place.step = goes_on.step
             place.len_called = goes_on.len_called
             if len(goes_on.workers) == len(place.workers):
                 place.next_worker = goes_on.next_worker
-            load_generators(loader._index_sampler, loader.generator, goes_on.sampler)
-        elif self.resume is not None and loader.persistent_workers:
+            load_generators(self._index_sampler, self._generator, goes_on.sampler)
+        elif self.resume is not None and self._persists:
             # Workers that persist do not get a new seed, so that none is drawn between two passes.
             torch_pass._base_seed = self.resume.base_seed
-            load_generators(loader._index_sampler, loader.generator, self.resume.sampler)
+            load_generators(self._index_sampler, self._generator, self.resume.sampler)
         place.base_seed = torch_pass._base_seed
         if place.is_iterable:
             return None
-        every = loader.snapshot_every_n_steps
         state = None if goes_on is None else goes_on.sampler
-        places = Places(loader._index_sampler, loader.generator, every, state)
+        places = Places(self._index_sampler, self._generator, self._every, state)
         place.sampler = places.place()
         torch_pass._sampler_iter = places
         return places
 
     def finish(self) -> None:
         """The pass has come to its end."""
-        place, loader = self.place, self.loader
+        place = self.place
         place.is_finished = True
-        generators = explicit_generators(loader._index_sampler, loader.generator)
+        generators = explicit_generators(self._index_sampler, self._generator)
         place.sampler = replace(place.sampler, generators=generators)
 
 
