@@ -174,7 +174,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "fetch_count",
         units.COUNT,
-        "reads from object storage in flight at once, per node",
+        "reads from object storage in flight at once, per node; of small blocks up to four times"
+        " as many",
         _fixed(16),
     ),
     Setting(

@@ -37,6 +37,10 @@ from dataplane.rpc import tasks
 BLOCK_ARENA_ID = 0
 DECODE_URGENCY = 1
 
+# Enough must be on its way for a round trip: of smaller blocks, up to so many times as many.
+FETCH_BYTES_MIN = 2 << 20
+SMALL_FETCHES = 4
+
 _DIRECT_BLOCKS_MAX = 4096
 
 
@@ -93,6 +97,7 @@ class BlockTable:
         self._keys = itertools.count(1)
         self._clock = itertools.count(1)
         self._fetching = 0
+        self._fetching_bytes = 0
         self._decoding = 0
 
     @property
@@ -108,7 +113,10 @@ class BlockTable:
     @property
     def can_fetch(self) -> bool:
         """Whether one more fetch may start."""
-        return self._fetching < self._fetch_count
+        return self._fetching < self._fetch_count or (
+            self._fetching < SMALL_FETCHES * self._fetch_count
+            and self._fetching_bytes < self._fetch_count * FETCH_BYTES_MIN
+        )
 
     def pin(self, dataset: Dataset, blocks: Ints) -> None:
         """Keep these blocks where they are. All of them are ready, and each is named once."""
@@ -179,6 +187,7 @@ class BlockTable:
         block.raw, block.phase = raw, Phase.FETCHING
         self._blocks[dataset.dataset_id, index] = block
         self._fetching += 1
+        self._fetching_bytes += raw.length
         dataset.account.read_began(time.monotonic())
         told = dataset.raw_block(index, raw)
         self._fetcher.fetch(
@@ -193,6 +202,8 @@ class BlockTable:
 
     def _on_fetched(self, block: Block, error: DataplaneError | None) -> None:
         self._fetching -= 1
+        assert block.raw is not None
+        self._fetching_bytes -= block.raw.length
         dataset, now = block.dataset, time.monotonic()
         dataset.account.read_ended(now, block.raw.length if block.raw is not None else 0)
         dataset.marks.fetched[block.index] = now
@@ -201,7 +212,6 @@ class BlockTable:
         if error is not None:
             self._fail(block, error)
             return
-        assert block.raw is not None
         if not block.dataset.needs_decode(block.index):
             self._become_ready(block)
             return

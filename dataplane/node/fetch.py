@@ -36,13 +36,13 @@ class _Preamble:
 
 
 class Fetcher:
-    """At most `fetch_count` blocks on their way at once; the caller keeps to that."""
+    """At most `count_max` blocks on their way at once; the caller keeps to that."""
 
-    def __init__(self, fetch_count: int, connect: Connect) -> None:
+    def __init__(self, count_max: int, connect: Connect) -> None:
         self._connect = connect
-        self._threads = ThreadPoolExecutor(fetch_count, thread_name_prefix="dataplane-fetch")
+        self._threads = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-fetch")
         # Others than those that wait for what these read.
-        self._aside = ThreadPoolExecutor(fetch_count, thread_name_prefix="dataplane-preamble")
+        self._aside = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-preamble")
         self._preambles: OrderedDict[tuple[str, str], _Preamble] = OrderedDict()
         self._preamble_bytes = 0
         self._lock = threading.Lock()

@@ -18,6 +18,7 @@ from typing import Any
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.node.blocks import SMALL_FETCHES
 from dataplane.node.crew import Crew
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
@@ -37,6 +38,8 @@ _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
 _STORE_SHARE = 0.75
+# Indexing a shard is waiting for a few round trips.
+_INDEXED_AT_ONCE = 16
 
 
 class Session:
@@ -251,7 +254,7 @@ class NodeServer:
         self._stores = Stores(
             budget_s=config.stall_timeout_s * _STORE_SHARE, request_timeout_s=config.fetch_timeout_s
         )
-        self._fetcher = Fetcher(config.fetch_count, self._stores.connect)
+        self._fetcher = Fetcher(SMALL_FETCHES * config.fetch_count, self._stores.connect)
         self._pool = pool or WorkerPool(config.worker_count, self.trace)
         least = config.worker_count
         self._crew = Crew(least, max(config.worker_count_max, least), least)
@@ -343,6 +346,7 @@ class NodeServer:
             source.urls,
             format_name=source.format,
             cache_dir=self.config.cache_dir,
+            workers=_INDEXED_AT_ONCE,
             connect=self._stores.connect,
         )
 
