@@ -7,6 +7,7 @@ threads that a fork does not copy, so a forked child is refused instead of left 
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import os
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -54,8 +55,10 @@ class ObstoreStore:
                 f"the environment does not say how to reach {base}: {_first_line(cause)}"
             ) from cause
         self._direct: direct.DirectReads | None = None
-        if direct.is_possible(os.environ, base):
-            self._direct = direct.DirectReads(self._signed, request_timeout_s)
+        if isinstance(self._client, S3Store) and direct.is_possible(os.environ):
+            # Not a method: what holds connections must not be part of a cycle.
+            sign = functools.partial(_signed, self._client)
+            self._direct = direct.DirectReads(sign, request_timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         # obstore lists whole folders: what lies beside the prefix is dropped here.
@@ -114,14 +117,6 @@ class ObstoreStore:
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
-
-    def _signed(self, key: str) -> str:
-        """Raises:  direct.Refused: there is nothing to sign with."""
-        assert isinstance(self._client, S3Store)
-        try:
-            return obstore.sign(self._client, "GET", key, SIGNED_FOR)
-        except obstore.exceptions.BaseError as cause:
-            raise direct.Refused from cause
 
     def _get(self, key: str, options: Any) -> tuple[obstore.GetResult, obstore.Bytes]:
         result = obstore.get(self._client, key, options=options)
@@ -186,6 +181,14 @@ class ObstoreStore:
     def _info(self, url: str, meta: obstore.ObjectMeta) -> ObjectInfo:
         etag = meta["e_tag"] or f"{_NO_ETAG}{meta['last_modified'].timestamp():.0f}-{meta['size']}"
         return ObjectInfo(url, meta["size"], etag)
+
+
+def _signed(client: S3Store, key: str) -> str:
+    """Raises:  direct.Refused: there is nothing to sign with."""
+    try:
+        return obstore.sign(client, "GET", key, SIGNED_FOR)
+    except obstore.exceptions.BaseError as cause:
+        raise direct.Refused from cause
 
 
 def _first_line(cause: BaseException) -> str:

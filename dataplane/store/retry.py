@@ -148,6 +148,18 @@ class Retrying:
 
     def _call(self, what: str, url: str, attempt: Callable[[], T]) -> T:
         started = self._clock.now()
+        try:
+            return self._once(attempt, url, started)
+        except StoreError as error:
+            if self._rule(error) is None:
+                raise
+            return self._again(what, url, attempt, started, error)
+
+    def _again(
+        self, what: str, url: str, attempt: Callable[[], T], started: float, first: StoreError
+    ) -> T:
+        """After a first attempt, which ended so."""
+        failed = [first]
 
         def give_up(state: tenacity.RetryCallState) -> T:
             cause = _cause(state)
@@ -159,13 +171,18 @@ class Retrying:
             nouns = {"shard": url, **cause.nouns, "attempts": state.attempt_number}
             raise type(cause)(message, **nouns) from cause
 
+        def once() -> T:
+            if failed:
+                raise failed.pop()
+            return self._once(attempt, url, started)
+
         result: T = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: self._rule(error) is not None),
             wait=self._wait_s,
             stop=lambda state: self._is_spent(state, started),
             sleep=self._clock.sleep,
             retry_error_callback=give_up,
-        )(self._once, attempt, url, started)
+        )(once)
         return result
 
     def _once(self, attempt: Callable[[], T], url: str, started: float) -> T:
