@@ -13,6 +13,7 @@ import collections
 import copyreg
 import io
 import pickle
+import threading
 import weakref
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -52,6 +53,7 @@ class Packer:
     def __init__(self, segments: Segments, *, everything: bool) -> None:
         self._segments = segments
         self._beside_bytes = 1 if everything else _BESIDE_BYTES
+        self._thread = threading.get_ident()
         # Tensors that were collated into an extent, by address, until they are packed.
         self._collated: dict[int, tuple[Extent, weakref.ref[Bytes]]] = {}
 
@@ -75,9 +77,10 @@ class Packer:
 
         file = io.BytesIO()
         _Pickler(file, protocol=5, buffer_callback=is_short).dump(batches.pop())
-        placed = [self._placed(buffer) for buffer in buffers]
+        placed = self._placed(buffers)
         buffers.clear()
-        beside = [self._handed_over(extent, address) for extent, address in placed]
+        handed = {one: self._handed_over(*one) for one in dict.fromkeys(placed)}
+        beside = [handed[one] for one in placed]
         self.drop_unused()
         if file.tell() <= 2 * _BESIDE_BYTES:
             return Parcel(file.getvalue(), beside)
@@ -101,23 +104,34 @@ class Packer:
             return cast("torch.Tensor", collate_tensor_fn(batch))
         length = first.numel() * first.element_size() * len(batch)
         if length < self._beside_bytes or type(first) is not torch.Tensor or first.requires_grad:
-            return torch.stack(tuple(batch), 0)
+            return _stacked(batch)
+        if threading.get_ident() != self._thread:  # of the dataset's own; segments know but one
+            return _stacked(batch)
         extent = self._segments.allocate(length)
         memory: Bytes = np.frombuffer(self._segments.memory(extent), np.uint8)
         self._collated[_address(memory)] = extent, weakref.ref(memory)
         out = _tensor(memory, first.dtype, (len(batch), *first.shape))
         return torch.stack(tuple(batch), 0, out=out)
 
-    def _placed(self, buffer: pickle.PickleBuffer) -> tuple[Extent, int | None]:
-        """The extent of a buffer's bytes, and where it was collated, if it was."""
-        source = np.frombuffer(buffer.raw(), np.uint8)
-        address = _address(source)
-        known = self._collated.get(address)
-        if known is not None and known[0].length == source.nbytes:
-            return known[0], address
-        extent = self._segments.allocate(source.nbytes)
-        np.frombuffer(self._segments.memory(extent), np.uint8)[:] = source
-        return extent, None
+    def _placed(self, buffers: list[pickle.PickleBuffer]) -> list[tuple[Extent, int | None]]:
+        """The extents of buffers' bytes, and where they were collated, if they were. Two buffers of
+        the same bytes, such as a batch and a view of it, have one extent.
+        """
+        found: dict[tuple[int, int], tuple[Extent, int | None]] = {}
+        placed = []
+        for buffer in buffers:
+            source = np.frombuffer(buffer.raw(), np.uint8)
+            address, length = _address(source), source.nbytes
+            if (address, length) not in found:
+                known = self._collated.get(address)
+                if known is not None and known[0].length == length:
+                    found[address, length] = known[0], address
+                else:
+                    extent = self._segments.allocate(length)
+                    np.frombuffer(self._segments.memory(extent), np.uint8)[:] = source
+                    found[address, length] = extent, None
+            placed.append(found[address, length])
+        return placed
 
     def _handed_over(self, extent: Extent, address: int | None) -> Extent:
         """The same, or a copy where the dataset or its collate function still holds the tensor:
@@ -139,12 +153,22 @@ class Packer:
             weakref.finalize(memory, self._segments.free_soon, extent.segment, extent.offset)
 
 
+def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of the first one's type and contiguous, as torch's workers make it."""
+    out = torch.stack(tuple(batch), 0)
+    if out.dtype is batch[0].dtype and out.is_contiguous():
+        return out
+    out = batch[0].new_empty((len(batch), *batch[0].shape))
+    return torch.stack(tuple(batch), 0, out=out)
+
+
 def unpack(parcel: Parcel, mapped: Mapped) -> Any:
     """The object of a parcel; its tensors and arrays are views of the worker's segments.
 
     Raises:  whatever its unpickling raises.
     """
-    buffers = [mapped.take(extent) for extent in parcel.beside]
+    taken = {extent: mapped.take(extent) for extent in dict.fromkeys(parcel.beside)}
+    buffers = [taken[extent] for extent in parcel.beside]
     if isinstance(parcel.pickled, bytes):
         return pickle.loads(parcel.pickled, buffers=buffers)
     try:
@@ -156,7 +180,7 @@ def unpack(parcel: Parcel, mapped: Mapped) -> Any:
 
 def discard(parcel: Parcel, mapped: Mapped) -> None:
     """Give the memory of a parcel back unread."""
-    for extent in parcel.beside:
+    for extent in dict.fromkeys(parcel.beside):
         mapped.give_back(extent)
     if not isinstance(parcel.pickled, bytes):
         mapped.give_back(parcel.pickled)
