@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from dataplane_torch.local.parcel import Parcel
+from dataplane_torch.local.parcel import Parcel, pickled_whole
 from dataplane_torch.local.progress import WorkerState
 
 Released = tuple[tuple[int, int], ...]
@@ -96,7 +95,7 @@ def encode(frame: ToWorker | FromWorker) -> bytes | memoryview:
     if isinstance(frame, Made):  # the frequent one, as small as can be
         fields = (frame.pass_id, frame.task, frame.kind, frame.parcel, frame.state)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
-    return ForkingPickler.dumps(frame)
+    return pickled_whole(frame)
 
 
 def decode_for_worker(frame: bytes) -> ToWorker:

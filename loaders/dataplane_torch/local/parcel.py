@@ -58,8 +58,12 @@ class Packer:
         self._collated: dict[int, tuple[Extent, weakref.ref[Bytes]]] = {}
 
     def collate_here(self) -> None:
-        """Let torch's default_collate stack tensors straight into extents, in this process."""
+        """Let torch's default_collate stack tensors straight into extents, in this process. Where a
+        user's own table of collate functions has torch's, that makes no files in shared memory.
+        """
         default_collate_fn_map[torch.Tensor] = self._stack
+        storage: Any = torch.UntypedStorage
+        storage._new_shared = _new_private
 
     def pack(self, batches: list[Any]) -> Parcel:
         """The one object in `batches`, which is taken out of it: nobody else may hold it.
@@ -162,6 +166,16 @@ def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(tuple(batch), 0, out=out)
 
 
+def pickled_whole(given: object) -> bytes:
+    """A pickle in which everything is, as it would be in a parcel.
+
+    Raises:  whatever its pickling raises.
+    """
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(given)
+    return file.getvalue()
+
+
 def unpack(parcel: Parcel, mapped: Mapped) -> Any:
     """The object of a parcel; its tensors and arrays are views of the worker's segments.
 
@@ -195,24 +209,32 @@ class _Pickler(pickle.Pickler):
     )
 
     def reducer_override(self, given: object) -> Any:
-        """How a tensor is pickled; anything else as ever."""
-        return _reduced(given) if isinstance(given, torch.Tensor) else NotImplemented
+        """How tensors and arrays are pickled; anything else as ever."""
+        if isinstance(given, torch.Tensor):
+            return _reduced(given)
+        if isinstance(given, torch.UntypedStorage) and given.device.type == "cpu":
+            # By value: torch.multiprocessing would name a file that lives as long as the worker.
+            raw: Any = torch.empty(0, dtype=torch.uint8).set_(given).numpy()
+            return _storage, (pickle.PickleBuffer(raw),)
+        if type(given) is np.ndarray and not given.flags.writeable:
+            return given.copy(order="K").__reduce_ex__(5)  # what was pickled can be written
+        return NotImplemented
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
     kind = type(tensor)
+    if tensor.device.type != "cpu" or (tensor.requires_grad and not tensor.is_leaf):
+        return NotImplemented
     if (
         tensor.layout is not torch.strided
-        or tensor.device.type != "cpu"
         or tensor.is_nested
         or tensor.is_quantized
-        or (tensor.requires_grad and not tensor.is_leaf)
+        or (kind is not torch.Tensor and not _is_plain_subclass(kind))
     ):
-        return NotImplemented
+        whole: Any = tensor
+        return whole.__reduce_ex__(5)  # its parts come by here
     plain = tensor.detach()
     if kind is not torch.Tensor:
-        if not _is_plain_subclass(kind):
-            return NotImplemented
         plain = plain.as_subclass(torch.Tensor)
     plain = plain.resolve_conj().resolve_neg()
     stride = None
@@ -239,6 +261,15 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: _Shape) -> torch.Tensor:
     if known is not None:
         return torch.from_numpy(np.ndarray(shape, known, buffer=buffer))
     return torch.from_numpy(np.frombuffer(buffer, np.uint8)).view(dtype).view(shape)
+
+
+def _new_private(size_bytes: int, *, device: str = "cpu") -> Any:
+    storage: Any = torch.UntypedStorage
+    return storage(size_bytes, device=device)
+
+
+def _storage(buffer: Any) -> torch.UntypedStorage:
+    return torch.from_numpy(np.frombuffer(buffer, np.uint8)).untyped_storage()
 
 
 def _special_tensor(

@@ -94,16 +94,20 @@ class Segments:
         before = allocator.free_bytes
         allocator.free(offset)
         self._used -= allocator.free_bytes - before
-        rest = sum(each.size_bytes for each, _ in self._segments.values()) - arena.size_bytes
-        is_empty = allocator.free_bytes == allocator.size_bytes
-        if is_empty and rest >= _SLACK * max(self._peak, self._peak_before, _SMALLEST_BYTES):
-            del self._segments[segment_id]
-            arena.close()
-            self._retire(segment_id)
+        if allocator.free_bytes == allocator.size_bytes:
+            self._give_up(segment_id, arena)
 
     def free_soon(self, segment_id: int, offset: int) -> None:
         """The same for finalizers, which run in the middle of anything."""
         self._unheld.append((segment_id, offset))
+
+    def _give_up(self, segment_id: int, arena: Arena) -> None:
+        """Retire a segment that nothing lies in, unless it may be needed."""
+        rest = sum(each.size_bytes for each, _ in self._segments.values()) - arena.size_bytes
+        if rest >= _SLACK * max(self._peak, self._peak_before, _SMALLEST_BYTES):
+            del self._segments[segment_id]
+            arena.close()
+            self._retire(segment_id)
 
     def _grow(self, length: int) -> int:
         """A segment as large as all that are there, so that there are never many."""
@@ -121,6 +125,9 @@ class Segments:
         self._allocations += 1
         if self._allocations % _WINDOW == 0:
             self._peak_before, self._peak = self._peak, self._used
+            for segment_id, (arena, allocator) in reversed(list(self._segments.items())):
+                if allocator.free_bytes == allocator.size_bytes:
+                    self._give_up(segment_id, arena)
         self._used += length
         self._peak = max(self._peak, self._used)
 
