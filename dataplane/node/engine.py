@@ -86,7 +86,9 @@ class Engine:
         """A consumer starts to walk; `holder` will have its slabs. Until `after` is closed it comes
         last: what it would have is made of what that one leaves.
         """
-        stream = StreamState(next(self._numbers), delivery, walk, send, holder, after=after)
+        stream = StreamState(
+            next(self._numbers), delivery, walk, send, holder, walk.position, after=after
+        )
         self._streams[stream.stream_id] = stream
         delivery.streams.append(stream)
         self._plan_more(stream)
@@ -198,6 +200,7 @@ class Engine:
             stream.planned_all = len(plans) < count
             for plan in plans:
                 self._works.add(stream, plan)
+            stream.planned_to = stream.walk.position
             if stream.planned_all:
                 self._tell_planned(stream)
         self._plan_more(stream)

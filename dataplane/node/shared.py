@@ -41,9 +41,10 @@ _Need = tuple[bool, int]
 
 @dataclass(frozen=True, slots=True)
 class _Behind:
-    """Where a stream stands; what it will come to."""
+    """A stream, from the first position on of which it has no slab. `goes_on`: what it will be
+    followed by is not open yet.
+    """
 
-    holder: object
     epoch: int
     position: int
     cursor: int
@@ -51,21 +52,22 @@ class _Behind:
     span: int
     stride: int
     sample_count: int
+    goes_on: bool
 
     @classmethod
-    def of(cls, stream: StreamState) -> Self:
+    def of(cls, stream: StreamState, *, goes_on: bool) -> Self:
         walk, at = stream.walk, stream.walk.stream
-        size = walk.global_batch
-        first, span = at.first_step * size, at.step_stride * size
+        first, span = at.first_step * walk.global_batch, at.step_stride * walk.global_batch
         return cls(
-            stream.holder, at.epoch, stream.position, at.cursor, first, span, at.step_stride,
-            walk.order.sample_count,
+            at.epoch, stream.wanted_position, at.cursor, first, span, at.step_stride,
+            walk.order.sample_count, goes_on,
         )  # fmt: skip
 
     def comes_to(self, epoch: int, position: int, stride: int) -> bool:
-        """Whether these steps are among those that its consumer has not taken, if it goes on."""
-        is_behind = self.epoch < epoch or (self.epoch == epoch and self.position <= position)
-        start = self.first + (self.cursor if self.epoch == epoch else 0)
+        """Whether these steps are among those that its consumer will want."""
+        is_now = self.epoch == epoch
+        is_behind = self.position <= position if is_now else self.epoch < epoch and self.goes_on
+        start = self.first + (self.cursor if is_now else 0)
         return is_behind and stride == self.stride and (position - start) % self.span == 0
 
 
@@ -103,14 +105,12 @@ class SharedSlabs:
         for work in stream.works:
             if self.find(work) is None:
                 return work.plan.first_position
-        return stream.walk.position
+        return stream.planned_to
 
     def _behind(self, group: Group) -> list[_Behind]:
-        return [
-            _Behind.of(stream)
-            for stream in self._streams()
-            if stream.delivery.group is group and not stream.closed
-        ]
+        mine = [stream for stream in self._streams() if stream.delivery.group is group]
+        followed = {id(stream.after) for stream in mine}
+        return [_Behind.of(stream, goes_on=id(stream) not in followed) for stream in mine]
 
     def _is_wanted(self, slab: SharedSlab) -> bool:
         return _distance(slab, self._behind(slab.group)) is not None
@@ -123,7 +123,7 @@ class SharedSlabs:
         if group is None or work.oversize:
             return None
         self._count += 1
-        slab = SharedSlab(group, _key(work), self._count, Region(0, 0), had={work.stream.holder})
+        slab = SharedSlab(group, _key(work), self._count, Region(0, 0))
         expected = work.stream.walk.sizes.batch_bytes * len(work.plan.batches)
         if expected and not group.is_whole:
             slab_bytes = min(slab_bytes, expected)
@@ -138,10 +138,9 @@ class SharedSlabs:
         self._slabs[group, slab.key] = slab
         return slab
 
-    def begin_copy(self, slab: SharedSlab, work: Work) -> None:
+    def begin_copy(self, slab: SharedSlab) -> None:
         """A worker is about to read it."""
         slab.readers += 1
-        slab.had.add(work.stream.holder)
         slab.group.copied_count += 1
 
     def ended(self, slab: SharedSlab, result: tasks.ResultBody) -> tasks.ResultBody:
@@ -165,9 +164,10 @@ class SharedSlabs:
         self._bytes += slab.region.length
 
     def _copied(self, slab: SharedSlab) -> None:
+        # What nobody wants any more stays as long as there is room: a slab that nobody has asked
+        # for yet may lose its slot.
         slab.readers -= 1
-        is_wanted = slab.group.is_declared or self._is_wanted(slab)
-        if not slab.readers and (slab.group.is_closed or not is_wanted):
+        if not slab.readers and slab.group.is_closed:
             self.evict(slab)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -241,6 +241,6 @@ def _distance(slab: SharedSlab, behind: Sequence[_Behind]) -> int | None:
     found = [
         (epoch - one.epoch) * one.sample_count + position - one.position
         for one in behind
-        if one.holder not in slab.had and one.comes_to(epoch, position, stride)
+        if one.comes_to(epoch, position, stride)
     ]
     return min(found, default=None)

@@ -5,7 +5,7 @@ Invariants:
 2. A plan is as long as what was made so far says that a slab has room for: a guess that is wrong
    costs time, and changes no batch.
 3. The first plan is one batch, and plans grow from there: the first batch is early. A walk that is
-   planned ahead of its consumer has no need of that.
+   planned ahead of its consumer has no need of that, unless it is aligned.
 4. The plans of an aligned walk end at the same steps of the epoch whoever walks, and whatever was
    made so far: consumers that are some batches apart want the same slabs.
 """

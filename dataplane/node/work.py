@@ -92,8 +92,8 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class SharedSlab:
-    """A slab of a group, kept in the block arena, or about to be while it is not `made`. `had` are
-    the holders that need it no more; `number` tells the older one.
+    """A slab of a group, kept in the block arena, or about to be while it is not `made`. `number`
+    tells the older one.
     """
 
     group: Group
@@ -103,7 +103,6 @@ class SharedSlab:
     made: Assembled | None = None
     made_at: float = 0.0
     readers: int = 0
-    had: set[object] = field(default_factory=set)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -147,7 +146,7 @@ class StreamState:
     """One consumer's stream: the works ahead of it, in order, and the requests it waits with.
 
     `after` is the stream that its consumer takes before it; `when_planned` is called once, when the
-    last work is planned.
+    last work is planned. `planned_to` is the position that its works come to.
     """
 
     stream_id: int
@@ -155,6 +154,7 @@ class StreamState:
     walk: Walk
     send: Send
     holder: object
+    planned_to: int
     works: deque[Work] = field(default_factory=deque)
     requests: deque[tuple[int, float]] = field(default_factory=deque)
     planning: bool = False
@@ -172,7 +172,15 @@ class StreamState:
     @property
     def position(self) -> int:
         """The first position of the epoch that is still to be made."""
-        return self.works[0].plan.first_position if self.works else self.walk.position
+        return self.works[0].plan.first_position if self.works else self.planned_to
+
+    @property
+    def wanted_position(self) -> int:
+        """The first position of which it has no slab, and none is being made for it."""
+        for work in self.works:
+            if work.phase is Phase.WAITING:
+                return self.walk.position_of(work.plan)
+        return self.planned_to
 
     @property
     def made_count(self) -> int:

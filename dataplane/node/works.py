@@ -298,7 +298,7 @@ class Works:
     def _copy(self, work: Work, slab: Region, shared: SharedSlab) -> tasks.CopySlab:
         assert shared.made is not None
         self.unpin(work)
-        self._shared.begin_copy(shared, work)
+        self._shared.begin_copy(shared)
         work.stamps.slotted_for_copy(shared.made_at, work.stamps.slotted)
         work.shared = shared
         return tasks.CopySlab(

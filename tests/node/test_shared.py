@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
-from engine_run import Consumer, Run, several, simulate
+from engine_run import Run, several, simulate
 from engine_world import PAGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.arena.slots import SlotLayout
 from dataplane.errors import BudgetTooSmall, StoreUnavailable
 from dataplane.node.work import Group
 
@@ -25,7 +26,7 @@ def jobs(run: Run, count: int = 3) -> None:
                 run.consume(run.deliver_to(world, group), world, dp_rank, dp_size)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(SEEDS)
 def test_jobs_of_a_group_get_what_each_would_alone_whatever_others_write(seed: int) -> None:
     def scene(run: Run) -> None:
@@ -36,22 +37,26 @@ def test_jobs_of_a_group_get_what_each_would_alone_whatever_others_write(seed: i
     assert not [c.error for c in run.consumers if c.error is not None]
 
 
-def together(run: Run) -> list[Consumer]:
-    """Jobs of one group that all walk over one epoch, in an arena that has room for all of it."""
+def together(run: Run, *, peers: bool) -> None:
+    """Consumers of a group that all walk over one epoch, in an arena that has room for all of it:
+    jobs that declared it, or peers of one rank.
+    """
     run.worlds = {1: run.worlds[1]}
-    world, group = run.worlds[1], Group(is_declared=True)
-    run.layout = run.layout.__class__(8 * PAGE, 6, run.layout.zone_bytes + 16 * PAGE)
-    found = []
+    world, group = run.worlds[1], Group(is_declared=not peers)
+    run.layout = SlotLayout(8 * PAGE, 6, run.layout.zone_bytes + 16 * PAGE)
+    delivery = run.deliver_to(world, group)
     for _ in range(run.chance.randint(2, 4)):
-        delivery = run.deliver_to(world, group)
-        found.append(run.consume(delivery, world, 0, 1, steps=(0, 1)))
-    return found
+        run.consume(delivery, world, 0, 1, steps=(0, 1))
+        delivery = delivery if peers else run.deliver_to(world, group)
 
 
 @settings(max_examples=60)
-@given(SEEDS)
-def test_where_there_is_room_each_slab_is_made_once(seed: int) -> None:
-    run = simulate(lambda: Run(random.Random(seed), tight=False, factor=200), together)
+@given(SEEDS, st.booleans())
+def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> None:
+    run = simulate(
+        lambda: Run(random.Random(seed), tight=False, factor=200),
+        lambda run: together(run, peers=peers),
+    )
     assert not [c.error for c in run.consumers if c.error is not None]
     made = run.outside.assembled
     assert len(set(made)) == len(made)

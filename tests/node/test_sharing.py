@@ -18,11 +18,12 @@ import pytest
 from PIL import Image
 from raw_trainer import Batches, Node, Trainer
 
+from dataplane.arena.slots import AHEAD_SLOTS_MIN
 from dataplane.errors import DatasetChangedError
 from dataplane.rpc import messages
 from dataplane.transforms.images import CenterCrop, RandomResizedCrop, image_specs
 
-ROWS = 40
+ROWS = 80
 CROPS = image_specs({"jpg": [RandomResizedCrop(8)]})
 
 
@@ -95,6 +96,33 @@ def test_jobs_of_other_names_share_with_them(tmp_path: Path, url: str) -> None:
         assert two.batches("b") == expected
 
 
+def test_of_more_than_memory_holds_what_a_lagging_job_needs_first_is_kept(
+    tmp_path: Path, url: str
+) -> None:
+    large = image_specs({"jpg": [RandomResizedCrop(64)]})
+    expected = alone(tmp_path, url, transforms=large)
+    budgets = {"block_arena_bytes": "640KiB", "delivery_bytes_per_rank": "64KiB"}
+    with (
+        Node(tmp_path, slab_bytes="16KiB", **budgets) as node,
+        Trainer(node) as leader,
+        Trainer(node) as lagging,
+    ):
+        opened(leader, url, job="a", transforms=large)
+        opened(lagging, url, job="b", transforms=large)
+        stream = lagging.call(messages.OpenStream("b", 0, 0)).stream_id
+        found = lagging.values(lagging.call(messages.NextSlab(stream)), "b")
+        assert leader.batches("a") == expected
+        spoil(url)
+        # What was made ahead for it, then what was kept, then nothing can be made any more.
+        with contextlib.suppress(DatasetChangedError):
+            while len(found) < len(expected):
+                slab = lagging.call(messages.NextSlab(stream))
+                found += lagging.values(slab, "b")
+                lagging.tell(messages.Release("b", (slab.slab_id,)))
+        assert found == expected[: len(found)]
+        assert 2 + AHEAD_SLOTS_MIN < len(found) < len(expected)
+
+
 def test_jobs_that_are_not_equal_share_nothing(tmp_path: Path, url: str) -> None:
     differing: tuple[dict[str, Any], ...] = (
         {"seed": 4},
@@ -116,15 +144,12 @@ def test_jobs_that_are_not_equal_share_nothing(tmp_path: Path, url: str) -> None
         trainer.batches()
 
 
-def test_peers_of_one_rank_share_without_a_name_what_one_is_behind_of(
-    tmp_path: Path, url: str
-) -> None:
+def test_peers_of_one_rank_get_what_each_would_alone(tmp_path: Path, url: str) -> None:
     expected = alone(tmp_path, url)
     with Node(tmp_path, slab_bytes="4KiB") as node, Trainer(node) as one, Trainer(node) as two:
         opened(one, url, member="a", sharing=""), opened(two, url, member="b", sharing="")
         stream = two.call(messages.OpenStream("j", 0, 0)).stream_id
-        assert one.batches() == expected
-        spoil(url)
+        assert overwriting(one) == expected
         found = []
         while isinstance(slab := two.call(messages.NextSlab(stream)), messages.Slab):
             found += two.values(slab)
