@@ -95,7 +95,7 @@ class Crew:
         for fd, _ in ready:
             worker_id = self._by_fd[fd]
             try:
-                frame = frames.decode_for_trainer(self._connections[worker_id].recv_bytes())
+                frame = frames.decode(self._connections[worker_id].recv_bytes())
                 if isinstance(frame, frames.NewSegment):
                     received = recv_handle(self._connections[worker_id])
                     self.mapped[worker_id].attach(frame.segment_id, received, frame.size_bytes)

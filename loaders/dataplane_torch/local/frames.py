@@ -9,6 +9,8 @@ from typing import Any
 from dataplane_torch.local.parcel import Parcel, pickled_whole
 from dataplane_torch.local.progress import WorkerState
 
+_MADE, _FETCH = 0, 1
+
 Released = tuple[tuple[int, int], ...]
 
 
@@ -87,23 +89,30 @@ ToWorker = Begin | Fetch | End
 FromWorker = Ready | Made | Ended | NewSegment | OldSegment
 
 
-def encode(frame: ToWorker | FromWorker) -> bytes | memoryview:
-    """A frame's bytes.
+def encode(frame: ToWorker | FromWorker) -> bytes:
+    """A frame's bytes. Tensors, as in a sampler's indices or a dataset's state, travel by value.
 
     Raises:  whatever the pickling of an index, or of a state, raises.
     """
-    if isinstance(frame, Made):  # the frequent one, as small as can be
-        fields = (frame.pass_id, frame.task, frame.kind, frame.parcel, frame.state)
+    # The frequent ones as small as can be.
+    if isinstance(frame, Made) and frame.state is None:
+        fields: Any = (_MADE, frame.pass_id, frame.task, frame.kind, frame.parcel, None)
+        return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
+    if isinstance(frame, Fetch) and _is_plain(frame.index):
+        fields = (_FETCH, frame.pass_id, frame.task, frame.index, frame.given_back)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
     return pickled_whole(frame)
 
 
-def decode_for_worker(frame: bytes) -> ToWorker:
-    """A frame of the trainer's."""
-    return pickle.loads(frame)  # type: ignore[no-any-return]
+def _is_plain(index: object) -> bool:
+    first = index[0] if isinstance(index, list) and index else index
+    return first is None or isinstance(first, int | str)
 
 
-def decode_for_trainer(frame: bytes) -> FromWorker:
-    """A frame of a worker's."""
-    decoded = pickle.loads(frame)
-    return Made(*decoded) if isinstance(decoded, tuple) else decoded
+def decode(encoded: bytes) -> Any:
+    """The frame of these bytes: of the other side's kind."""
+    decoded = pickle.loads(encoded)
+    if not isinstance(decoded, tuple):
+        return decoded
+    kind, *fields = decoded
+    return Made(*fields) if kind == _MADE else Fetch(*fields)

@@ -236,7 +236,7 @@ class _Inbox:
                     if self._parent_pid and os.getppid() != self._parent_pid:
                         break
                     continue
-                frame = frames.decode_for_worker(self._connection.recv_bytes())
+                frame = frames.decode(self._connection.recv_bytes())
                 if isinstance(frame, frames.Begin):
                     self.pass_id = frame.pass_id
                 elif isinstance(frame, frames.End):
