@@ -66,6 +66,14 @@ class Work:
         return block in self.blocks
 
     @property
+    def memory_needed(self) -> int:
+        """Bytes of block arena that its blocks take together, as far as is known."""
+        marks, blocks = self.dataset.marks, self.plan.blocks
+        raw, decoded = marks.raw[blocks], marks.decoded[blocks]
+        kept = np.where(decoded > 0, decoded, raw).sum()
+        return int(kept + raw[decoded > 0].max(initial=0))
+
+    @property
     def delivery(self) -> Delivery:
         """Where it will lie."""
         return self.stream.delivery

@@ -172,13 +172,6 @@ class Works:
 
     # -- cutting ---------------------------------------------------------------------------------
 
-    def memory_needed(self, work: Work) -> int:
-        """Bytes of block arena that the blocks of a work take together, as far as is known."""
-        marks, blocks = work.dataset.marks, work.plan.blocks
-        raw, decoded = marks.raw[blocks], marks.decoded[blocks]
-        kept = np.where(decoded > 0, decoded, raw).sum()
-        return int(kept + raw[decoded > 0].max(initial=0))
-
     def halve(self, work: Work) -> bool:
         """Make the second half of a waiting work another work; False if it is one batch."""
         count = len(work.plan.batches)
@@ -190,7 +183,7 @@ class Works:
         """Split a work whose blocks the arena could not hold together."""
         if work.phase is not Phase.WAITING:
             return
-        need = self.memory_needed(work)
+        need = work.memory_needed
         if need <= self._blocks.arena_bytes * _MEMORY_SHARE:
             return
         if len(work.plan.batches) > 1:
@@ -216,7 +209,7 @@ class Works:
 
     def fail_for_memory(self, work: Work) -> None:
         """The block arena cannot hold what one work needs."""
-        need, budget = self.memory_needed(work), self._blocks.arena_bytes
+        need, budget = work.memory_needed, self._blocks.arena_bytes
         self.fail(
             work,
             BudgetTooSmall(
