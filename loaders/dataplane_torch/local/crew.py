@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import select
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -100,7 +101,7 @@ class Crew:
                     received = recv_handle(self._connections[worker_id])
                     self.mapped[worker_id].attach(frame.segment_id, received, frame.size_bytes)
                     continue
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # also in the middle of a frame
                 self._lost(worker_id)
                 continue
             if isinstance(frame, frames.OldSegment):
@@ -117,6 +118,7 @@ class Crew:
         try:
             for worker_id in range(len(self._connections)):
                 self.let_go(worker_id)
+                self._hear_no_more(worker_id)
             deadline = time.monotonic() + _END_S
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -148,6 +150,14 @@ class Crew:
         self._connections.append(ours)
         self._by_fd[ours.fileno()] = setup.worker_id
         self._poll.register(ours.fileno(), select.POLLIN)
+
+    def _hear_no_more(self, worker_id: int) -> None:
+        """A worker that waits to send learns that it is in vain, and ends."""
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connections[worker_id].fileno())) as ours,
+        ):
+            ours.shutdown(socket.SHUT_RD)
 
     def _lost(self, worker_id: int) -> None:
         """A worker's socket has ended: as it was told, or on its own."""

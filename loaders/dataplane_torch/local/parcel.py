@@ -92,6 +92,12 @@ class Packer:
         self._segments.memory(extent)[:] = file.getbuffer()
         return Parcel(extent, beside)
 
+    def take_back(self, parcel: Parcel) -> None:
+        """It will not be sent."""
+        outer = [] if isinstance(parcel.pickled, bytes) else [parcel.pickled]
+        for extent in [*dict.fromkeys(parcel.beside), *outer]:
+            self._segments.free(extent.segment, extent.offset)
+
     def drop_unused(self) -> None:
         """Give up what was collated and not packed."""
         while self._collated:

@@ -7,9 +7,9 @@ it. An iterable dataset is walked by each worker on its own: its state is one of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from dataplane.errors import ConfigError, VersionMismatch
 
@@ -85,8 +85,10 @@ class PassState:
 
         Raises:  ConfigError: it is no such state.  VersionMismatch: of a newer version.
         """
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{given!r:.80} is not the state of a DataLoader", field="state_dict")
         version = given.get("version")
-        if given.get("source") not in {"map", "iterable"} or not isinstance(version, int):
+        if given.get("source") not in ("map", "iterable") or not _is_count(version):
             raise ConfigError(
                 "this is not the state of a DataLoader over a torch Dataset: it has "
                 f"{', '.join(sorted(map(str, given))) or 'no keys'}",
@@ -98,7 +100,7 @@ class PassState:
                 "use a newer dataplane"
             )
         try:
-            return cls(
+            read = cls(
                 is_iterable=given["source"] == "iterable",
                 **{name: given[name] for name in _PLAIN},
                 sampler=SamplerState(
@@ -108,6 +110,34 @@ class PassState:
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"this state is damaged: {error}", field="state_dict") from error
+        for name, value, is_right in read._claims():
+            if not is_right:
+                raise ConfigError(
+                    f"this state is damaged: {name} is {value!r:.80}", field="state_dict"
+                )
+        return read
+
+    def _claims(self) -> Iterator[tuple[str, object, bool]]:
+        """(name, value, whether it can be) of what is written here."""
+        sampler = self.sampler
+        counts = {name: getattr(self, name) for name in ("worker_count", "step", "next_worker")}
+        counts |= {"drawn": sampler.drawn, "skip": sampler.skip}
+        for name, value in counts.items():
+            yield name, value, _is_count(value)
+        for name in ("batch_size", "length", "len_called"):
+            value = getattr(self, name)
+            yield name, value, value is None or _is_count(value)
+        yield "is_finished", self.is_finished, isinstance(self.is_finished, bool)
+        yield "base_seed", self.base_seed, isinstance(self.base_seed, int)
+        yield "states", sampler.states, isinstance(sampler.states, dict | None)
+        texts = sampler.generators
+        are_texts = isinstance(texts, dict) and all(isinstance(one, str) for one in texts.values())
+        yield "generators", texts, are_texts
+        for each in self.workers:
+            is_right = _is_count(each.fetched) and _is_count(each.skip)
+            yield "a worker", each, is_right and isinstance(each.is_ended, bool)
+        count = len(self.workers)
+        yield "the number of workers", count, count == max(1, int(self.worker_count))
 
     def check(self, now: PassState) -> None:
         """Whether a pass that begins as `now` can go on from here.
@@ -147,6 +177,10 @@ _PLAIN: Final = (
     *("worker_count", "batch_size", "length", "step", "is_finished"),
     *("next_worker", "base_seed", "len_called"),
 )
+
+
+def _is_count(given: object) -> TypeGuard[int]:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def _fields(value: Any) -> dict[str, Any]:

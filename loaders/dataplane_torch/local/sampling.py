@@ -126,11 +126,10 @@ def load_generators(
 
     Raises:  ConfigError: a generator's state is damaged.
     """
-    for name, each in _generators(index_sampler, generator).items():
+    standing = {**_generators(index_sampler, generator), _DEFAULT: torch.default_generator}
+    for name, each in standing.items():
         if name in state.generators:
-            each.set_state(_decoded(state.generators[name]))
-    if _DEFAULT in state.generators:
-        torch.set_rng_state(_decoded(state.generators[_DEFAULT]))
+            _set_state(each, state.generators[name])
 
 
 def default_generator() -> dict[str, str]:
@@ -174,10 +173,11 @@ def _encoded(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-def _decoded(state: str) -> torch.Tensor:
+def _set_state(generator: torch.Generator, state: str) -> None:
     try:
-        return torch.from_numpy(np.frombuffer(base64.b64decode(state), np.uint8).copy())
-    except (TypeError, ValueError) as error:
+        decoded = np.frombuffer(base64.b64decode(state), np.uint8).copy()
+        generator.set_state(torch.from_numpy(decoded))
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"this state's generators are damaged: {error}", field="state_dict"
         ) from error

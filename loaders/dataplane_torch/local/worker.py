@@ -14,7 +14,7 @@ import random
 import select
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
@@ -117,7 +117,7 @@ class Worker:
                 state = self._state(is_first=True)
         except Exception:  # noqa: BLE001 - as above
             self._fault = self._wrapped()
-        self._send(frames.Ready(self._pass, state))
+        self._tell(frames.Ready(self._pass, state))
 
     def _open(self, state: WorkerState | None) -> None:
         """The dataset's state first, then its iterator, then the iterator's state."""
@@ -154,15 +154,24 @@ class Worker:
                 if isinstance(error, StopIteration) and self._setup.kind == _DatasetKind.Iterable:
                     self._is_done = True
                     self._packer.drop_unused()
-                    self._send(frames.Ended(self._pass, frame.task, self._last_state()))
+                    self._tell(frames.Ended(self._pass, frame.task, self._last_state()))
                     return
                 made, kind = [self._wrapped()], "error"
+        self._connection.send_bytes(self._encoded(frame.task, kind, made, state))
+
+    def _encoded(
+        self, task: int, kind: str, made: list[Any], state: WorkerState | None
+    ) -> bytes | memoryview:
+        """What was made, or why it cannot be sent, which is the user's to know."""
+        parcel = None
         try:
             parcel = self._packer.pack(made)
-        except Exception:  # noqa: BLE001 - what cannot be pickled is the user's to know
-            made = [self._wrapped()]
-            parcel, kind = self._packer.pack(made), "error"
-        self._send(frames.Made(self._pass, frame.task, kind, parcel, state))
+            return frames.encode(frames.Made(self._pass, task, kind, parcel, state))
+        except Exception:  # noqa: BLE001 - as above
+            if parcel is not None:
+                self._packer.take_back(parcel)
+            parcel = self._packer.pack([self._wrapped()])
+            return frames.encode(frames.Made(self._pass, task, "error", parcel, None))
 
     def _is_due(self) -> bool:
         every = self._setup.state_every
@@ -208,6 +217,14 @@ class Worker:
     def _retire(self, segment_id: int) -> None:
         self._send(frames.OldSegment(segment_id))
 
+    def _tell(self, frame: frames.Ready | frames.Ended) -> None:
+        try:
+            encoded = frames.encode(frame)
+        except Exception:  # noqa: BLE001 - of the user's state; the next batch raises it
+            self._fault = self._wrapped()
+            encoded = frames.encode(replace(frame, state=None))
+        self._connection.send_bytes(encoded)
+
     def _send(self, frame: frames.FromWorker) -> None:
         self._connection.send_bytes(frames.encode(frame))
 
@@ -242,8 +259,6 @@ class _Inbox:
                 elif isinstance(frame, frames.End):
                     self.pass_id = None
                 self._frames.put(frame)
-                if isinstance(frame, frames.End):
-                    return
         except (EOFError, OSError):
             pass
         self._frames.put(None)
