@@ -22,7 +22,7 @@ SMALL = (
     "--delivery-bytes-per-rank",
     "8MiB",
     "--slab-bytes",
-    "512KiB",
+    "64KiB",
 )
 
 
@@ -68,7 +68,7 @@ def test_storage_that_answers_late_bounds_a_run_with_few_reads_at_a_time(
         for name, value in s3_server.environment().items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(log.read_text())}")
-        asked = ("--batch-size", "20", "--seconds", "1.5", "--fetch-count", "2", "--lanes", "1")
+        asked = ("--batch-size", "20", "--seconds", "1", "--fetch-count", "2", "--lanes", "1")
         found = examined(capsys, f"s3://{bucket}/a.parquet", *asked)
     assert found["bound"]["stage"] == "storage"
     assert found["statistics"]["read_bytes"] > 0
@@ -93,16 +93,9 @@ def test_blocks_that_do_not_stay_are_bound_by_their_decoding(capsys, tmp_path):
     for shard in range(4):
         path = tmp_path / f"{shard}.parquet"
         pq.write_table(table(2_000, 512), path, row_group_size=250, compression="gzip")
-    asked = (
-        "--batch-size",
-        "50",
-        "--seconds",
-        "1.5",
-        "--no-shuffle",
-        "--block-arena-bytes",
-        "4MiB",
-    )
-    found = examined(capsys, str(tmp_path), *asked)
+    asked = ("--batch-size", "50", "--seconds", "1.5", "--no-shuffle")
+    small = ("--block-arena-bytes", "4MiB", "--slab-bytes", "512KiB")
+    found = examined(capsys, str(tmp_path), *asked, *small)
     assert found["bound"]["stage"] == "decode"
     assert any("Arrow" in line for line in found["advice"])
 

@@ -18,6 +18,10 @@ from dataplane.client.stream import SlabStream
 WARM_SHARE = 0.3
 """Of the time that is given: buffers fill, and the first slabs are small."""
 
+_SLABS_MIN = 3
+_LONGER = 8
+"""So many slabs must be seen before and after, if that takes no more than so many times as long."""
+
 Progress = Callable[[float, Statistics], None]
 """Called now and then: the share that is done, and what was done so far."""
 
@@ -26,7 +30,7 @@ _TOLD_EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """When a run is long enough: whichever comes first."""
+    """When a run is long enough: whichever comes first, unless hardly a slab was seen by then."""
 
     seconds: float
     steps: int | None
@@ -89,19 +93,25 @@ class _Loop:
                 break
         done = self._share_done()
         if self._warm is None and done >= WARM_SHARE:
-            self._warm = self._session.statistics()
+            found = self._session.statistics()
+            self._warm = found if found.slabs >= _SLABS_MIN else None
         now = time.monotonic()
         if now - self._told >= _TOLD_EVERY_S:
             self._told = now
             self._progress(done, self._session.statistics())
 
     def _share_done(self) -> float:
-        by_time = (time.monotonic() - self._began) / self._length.seconds
         by_steps = self._steps / self._length.steps if self._length.steps else 0.0
-        return min(max(by_time, by_steps), 1.0)
+        return min(max(self._by_time(), by_steps), 1.0)
+
+    def _by_time(self) -> float:
+        return (time.monotonic() - self._began) / self._length.seconds
 
     def _is_done(self) -> bool:
-        return self._share_done() >= 1.0
+        if self._share_done() < 1.0:
+            return False
+        seen = self._session.statistics().slabs - (self._warm.slabs if self._warm else 0)
+        return (self._warm is not None and seen >= _SLABS_MIN) or self._by_time() >= _LONGER
 
 
 def run(session: Session, step_s: float, length: Length, progress: Progress) -> Trial:
