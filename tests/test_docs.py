@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import upstream
 
 from dataplane.config import VERSION
 
@@ -61,3 +62,9 @@ def test_links_lead_somewhere(page):
 
 def test_the_changelog_has_this_version():
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_exceptions_to_the_suites_of_others_are_told():
+    page = (ROOT / "docs" / "datasets.md").read_text()
+    told = dict(re.findall(r"^\| `(Test[^`]+)` \| (.+) \|$", page, re.MULTILINE))
+    assert told == upstream.EXCEPTIONS
