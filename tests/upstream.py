@@ -76,8 +76,7 @@ def main() -> int:
 def _run(files: list[Path], torchdata: Path | None, arguments: list[str]) -> int:
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
-        print(f"not a checkout: {', '.join(missing) or torchdata} is not there", file=sys.stderr)  # noqa: T201
-        return 2
+        sys.exit(f"upstream.py: not a checkout: {', '.join(missing) or torchdata} is not there")
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
             shutil.copy(file, folder)
