@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import select
+import signal
 import socket
 import time
 import weakref
@@ -166,25 +167,33 @@ class Crew:
         self._look_after()
 
     def _look_after(self) -> None:
-        """Raise for workers that died. torch's own look comes first, as it knows the signal."""
-        lost = [worker for worker in self._gone if worker not in self._ended]
-        for worker in lost:
-            self.processes[worker].join(_END_S)
+        """Raise for workers that died, in torch's words, whoever sees it first: torch's handler of
+        SIGCHLD, or the end of the worker's socket.
+        """
         signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
-        if lost:
-            told = ", ".join(
-                f"{self.processes[each].pid} (exit code {self.processes[each].exitcode})"
-                for each in lost
-            )
-            raise RuntimeError(
-                f"DataLoader worker (pid(s) {told}) exited unexpectedly: look above for its last "
-                "words; num_workers=0 runs the dataset in this process, where a debugger sees it"
-            )
+        for worker_id in self._gone - self._ended:
+            process = self.processes[worker_id]
+            process.join(_END_S)
+            raise RuntimeError(_obituary(process.pid, process.exitcode))
 
     def _wait_ms(self, deadline: float | None) -> int:
         if deadline is None:
             return _LOOK_MS
         return max(0, min(_LOOK_MS, int(1000 * (deadline - time.monotonic()) + 1)))
+
+
+def _obituary(pid: int | None, exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        told = (
+            f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-exit_code)}. "
+        )
+        if -exit_code == signal.SIGKILL:
+            return f"{told}Most often that is the kernel, out of memory: try fewer num_workers"
+        return f"{told}num_workers=0 runs the dataset in this process, where a debugger sees it"
+    return (
+        f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {exit_code}: look above "
+        "for its last words; num_workers=0 runs the dataset in this process"
+    )
 
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
