@@ -1,0 +1,270 @@
+"""torch's own DataLoader is the model: the same arguments and seeds give the same batches."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataplane_torch import DataLoader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_datasets import ANYTHING, COLLATED, Flow, Samples, Together, as_is, as_pair, is_same
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:Sparse"),
+]
+
+
+def seeded(kind: type, make: Any, walk: Any) -> list[Any]:
+    """What `walk` sees of a loader of this class, and where the generators are left."""
+    random.seed(1)
+    np.random.seed(2)  # noqa: NPY002 - what datasets draw from
+    torch.manual_seed(3)
+    loader = make(kind)
+    seen = walk(loader)
+    if isinstance(loader, DataLoader):
+        loader.close()
+    return [*seen, random.random(), float(torch.rand(()))]
+
+
+def assert_equal(make: Any, walk: Any = None) -> None:
+    """Both classes give the same."""
+    walk = walk or two_epochs
+    expected = seeded(torch.utils.data.DataLoader, make, walk)
+    got = seeded(DataLoader, make, walk)
+    assert len(got) == len(expected)
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert is_same(one, other), f"batch {i}: {one!r:.300} is not {other!r:.300}"
+
+
+def two_epochs(loader: Any) -> list[Any]:
+    return [*loader, "end", *loader]
+
+
+def left_early(loader: Any) -> list[Any]:
+    first = list(itertools.islice(loader, 2))
+    return [*first, "left", *loader]
+
+
+def both_at_once(loader: Any) -> list[Any]:
+    return list(zip(loader, loader, strict=True))
+
+
+workers = st.integers(0, 2)
+sizes = st.none() | st.integers(1, 5)
+
+
+@st.composite
+def arguments(draw: Any) -> dict[str, Any]:
+    """Whatever a loader of a map-style dataset can be given."""
+    given: dict[str, Any] = {"num_workers": draw(workers)}
+    if given["num_workers"]:
+        given["prefetch_factor"] = draw(st.sampled_from([None, 1, 3]))
+        given["persistent_workers"] = draw(st.booleans())
+    if draw(st.booleans()):
+        given["worker_init_fn"] = seeds_itself
+    given["batch_size"] = draw(sizes)
+    if given["batch_size"] is not None:
+        given["drop_last"] = draw(st.booleans())
+    given["shuffle"] = draw(st.booleans())
+    return given
+
+
+def seeds_itself(worker_id: int) -> None:
+    """A worker_init_fn."""
+    random.seed(worker_id + 100)
+
+
+@given(
+    kind=st.sampled_from(sorted(COLLATED)),
+    count=st.integers(0, 9),
+    together=st.booleans(),
+    arguments=arguments(),
+    seed=st.none() | st.integers(0, 9),
+    walk=st.sampled_from([two_epochs, left_early]),
+)
+@settings(max_examples=40)
+def test_map_style_datasets(kind, count, together, arguments, seed, walk) -> None:
+    if not count and arguments["shuffle"]:
+        count = 1
+
+    def make(loader: type) -> Any:
+        own = {} if seed is None else {"generator": torch.Generator().manual_seed(seed)}
+        return loader((Together if together else Samples)(kind, count), **arguments, **own)
+
+    assert_equal(make, walk)
+
+
+@given(
+    kind=st.sampled_from(sorted(COLLATED)),
+    count=st.integers(0, 9),
+    num_workers=workers,
+    batch_size=sizes,
+    drop_last=st.booleans(),
+    persistent=st.booleans(),
+    walk=st.sampled_from([two_epochs, left_early]),
+)
+@settings(max_examples=30)
+def test_iterable_datasets(
+    kind, count, num_workers, batch_size, drop_last, persistent, walk
+) -> None:
+    given = {"num_workers": num_workers, "batch_size": batch_size}
+    given |= {"drop_last": drop_last and batch_size is not None}
+    given |= {"persistent_workers": persistent and num_workers > 0}
+    assert_equal(lambda loader: loader(Flow(kind, count), **given), walk)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("collate_fn", [as_is, as_pair])
+def test_collate_functions_return_whatever_they_like(num_workers, collate_fn) -> None:
+    class All(Samples):
+        def __getitem__(self, i: int) -> Any:
+            return {kind: make(i) for kind, make in ANYTHING.items()}
+
+    assert_equal(
+        lambda loader: loader(
+            All("", 3), batch_size=2, num_workers=num_workers, collate_fn=collate_fn
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(ANYTHING))
+def test_samples_of_every_kind_without_batches(kind) -> None:
+    assert_equal(
+        lambda loader: loader(Samples(kind, 3), None, num_workers=1, collate_fn=as_is),
+        lambda loader: [*loader],
+    )
+
+
+class Evens:
+    """A batch sampler that is a list of lists, made anew."""
+
+    def __iter__(self) -> Any:
+        return iter([[0, 2], [4], [6, 8, 8]])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("walk", [two_epochs, left_early, both_at_once])
+def test_samplers_of_torch_and_of_the_users_own(num_workers, own, walk) -> None:
+    dataset = Samples("nested", 10)
+
+    def make(loader: type, which: int) -> Any:
+        generator = torch.Generator().manual_seed(7) if own else None
+        given: list[dict[str, Any]] = [
+            {"sampler": SubsetRandomSampler([1, 5, 7], generator=generator)},
+            {"sampler": WeightedRandomSampler([1.0] * 9, 5, generator=generator)},
+            {"sampler": RandomSampler(dataset, True, 7, generator), "batch_size": 3},
+            {"batch_sampler": BatchSampler(range(10), 4, drop_last=True)},
+            {"batch_sampler": Evens()},
+            {"sampler": [3, 1], "batch_size": None},
+        ]
+        return loader(dataset, num_workers=num_workers, generator=generator, **given[which])
+
+    for which in range(6):
+        if walk is both_at_once and not own and which < 3:
+            continue  # ours draws the seed of a shuffle when its iterator is made
+        assert_equal(lambda loader, which=which: make(loader, which), walk)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_datasets_of_torch(num_workers) -> None:
+    tensors = TensorDataset(torch.arange(30.0).reshape(10, 3), torch.arange(10))
+    for dataset in (
+        tensors,
+        Subset(tensors, [1, 3, 5]),
+        ConcatDataset([tensors, Subset(tensors, [0, 9])]),
+        [1, 2, 3, 4],
+        {0: "a", 1: "b", 2: "c"},
+    ):
+        assert_equal(
+            lambda loader, dataset=dataset: loader(
+                dataset, 2, shuffle=True, num_workers=num_workers
+            )
+        )
+
+
+@given(count=st.integers(1, 12), num_workers=st.integers(1, 3), batch_size=st.integers(1, 4))
+@settings(max_examples=5)
+def test_out_of_order_nothing_is_lost_and_nothing_twice(count, num_workers, batch_size) -> None:
+    for dataset in (Samples("int", count), Flow("int", count)):
+        with DataLoader(dataset, batch_size, num_workers=num_workers, in_order=False) as loader:
+            for _ in range(2):
+                assert sorted(i for batch in loader for i in batch.tolist()) == list(range(count))
+
+
+def test_out_of_order_a_slow_worker_does_not_hold_up_the_others() -> None:
+    with DataLoader(Waits(), None, num_workers=2, in_order=False, prefetch_factor=1) as loader:
+        assert list(itertools.islice(loader, 6)) == [1, 2, 3, 4, 5, 6]
+
+
+class Waits(Samples):
+    """Sample 0 does not come."""
+
+    def __init__(self) -> None:
+        super().__init__("int", 100)
+
+    def __getitem__(self, i: int) -> int:
+        import threading
+
+        if i == 0:
+            threading.Event().wait()
+        return i
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_other_ways_to_start_a_worker(context) -> None:
+    def make(loader: type) -> Any:
+        how = {"multiprocessing_context": context} if loader is DataLoader else {}
+        return loader(Samples("drawn", 4), 2, shuffle=True, num_workers=1, **how)
+
+    assert_equal(make, lambda loader: [*loader])
+
+
+def test_arguments_attributes_and_their_errors() -> None:
+    dataset = Samples("int", 10)
+    for wrong in (
+        {"batch_size": 0},
+        {"num_workers": -1},
+        {"timeout": -1},
+        {"shuffle": True, "sampler": [1]},
+        {"batch_sampler": [[1]], "batch_size": 2},
+        {"batch_size": None, "drop_last": True},
+        {"prefetch_factor": 2},
+        {"num_workers": 1, "prefetch_factor": -1},
+        {"persistent_workers": True},
+        {"num_workers": 1, "multiprocessing_context": "spoon"},
+    ):
+        errors = []
+        for kind in (torch.utils.data.DataLoader, DataLoader):
+            with pytest.raises((ValueError, TypeError)) as caught:
+                kind(dataset, **wrong)
+            errors.append((type(caught.value), str(caught.value)))
+        assert errors[0] == errors[1]
+    ours, theirs = (
+        kind(dataset, 3, shuffle=True, num_workers=2, drop_last=True, timeout=5)
+        for kind in (DataLoader, torch.utils.data.DataLoader)
+    )
+    for name in ("batch_size", "num_workers", "drop_last", "timeout", "prefetch_factor"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert len(ours) == len(theirs) == 3
+    assert isinstance(ours, torch.utils.data.DataLoader)
+    assert type(ours.sampler) is type(theirs.sampler)
+    with pytest.raises(ValueError, match="batch_size"):
+        ours.batch_size = 4
+    with pytest.raises(TypeError):
+        len(DataLoader(Flow("int", 3)))
