@@ -108,6 +108,7 @@ class Beginning:
         state = None if goes_on is None else goes_on.sampler
         places = Places(self._index_sampler, self._generator, self._every, state)
         place.sampler = places.place()
+        self._places = places
         torch_pass._sampler_iter = places
         return places
 
@@ -116,7 +117,8 @@ class Beginning:
         place = self.place
         place.is_finished = True
         generators = explicit_generators(self._index_sampler, self._generator)
-        place.sampler = replace(place.sampler, generators=generators)
+        reached = place.sampler if self._places is None else self._places.place()
+        place.sampler = replace(reached, generators=generators)
 
 
 def _length(dataset: object) -> int | None:

@@ -15,6 +15,7 @@ import base64
 import contextlib
 import copy
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -54,6 +55,8 @@ class Places:
             self._iterator = load_state(self._iterator, (state.states or {}).get("iterator"))
             skip = state.drawn if state.states is None else state.skip
             next(itertools.islice(self._iterator, skip, skip), None)
+            if state.states is not None and self._drawn >= _step_count(index_sampler):
+                self._come_to_the_end(state)
         if generator is None and self._seeds_itself():
             # It reads torch's default generator when it is first asked: that is now, here and when
             # it is resumed, whatever the loop draws from that generator in between.
@@ -69,7 +72,11 @@ class Places:
             return self._missing.popleft()
         if not self._drawn and not self._is_ahead:
             self._generators = _generator_states(self._index_sampler, self._generator)
-        index = next(self._iterator)
+        try:
+            index = next(self._iterator)
+        except StopIteration:
+            self._states, self._states_at = self._states_now(), self._drawn  # of the next pass
+            raise
         self._drawn += 1
         if self._states is not None and self._every and self._drawn % self._every == 0:
             self._states, self._states_at = self._states_now(), self._drawn
@@ -97,6 +104,14 @@ class Places:
         with contextlib.suppress(StopIteration):
             self._iterator = itertools.chain([next(self._iterator)], self._iterator)
 
+    def _come_to_the_end(self, state: SamplerState) -> None:
+        """After the last batch: a sampler that ended with it stands at the next pass by now, and
+        one that did not has still to learn that it ends.
+        """
+        if next(self._iterator, None) is not None:
+            self._iterator = iter(())
+            load_samplers(self._index_sampler, state)
+
     def _states_now(self) -> dict[str, dict[str, Any]] | None:
         parts = {**_parts(self._index_sampler), "iterator": self._iterator}
         states = {
@@ -105,6 +120,13 @@ class Places:
             if isinstance(part, Stateful)
         }
         return states or None
+
+
+def _step_count(index_sampler: Any) -> float:
+    try:
+        return len(index_sampler)
+    except (TypeError, AttributeError):
+        return math.inf
 
 
 def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:

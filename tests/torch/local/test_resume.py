@@ -1,0 +1,334 @@
+"""state_dict() and load_state_dict(): the same suffix from any step, in any epoch, again and again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from dataplane_torch import DataLoader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_datasets import Flow, Samples, is_same
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from dataplane.errors import ConfigError, DataplaneError, VersionMismatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Counting(IterableDataset[int]):
+    """An iterable dataset whose iterator has a state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> CountingIterator:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return CountingIterator(range(first, self.count, step))
+
+
+class CountingIterator:
+    """Its iterator; `drawn` tells that nothing was skipped by drawing it."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.next = numbers, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.next == len(self.numbers):
+            raise StopIteration
+        self.next += 1
+        return self.numbers[self.next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "tensor": torch.tensor(self.next)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = int(state["tensor"])
+
+
+class Own(IterableDataset[int]):
+    """An iterable dataset that has a state itself, and is its own iterator's place."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.at = count, 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        start, self.at = self.at, 0
+        for i in range(first + start * step, self.count, step):
+            self.at = i // step + 1
+            yield i
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Growing(Dataset[int]):
+    """A map-style dataset with a state: how often it was asked."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        self.asked += 1
+        return i, self.asked
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+class Backwards(Sampler[int]):
+    """A sampler with a state, whose passes differ."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.pass_count, self.next = count, 0, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.count:
+            self.next += 1
+            yield (self.count - self.next + self.pass_count) % self.count
+        self.next = 0
+        self.pass_count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "pass": self.pass_count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.pass_count = state["next"], state["pass"]
+
+
+def walk(loader: DataLoader, step: int) -> Iterator[Any]:
+    """`step` batches, pass after pass, where a pass that is over counts as a batch."""
+    while True:
+        for batch in loader:
+            if not step:
+                return
+            step -= 1
+            yield batch
+        if not step:
+            return
+        step -= 1
+        yield "end"
+
+
+def goes_on(
+    make: Any, stop: int, more: int, *, other: Any = None, is_json: bool = True, tail: int = 2
+) -> None:
+    """A loader that loads the state of another one after `stop` batches says what that would have,
+    and does so again when that, or its own next state, is loaded once more.
+    """
+    torch.manual_seed(5)
+    with make() as loader:
+        whole = list(walk(loader, stop + more + tail))
+    torch.manual_seed(5)
+    with make() as loader:
+        seen = list(walk_and_stop(loader, stop))
+        state = loader.state_dict()
+    assert is_same(seen, whole[:stop])
+    if is_json:
+        state = json.loads(json.dumps(state))
+    torch.manual_seed(99)
+    with (other or make)() as loader:
+        for _ in range(2):
+            loader.load_state_dict(state)
+            seen = list(walk_and_stop(loader, more))
+            assert is_same(seen, whole[stop : stop + more]), (seen, whole, stop)
+        again = loader.state_dict()
+    with (other or make)() as loader:
+        loader.load_state_dict(json.loads(json.dumps(again)) if is_json else again)
+        assert is_same(list(walk_and_stop(loader, tail)), whole[stop + more :])
+
+
+def walk_and_stop(loader: DataLoader, step: int) -> Iterator[Any]:
+    """The same, but its iterator is not asked for more."""
+    return itertools.islice(walk(loader, step + 1), step)
+
+
+workers = st.integers(0, 2)
+
+
+@given(
+    count=st.integers(1, 9),
+    batch_size=st.none() | st.integers(1, 4),
+    stop=st.integers(0, 12),
+    more=st.integers(0, 5),
+    num_workers=st.tuples(workers, workers),
+    shuffle=st.booleans(),
+    own=st.booleans(),
+    every=st.sampled_from([0, 1, 3]),
+    persistent=st.booleans(),
+)
+@settings(max_examples=25)
+def test_map_style_with_any_number_of_workers(
+    count, batch_size, stop, more, num_workers, shuffle, own, every, persistent
+) -> None:
+    def make(worker_count: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(3) if own else None
+        return DataLoader(
+            Samples("int", count),
+            batch_size,
+            shuffle=shuffle,
+            num_workers=worker_count,
+            generator=generator,
+            snapshot_every_n_steps=every,
+            persistent_workers=persistent and worker_count > 0,
+        )
+
+    before, after = num_workers
+    tail = 2
+    # The pass after this one is the default generator's, not the state's; and workers that persist
+    # draw no seed before it.
+    if shuffle and (not own or (persistent and (before > 0) != (after > 0))):
+        length = len(make(0)) + 1
+        more, tail = min(more, length - stop % length), 0
+    goes_on(lambda: make(before), stop, more, other=lambda: make(after), tail=tail)
+
+
+@given(
+    kind=st.sampled_from([Counting, Own, lambda count: Flow("int", count)]),
+    count=st.integers(0, 9),
+    batch_size=st.none() | st.integers(1, 4),
+    stop=st.integers(0, 10),
+    more=st.integers(0, 4),
+    num_workers=workers,
+    every=st.sampled_from([0, 1, 2, 5]),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=25)
+def test_iterable_with_and_without_a_state(
+    kind, count, batch_size, stop, more, num_workers, every, drop_last
+) -> None:
+    goes_on(
+        lambda: DataLoader(
+            kind(count),
+            batch_size,
+            num_workers=num_workers,
+            snapshot_every_n_steps=every,
+            drop_last=drop_last and batch_size is not None,
+        ),
+        stop,
+        more,
+        is_json=kind is not Counting,
+    )
+
+
+@given(
+    count=st.integers(1, 8),
+    stop=st.integers(0, 9),
+    more=st.integers(0, 5),
+    num_workers=st.tuples(workers, workers),
+    every=st.sampled_from([0, 1, 4]),
+)
+@settings(max_examples=15)
+def test_a_sampler_with_a_state(count, stop, more, num_workers, every) -> None:
+    def make(worker_count: int) -> DataLoader:
+        given = {"num_workers": worker_count, "snapshot_every_n_steps": every}
+        return DataLoader(Samples("int", count), 2, sampler=Backwards(count), **given)
+
+    before, after = num_workers
+    goes_on(lambda: make(before), stop, more, other=lambda: make(after))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [0, 1, 3, 5])
+def test_a_map_style_dataset_with_a_state(num_workers, stop) -> None:
+    goes_on(lambda: DataLoader(Growing(12), 2, num_workers=num_workers), stop, 6 - stop)
+
+
+@given(count=st.integers(1, 20), stop=st.integers(0, 9), num_workers=st.integers(1, 2))
+@settings(max_examples=10)
+def test_out_of_order_nothing_is_lost_and_nothing_twice(count, stop, num_workers) -> None:
+    given = {"num_workers": num_workers, "in_order": False, "batch_size": 2, "shuffle": True}
+    with DataLoader(Samples("int", count), **given) as loader:
+        seen = list(itertools.islice(loader, stop))
+        state = json.loads(json.dumps(loader.state_dict()))
+    if len(seen) == len(loader):
+        return
+    for other in (given, {"batch_size": 2, "shuffle": True}):
+        with DataLoader(Samples("int", count), **other) as loader:
+            loader.load_state_dict(state)
+            batches = [*seen, *loader]
+            assert sorted(i for batch in batches for i in batch.tolist()) == list(range(count))
+
+
+def test_resuming_leaves_the_default_generator_alone() -> None:
+    with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
+        list(itertools.islice(loader, 2))
+        state = loader.state_dict()
+        torch.manual_seed(4)
+        before = torch.get_rng_state()
+        loader.load_state_dict(state)
+        list(loader)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def taken(loader: DataLoader, steps: int = 1) -> dict[str, Any]:
+    """The state after some steps."""
+    with loader:
+        list(itertools.islice(loader, steps))
+        return loader.state_dict()
+
+
+def test_a_state_of_another_loader_is_refused_with_what_differs() -> None:
+    map_style = taken(DataLoader(Samples("int", 8), 2))
+    flow = taken(DataLoader(Flow("int", 8), 2, num_workers=2))
+    url = {"version": 1, "spec_digest": "d", "epoch": 0, "cursor": 0, "sample_count": 1}
+    for loader, state, error, told in [
+        (DataLoader(Samples("int", 8), 2), flow, ConfigError, "an iterable dataset"),
+        (DataLoader(Flow("int", 8), 2), map_style, ConfigError, "a map-style dataset"),
+        (DataLoader(Samples("int", 8), 3), map_style, ConfigError, "batch_size=2"),
+        (DataLoader(Samples("int", 9), 2), map_style, ConfigError, "had 8 samples .* has 9"),
+        (DataLoader(Flow("int", 8), 2, num_workers=1), flow, ConfigError, "num_workers=2"),
+        (DataLoader(Flow("int", 8), 2), {**flow, "version": 2}, VersionMismatch, "version 2"),
+        (DataLoader(Samples("int", 8), 2), url, ConfigError, "cursor, epoch"),
+        (DataLoader(Samples("int", 8), 2), [1], ConfigError, "is not the state"),
+    ]:
+        with pytest.raises(error, match=told):
+            loader.load_state_dict(state)
+
+
+@st.composite
+def damaged(draw: Any) -> Any:
+    """A state in which one thing is not what it was."""
+    state = json.loads(json.dumps(taken(DataLoader(Samples("int", 8), 2, shuffle=True))))
+    within = draw(st.sampled_from([state, state["sampler"], state["workers"][0]]))
+    name = draw(st.sampled_from(sorted(within)))
+    if draw(st.booleans()):
+        del within[name]
+    else:
+        values = st.none() | st.integers(-2, 3) | st.text(max_size=2) | st.just([]) | st.just({})
+        within[name] = draw(values | st.just({"loader": "x", "torch": "eA=="}))
+    return state
+
+
+@given(damaged())
+@settings(max_examples=120)
+def test_any_state_is_read_or_refused(state) -> None:
+    with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
+        try:
+            loader.load_state_dict(state)
+            list(itertools.islice(loader, 5))
+        except DataplaneError:
+            pass
