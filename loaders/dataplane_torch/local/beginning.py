@@ -62,6 +62,7 @@ class Beginning:
 
     def __init__(self, loader: Any, worker_count: int, resume: PassState | None) -> None:
         self.place = Place(loader, worker_count)
+        self._places: Places | None = None
         # Not the loader: it may hold the pass, and its workers end when both are forgotten.
         self._index_sampler, self._generator = loader._index_sampler, loader.generator
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
