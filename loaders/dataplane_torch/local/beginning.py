@@ -108,9 +108,8 @@ class Beginning:
             return None
         state = None if goes_on is None else goes_on.sampler
         places = Places(self._index_sampler, self._generator, self._every, state)
-        place.sampler = places.place()
         self._places = places
-        torch_pass._sampler_iter = places
+        torch_pass._sampler_iter = places.walk()
         return places
 
     def finish(self) -> None:

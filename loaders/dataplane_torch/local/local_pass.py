@@ -35,6 +35,7 @@ class LocalPass(_SingleProcessDataLoaderIter):
     def place(self) -> Place:
         """Where it stands, with the states of the dataset as they are now."""
         place, fetcher = self.beginning.place, self._dataset_fetcher
+        place.step = self._num_yielded
         if self._places is not None:
             after = place.sampler if place.is_finished else self._places.place()
             place.sampler = replace(self._places.place(), generators=after.generators)
@@ -52,14 +53,13 @@ class LocalPass(_SingleProcessDataLoaderIter):
     def close(self) -> None:
         """Nothing to end."""
 
-    def __next__(self) -> Any:
+    def _next_data(self) -> Any:
         try:
-            batch = super().__next__()
+            return super()._next_data()  # type: ignore[no-untyped-call]
         except StopIteration:
+            self.beginning.place.step = self._num_yielded
             self.beginning.finish()
             raise
-        self.beginning.place.step += 1
-        return batch
 
     def _go_on(self, state: PassState, told: WorkerState) -> None:
         fetcher = self._dataset_fetcher

@@ -26,7 +26,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from dataplane.errors import ConfigError
 from dataplane_torch.local.progress import SamplerState
-from dataplane_torch.local.stateful import Stateful, load_state
+from dataplane_torch.local.stateful import is_stateful, load_state
 
 _DEFAULT = "torch"
 _SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -48,6 +48,7 @@ class Places:
         self._is_ahead = False
         # Many a sampler draws from a generator only when it is asked for its first index.
         self._generators = _generator_states(index_sampler, generator)
+        self._encoded: dict[str, str] | None = None
         self._drawn = 0 if state is None else state.drawn
         self._missing = deque(() if state is None else state.missing)
         self._iterator: Iterator[Any] = iter(index_sampler)
@@ -64,31 +65,30 @@ class Places:
         self._states = self._states_now()
         self._states_at = self._drawn
 
-    def __iter__(self) -> Places:
-        return self
-
-    def __next__(self) -> Any:
-        if self._missing:
-            return self._missing.popleft()
+    def walk(self) -> Iterator[Any]:
+        """The indices of one batch after the other: a generator, as the quickest of iterators."""
+        while self._missing:
+            yield self._missing.popleft()
         if not self._drawn and not self._is_ahead:
             self._generators = _generator_states(self._index_sampler, self._generator)
-        try:
-            index = next(self._iterator)
-        except StopIteration:
-            self._states, self._states_at = self._states_now(), self._drawn  # of the next pass
-            raise
-        self._drawn += 1
-        if self._states is not None and self._every and self._drawn % self._every == 0:
-            self._states, self._states_at = self._states_now(), self._drawn
-        return index
+            self._encoded = None
+        every = self._every if self._states is not None else 0
+        for index in self._iterator:
+            self._drawn += 1
+            if every and self._drawn % every == 0:
+                self._states, self._states_at = self._states_now(), self._drawn
+            yield index
+        self._states, self._states_at = self._states_now(), self._drawn  # of the next pass
 
     def place(self) -> SamplerState:
         """After the draws so far."""
+        if self._encoded is None:
+            self._encoded = _all_encoded(self._generators)
         return SamplerState(
             self._drawn,
             skip=0 if self._states is None else self._drawn - self._states_at,
             states=self._states,
-            generators=self._generators,
+            generators=self._encoded,
             missing=tuple(self._missing),
         )
 
@@ -97,7 +97,7 @@ class Places:
         return any(
             type(part) in _SELF_SEEDED and getattr(part, "generator", None) is None
             for part in parts
-        ) and not any(isinstance(part, Stateful) for part in parts)
+        ) and not any(is_stateful(part) for part in parts)
 
     def _draw_ahead(self) -> None:
         self._is_ahead = True
@@ -117,7 +117,7 @@ class Places:
         states = {
             name: copy.deepcopy(part.state_dict())  # it may be what the sampler goes on with
             for name, part in parts.items()
-            if isinstance(part, Stateful)
+            if is_stateful(part)
         }
         return states or None
 
@@ -132,7 +132,7 @@ def _step_count(index_sampler: Any) -> float:
 def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
     """The states of the generators that a loader and its samplers were given, in base 64."""
     found = _generators(index_sampler, generator)
-    return {name: _encoded(each.get_state()) for name, each in found.items()}
+    return _all_encoded({name: each.get_state() for name, each in found.items()})
 
 
 def load_samplers(index_sampler: Any, state: SamplerState) -> None:
@@ -164,16 +164,24 @@ def stands_as(state: SamplerState) -> bool:
     return state.generators.get(_DEFAULT, "") in {"", _encoded(torch.get_rng_state())}
 
 
-def _generator_states(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
-    default = {} if generator is not None else default_generator()
-    return {**explicit_generators(index_sampler, generator), **default}
+def _generator_states(
+    index_sampler: Any, generator: torch.Generator | None
+) -> dict[str, torch.Tensor]:
+    found = _generators(index_sampler, generator)
+    if generator is None:
+        found = {**found, _DEFAULT: torch.default_generator}
+    return {name: each.get_state() for name, each in found.items()}
+
+
+def _all_encoded(states: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: _encoded(state) for name, state in states.items()}
 
 
 def _parts(index_sampler: Any) -> dict[str, Any]:
     """The samplers of an index sampler: itself, and the one that a BatchSampler draws from."""
     parts = {"index_sampler": index_sampler}
     inner = getattr(index_sampler, "sampler", None)
-    if inner is not None and not isinstance(index_sampler, Stateful):
+    if inner is not None and not is_stateful(index_sampler):
         parts["sampler"] = inner
     return parts
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 _Any = TypeVar("_Any")
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """A dataset, an iterator of one, or a sampler whose state is saved with the loader's.
 
@@ -23,14 +22,19 @@ class Stateful(Protocol):
         ...
 
 
+def is_stateful(given: object) -> TypeGuard[Stateful]:
+    """Whether it has both methods. A check of the protocol would take ten times as long."""
+    return hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
+
+
 def state_of(given: object) -> dict[str, Any] | None:
     """Its state, or None where it has none to tell."""
-    return given.state_dict() if isinstance(given, Stateful) else None
+    return given.state_dict() if is_stateful(given) else None
 
 
 def load_state(given: _Any, state: dict[str, Any] | None) -> _Any:
     """The same, standing where `state` says, if it can."""
-    if state is not None and isinstance(given, Stateful):
+    if state is not None and is_stateful(given):
         given.load_state_dict(state)
     return given
 

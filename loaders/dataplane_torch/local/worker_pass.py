@@ -51,7 +51,7 @@ class WorkerPass(_BaseDataLoaderIter):
         begin = self._begin(loader, resume)
         with begin.drawing():
             super().__init__(loader)
-            self._places = begin.places(self)
+            self._take_places(begin)
         self._crew = self._started(loader)
         self._open(resume)
 
@@ -84,7 +84,7 @@ class WorkerPass(_BaseDataLoaderIter):
         begin = self._begin(loader, None)
         with begin.drawing():
             super()._reset(loader, first_iter)
-            self._places = begin.places(self)
+            self._take_places(begin)
         self._pass_id += 1
         for task in self._tasks.values():
             if isinstance(task.answer, frames.Made):
@@ -95,6 +95,11 @@ class WorkerPass(_BaseDataLoaderIter):
         self._is_closed = False
         self.beginning = Beginning(loader, loader.num_workers, resume)
         return self.beginning
+
+    def _take_places(self, begin: Beginning) -> None:
+        self._places = begin.places(self)
+        if self._places is not None:
+            begin.place.sampler = self._places.place()
 
     def _started(self, loader: Any) -> Crew:
         init_fn = loader.worker_init_fn
