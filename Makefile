@@ -44,7 +44,7 @@ $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 lock: ## choose the newest versions that pyproject.toml allows, and write requirements.lock
 	fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
 	"$(PYTHON)" -m venv "$$fresh"; \
-	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check '.[torch,dev,bench]' $(TORCH); \
+	"$$fresh/bin/python" -m pip install --quiet --disable-pip-version-check '.[torch,dev,bench,frameworks]' $(TORCH); \
 	{ sed '/^[^#]/,$$d' requirements.lock; \
 	  "$$fresh/bin/python" -m pip freeze --exclude dataplane-loader \
 	  | sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia|cuda|triton)'; } > "$$fresh/lock"; \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -213,6 +215,21 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         else:
             self._forget()
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What Accelerate asks before it makes a loader of torch's out of one.
+
+        Raises:  ConfigError: over urls, which torch's cannot read.
+        """
+        advice = (
+            "accelerator.prepare() makes torch's DataLoader of this one: call "
+            "dataplane_torch.accelerate.prepare(accelerator, loader) to keep dataplane's"
+        )
+        if self._shards is not None:
+            raise ConfigError(advice, field="dataset")
+        warnings.warn(advice, stacklevel=3)
+        return False
+
     def __enter__(self) -> Self:
         return self
 
@@ -243,6 +260,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             reader = self._shards = ShardReader(given, pin_memory=pin_memory)
             shards = cast("Dataset[Any]", Shards(reader.urls))
             super().__init__(shards, given.batch_size, drop_last=given.drop_last)
+            # Frameworks tell an epoch to a loader's sampler.
+            cast("Any", self.sampler).set_epoch = reader.set_epoch
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
             return
@@ -255,6 +274,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         }
         dataset = cast("Dataset[Any]", given.urls)
         super().__init__(dataset, given.batch_size, given.shuffle, **of_torch)
+        if of_torch["sampler"] is None and of_torch["batch_sampler"] is None:
+            _make_told(self.sampler)
 
     def _get_iterator(self) -> Pass:
         resume, self._resume = self._resume, None
@@ -290,3 +311,10 @@ def _refuse_neither(dataset: object) -> None:
             "__getitem__ and __len__, an IterableDataset, or the urls of shards",
             field="dataset",
         )
+
+
+def _make_told(sampler: Any) -> None:
+    """Let a sampler that torch made be told an epoch as a DistributedSampler is. It changes nothing
+    of its order: by it a pass knows that the one whose state was loaded is over.
+    """
+    sampler.epoch, sampler.set_epoch = 0, functools.partial(setattr, sampler, "epoch")

@@ -70,12 +70,24 @@ class ShardReader:
         self._last: Walk | None = None
 
     def begin(self) -> BatchIterator:
-        """The next pass."""
-        walk = Walk(self._session, self._decoder_of_job(), self._epoch, self._cursor)
+        """The next pass. One that has yielded all of its epoch is over, also if nobody asked it for
+        more: who counts steps does not.
+        """
+        decoder, walk = self._decoder_of_job(), self._walk
+        if walk is not None and walk.is_complete:
+            self._epoch, self._cursor = walk.epoch + 1, 0
+        self._walk = None
+        return BatchIterator(self, decoder)
+
+    def walk(self, decoder: Decoder) -> Walk:
+        """Start a pass that was begun, when its first batch is asked for: until then it may be told
+        which epoch it is, as some frameworks do.
+        """
+        walk = Walk(self._session, decoder, self._epoch, self._cursor)
         # A resumed pass is resumed once: if it is left early, the next one begins the epoch anew.
         self._cursor = 0
         self._walk = self._last = walk
-        return BatchIterator(self, walk)
+        return walk
 
     @property
     def step_count(self) -> int:
@@ -142,8 +154,9 @@ class BatchIterator:
     may share one: each batch comes to one of them.
     """
 
-    def __init__(self, reader: ShardReader, walk: Walk) -> None:
-        self._reader, self._walk = reader, walk
+    def __init__(self, reader: ShardReader, decoder: Decoder) -> None:
+        self._reader, self._decoder = reader, decoder
+        self._walk: Walk | None = None
         self._is_done = False
         self._lock = threading.Lock()
 
@@ -154,18 +167,21 @@ class BatchIterator:
         with self._lock:
             if self._is_done:
                 raise StopIteration
-            batch = self._walk.next()
+            walk = self._walk
+            if walk is None:
+                walk = self._walk = self._reader.walk(self._decoder)
+            batch = walk.next()
             if batch is None:
                 self._is_done = True
-                self._walk.close()
-                self._reader.finish(self._walk)
+                walk.close()
+                self._reader.finish(walk)
                 raise StopIteration
             return batch
 
     @property
     def valid_count(self) -> int | None:
         """Rows of this iterator's last batch that are not padding."""
-        return self._walk.valid_count
+        return None if self._walk is None else self._walk.valid_count
 
 
 def names_shards(dataset: object) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from dataplane.client.session import Session
-from dataplane.client.state import consumed
+from dataplane.client.state import consumed, step_count
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.rpc import messages
 from dataplane_torch.tensors import Batch, Decoder
@@ -37,6 +37,8 @@ class Walk:
         self._sample_count, self._global_batch = job.sample_count, job.spec.global_batch
         # A worker that waits for its turn must not keep a slab that another one needs.
         self._stream = SlabStream(session, epoch, cursor, first_step, stride, ahead=not in_worker)
+        left = job.sample_count - cursor
+        self._step_count = step_count(left, job.spec.global_batch, job.spec.end)
         self._in_worker = in_worker
         self._ready: list[tuple[messages.Batch, Callable[[], Batch]]] = []
 
@@ -45,6 +47,11 @@ class Walk:
         """Samples that all ranks have consumed with the last batch that came from here."""
         steps = max(0, self.step - self.stride + 1)
         return consumed(self._sample_count, self.start_cursor, self._global_batch, steps)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the epoch's last batch came from here."""
+        return self.step >= self._step_count
 
     def next(self) -> Batch | None:
         """The next batch; None at the end of the epoch."""

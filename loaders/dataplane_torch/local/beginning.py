@@ -14,6 +14,7 @@ from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
 from dataplane_torch.local.sampling import (
     Places,
     default_generator,
+    epochs_of,
     explicit_generators,
     load_generators,
     load_samplers,
@@ -67,6 +68,8 @@ class Beginning:
         self._index_sampler, self._generator = loader._index_sampler, loader.generator
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
         self.resume = resume
+        self._epochs: dict[str, int] | None = None
+        self._is_asked = False
         if resume is not None:
             resume.check(self.place.state())
         # Of a finished pass only what it left behind matters: the next one starts at its start.
@@ -82,7 +85,8 @@ class Beginning:
         if resume is None:
             yield
             return
-        load_samplers(self._index_sampler, resume.sampler)
+        goes_on = self.goes_on is not None
+        load_samplers(self._index_sampler, resume.sampler, same_epoch=goes_on)
         is_next = resume.is_finished and stands_as(resume.sampler)
         with torch.random.fork_rng(devices=[], enabled=not is_next):
             if resume.is_finished:
@@ -111,6 +115,27 @@ class Beginning:
         self._places = places
         torch_pass._sampler_iter = places.walk()
         return places
+
+    def begun(self) -> None:
+        """The first indices are drawn, by which a sampler may count an epoch of its own."""
+        if not self.place.is_iterable and not self._is_asked:
+            self._epochs = epochs_of(self._index_sampler)
+
+    def is_told_otherwise(self) -> bool:
+        """Whether samplers were told another epoch since, as frameworks do that call iter() before.
+        It looks once: when the first batch is asked for.
+        """
+        begun_in, self._epochs, self._is_asked = self._epochs, None, True
+        return begun_in is not None and begun_in != epochs_of(self._index_sampler)
+
+    def forget_resumed(self, torch_pass: Any) -> None:
+        """The pass is of the epoch that the samplers were told, from its start."""
+        if self.goes_on is not None and not self._persists:
+            # What torch's constructor drew was drawn for the pass that was to go on.
+            seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+            torch_pass._base_seed = int(seed.item())
+        self.resume = self.goes_on = None
+        torch_pass._num_yielded = self.place.step = self.place.next_worker = 0
 
     def finish(self) -> None:
         """The pass has come to its end."""

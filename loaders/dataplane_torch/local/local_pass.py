@@ -30,6 +30,8 @@ class LocalPass(_SingleProcessDataLoaderIter):
             self._places = begin.places(self)
         if begin.goes_on is not None and told is not None and begin.place.is_iterable:
             self._go_on(begin.goes_on, told)
+        begin.begun()
+        self._is_asked = False
 
     @property
     def place(self) -> Place:
@@ -54,6 +56,11 @@ class LocalPass(_SingleProcessDataLoaderIter):
         """Nothing to end."""
 
     def _next_data(self) -> Any:
+        if not self._is_asked:
+            self._is_asked = True
+            if self.beginning.is_told_otherwise():
+                self.beginning.forget_resumed(self)
+                self._places = self.beginning.places(self)
         try:
             return super()._next_data()  # type: ignore[no-untyped-call]
         except StopIteration:

@@ -39,14 +39,15 @@ class WorkerState:
 class SamplerState:
     """A sampler after `drawn` batches: `states` of its parts as they stood `skip` draws before,
     None where no part has a state; `generators` as they stood when the pass began, or when it had
-    ended. `missing` are indices that were drawn and whose batches were not yielded, as with
-    in_order=False.
+    ended, and the `epochs` that its parts had been told. `missing` are indices that were drawn
+    and whose batches were not yielded, as with in_order=False.
     """
 
     drawn: int = 0
     skip: int = 0
     states: dict[str, dict[str, Any]] | None = None
     generators: dict[str, str] = field(default_factory=dict)
+    epochs: dict[str, int] = field(default_factory=dict)
     missing: tuple[Any, ...] = ()
 
 
@@ -133,6 +134,9 @@ class PassState:
         texts = sampler.generators
         are_texts = isinstance(texts, dict) and all(isinstance(one, str) for one in texts.values())
         yield "generators", texts, are_texts
+        told = sampler.epochs
+        are_epochs = isinstance(told, dict) and all(type(one) is int for one in told.values())
+        yield "epochs", told, are_epochs
         for each in self.workers:
             is_right = _is_count(each.fetched) and _is_count(each.skip)
             yield "a worker", each, is_right and isinstance(each.is_ended, bool)

@@ -49,6 +49,7 @@ class Places:
         # Many a sampler draws from a generator only when it is asked for its first index.
         self._generators = _generator_states(index_sampler, generator)
         self._encoded: dict[str, str] | None = None
+        self._epochs = epochs_of(index_sampler)
         self._drawn = 0 if state is None else state.drawn
         self._missing = deque(() if state is None else state.missing)
         self._iterator: Iterator[Any] = iter(index_sampler)
@@ -72,6 +73,7 @@ class Places:
         if not self._drawn and not self._is_ahead:
             self._generators = _generator_states(self._index_sampler, self._generator)
             self._encoded = None
+            self._epochs = epochs_of(self._index_sampler)
         every = self._every if self._states is not None else 0
         for index in self._iterator:
             self._drawn += 1
@@ -89,6 +91,7 @@ class Places:
             skip=0 if self._states is None else self._drawn - self._states_at,
             states=self._states,
             generators=self._encoded,
+            epochs=self._epochs,
             missing=tuple(self._missing),
         )
 
@@ -110,7 +113,7 @@ class Places:
         """
         if next(self._iterator, None) is not None:
             self._iterator = iter(())
-            load_samplers(self._index_sampler, state)
+            load_samplers(self._index_sampler, state, same_epoch=False)
 
     def _states_now(self) -> dict[str, dict[str, Any]] | None:
         parts = {**_parts(self._index_sampler), "iterator": self._iterator}
@@ -129,16 +132,26 @@ def _step_count(index_sampler: Any) -> float:
         return math.inf
 
 
+def epochs_of(index_sampler: Any) -> dict[str, int]:
+    """The epochs that a loader's samplers were told."""
+    found = {name: _epoch_of(part) for name, part in _parts(index_sampler).items()}
+    return {name: epoch for name, epoch in found.items() if epoch is not None}
+
+
 def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:
     """The states of the generators that a loader and its samplers were given, in base 64."""
     found = _generators(index_sampler, generator)
     return _all_encoded({name: each.get_state() for name, each in found.items()})
 
 
-def load_samplers(index_sampler: Any, state: SamplerState) -> None:
-    """Samplers that have a state stand as they did."""
+def load_samplers(index_sampler: Any, state: SamplerState, *, same_epoch: bool) -> None:
+    """Samplers that have a state stand as they did, and in the same epoch those that were told it:
+    a DistributedSampler has no other state.
+    """
     for name, part in _parts(index_sampler).items():
         load_state(part, (state.states or {}).get(name))
+        if same_epoch and name in state.epochs and _epoch_of(part) is not None:
+            part.set_epoch(state.epochs[name])
 
 
 def load_generators(
@@ -177,12 +190,23 @@ def _all_encoded(states: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: _encoded(state) for name, state in states.items()}
 
 
+def _epoch_of(part: Any) -> int | None:
+    """The epoch that a sampler was told, as torch's DistributedSampler keeps it."""
+    epoch = getattr(part, "epoch", None)
+    is_told = callable(getattr(part, "set_epoch", None)) and type(epoch) is int
+    return epoch if is_told else None
+
+
 def _parts(index_sampler: Any) -> dict[str, Any]:
-    """The samplers of an index sampler: itself, and the one that a BatchSampler draws from."""
+    """The samplers of an index sampler: itself, the one that a BatchSampler draws from, and what
+    is between them, as accelerate's share of the batches of another BatchSampler.
+    """
     parts = {"index_sampler": index_sampler}
-    inner = getattr(index_sampler, "sampler", None)
-    if inner is not None and not is_stateful(index_sampler):
-        parts["sampler"] = inner
+    for name in ("batch_sampler", "sampler"):
+        outer = next(reversed(parts.values()))
+        inner = getattr(outer, name, None)
+        if inner is not None and not is_stateful(outer):
+            parts[name] = inner
     return parts
 
 

@@ -85,6 +85,9 @@ class WorkerPass(_BaseDataLoaderIter):
         with begin.drawing():
             super()._reset(loader, first_iter)
             self._take_places(begin)
+        self._open_anew()
+
+    def _open_anew(self) -> None:
         self._pass_id += 1
         for task in self._tasks.values():
             if isinstance(task.answer, frames.Made):
@@ -154,6 +157,7 @@ class WorkerPass(_BaseDataLoaderIter):
             begin = frames.Begin(self._pass_id, self._shared_seed, state, anew, given_back)
             self._crew.tell(worker_id, begin)
         self._fill()
+        self.beginning.begun()
 
     def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
         count = self._num_workers
@@ -166,6 +170,10 @@ class WorkerPass(_BaseDataLoaderIter):
         return list(resume.workers)
 
     def __next__(self) -> Any:
+        if self.beginning.is_told_otherwise():
+            self.beginning.forget_resumed(self)
+            self._take_places(self.beginning)
+            self._open_anew()
         try:
             return super().__next__()
         except StopIteration:

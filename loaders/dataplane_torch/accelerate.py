@@ -1,0 +1,129 @@
+"""Loaders for Accelerate, which makes torch's DataLoader anew of whatever loader it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+
+from dataplane.errors import ConfigError
+from dataplane_torch.loader import DataLoader
+from dataplane_torch.shards import Shards
+
+_EPOCH = "accelerate_epoch"
+_OF_TORCH = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
+    "in_order",
+)
+
+
+def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
+    """What accelerator.prepare(loader) gives, with dataplane's loader inside it and not torch's.
+
+        model, optimizer = accelerator.prepare(model, optimizer)
+        loader = prepare(accelerator, DataLoader(dataset, batch_size=32, shuffle=True))
+
+    Over a Dataset each process gets its share of the batches, as the settings of the Accelerator
+    split them. Over urls each gets the rows of its rank, as the loader was made, and nothing is
+    split again. Batches come on the accelerator's device, one is read ahead so that gradients
+    accumulate to the end of an epoch, and accelerator.save_state() saves where the loader stands:
+    load_state() goes on from there without reading anything twice, and tells the loader its epoch
+    (`for epoch in range(loader.iteration, 3)`). A loader of torch's, prepared already or not,
+    becomes one of dataplane's: prepare(self.accelerator, super().get_train_dataloader()).
+
+    Raises:  ConfigError: a loader that one process is to read for all of them.
+    """
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, Shards):
+        shell = {
+            "batch_size": None,
+            "device": accelerator.device if accelerator.device_placement else None,
+            "_drop_last": loader.drop_last,
+            "_non_blocking": accelerator.non_blocking,
+        }
+        return _registered(accelerator, _Prepared(loader.dataset, **shell), loader)
+    # type(), since Accelerate's loaders say that they are of the class that they read from.
+    found: Any = loader
+    if not issubclass(type(loader), DataLoaderShard):
+        found = _shared_out(accelerator, loader)
+    if type(found) is _Prepared:
+        return found
+    if type(found) is not DataLoaderShard:
+        raise ConfigError(
+            f"Accelerate makes a {type(found).__name__} of this loader, and prepare() is for those "
+            "that each process reads itself: pass dispatch_batches=False in the Accelerator's "
+            "DataLoaderConfiguration",
+            field="dispatch_batches",
+        )
+    prepared = _Prepared.__new__(_Prepared)
+    prepared.__dict__.update(vars(found))
+    every = getattr(loader, "snapshot_every_n_steps", 1)
+    return _registered(accelerator, prepared, _as_ours(found.base_dataloader, every))
+
+
+class _Prepared(DataLoaderShard):  # type: ignore[misc]
+    """Accelerate's loader over one of dataplane's, whose state it saves."""
+
+    _is_accelerate_prepared = True
+    iteration: int
+
+    def adopt(self, loader: DataLoader[Any]) -> None:
+        """Read from this one."""
+        self.base_dataloader, self.use_stateful_dataloader = loader, True
+        # A loader over a Dataset would start its workers to tell; without a state it is the start.
+        state = loader.state_dict() if isinstance(loader.dataset, Shards) else {}
+        self.dl_state_dict = {**state, _EPOCH: self.iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next pass goes on where the state was taken, and is of its epoch."""
+        state = dict(state_dict)
+        self.dl_state_dict = dict(state)
+        self.iteration = state.pop(_EPOCH)
+        self.base_dataloader.load_state_dict(state)
+
+    def _update_state_dict(self) -> None:
+        """Accelerate's, which it calls before it reads a batch ahead."""
+        epoch = self.iteration + bool(self.end_of_dataloader)
+        self.dl_state_dict = {**self.base_dataloader.state_dict(), _EPOCH: epoch}
+
+
+def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
+    """As accelerator.prepare_data_loader() does it, which would also keep what it makes."""
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=accelerator.num_processes,
+        process_index=accelerator.process_index,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement,
+        rng_types=accelerator.rng_types.copy(),
+        dispatch_batches=accelerator.dispatch_batches,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        torch_device_mesh=accelerator.torch_device_mesh,
+    )
+
+
+def _as_ours(loader: torch.utils.data.DataLoader[Any], every: int) -> DataLoader[Any]:
+    """A loader of torch's as one of dataplane's."""
+    given: dict[str, Any] = {name: getattr(loader, name) for name in _OF_TORCH}
+    if loader.batch_sampler is not None and loader.batch_size is None:
+        given["batch_sampler"] = loader.batch_sampler
+    else:
+        given |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        given["sampler"] = None if _is_iterable(loader) else loader.sampler
+    return DataLoader(loader.dataset, snapshot_every_n_steps=every, **given)
+
+
+def _is_iterable(loader: torch.utils.data.DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, torch.utils.data.IterableDataset)
+
+
+def _registered(accelerator: Accelerator, prepared: _Prepared, loader: DataLoader[Any]) -> Any:
+    prepared.adopt(loader)
+    return accelerator.prepare_data_loader(prepared)

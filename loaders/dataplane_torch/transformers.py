@@ -1,0 +1,86 @@
+"""What the Trainer of transformers needs to resume a loader from its own checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from dataplane.errors import ConfigError
+
+_NAME = "LoaderState"
+
+
+class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Keeps the state of a Trainer's loader in trainer_state.json of every checkpoint, and goes on
+    from it in train(resume_from_checkpoint=…), without reading what was consumed.
+
+        class MyTrainer(Trainer):
+            def get_train_dataloader(self):
+                return prepare(self.accelerator, super().get_train_dataloader())
+
+        MyTrainer(…, callbacks=[LoaderState()]).train(resume_from_checkpoint=True)
+
+    It sets `ignore_data_skip`, by which a Trainer leaves its place in the epoch to its loader. The
+    states of datasets and samplers of your own must be JSON, as that file is.
+
+    Raises:  ConfigError: the loader has no state, or the checkpoint has none of it; or the epoch is
+    resumed in its middle, and ends in fewer batches than gradient_accumulation_steps.
+    """
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._epochs_ahead = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """What transformers saves."""
+        state = None if self._loader is None else self._loader.state_dict()
+        return {"args": {}, "attributes": {"saved": state}}
+
+    def on_init_end(self, args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        """The loader skips, not the Trainer."""
+        args.ignore_data_skip = True
+
+    def on_train_begin(
+        self, args: Any, state: Any, _control: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
+        """Go on where the checkpoint was taken."""
+        if not hasattr(train_dataloader, "load_state_dict"):
+            raise ConfigError(
+                "the Trainer's loader has no state: return dataplane_torch.accelerate.prepare("
+                "self.accelerator, loader) from get_train_dataloader()",
+                field="get_train_dataloader",
+            )
+        self._loader, self._epochs_ahead = train_dataloader, 0.0
+        if not state.global_step:
+            return
+        told = state.stateful_callbacks.get(_NAME)
+        saved = (told[0] if isinstance(told, list) else told or {}).get("attributes", {})
+        if saved.get("saved") is None:
+            raise ConfigError(
+                "this checkpoint has no state of a loader: it was saved without LoaderState()",
+                field="resume_from_checkpoint",
+            )
+        self._go_on(saved["saved"], args.gradient_accumulation_steps, state)
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """The Trainer counts the steps of an epoch from where it goes on."""
+        state.epoch += self._epochs_ahead
+
+    def on_epoch_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        """The next epoch is a whole one."""
+        self._epochs_ahead = 0.0
+
+    def _go_on(self, saved: dict[str, Any], accumulation: int, state: Any) -> None:
+        batch_count = len(self._loader)
+        done = state.global_step % -(-batch_count // accumulation) * accumulation
+        if done and batch_count % accumulation:
+            raise ConfigError(
+                f"an epoch has {batch_count} batches, which is no multiple of "
+                f"gradient_accumulation_steps={accumulation}: the Trainer would not make the last "
+                "step of an epoch that it resumes. Drop the remainder (drop_last), or save at "
+                "epoch ends",
+                field="gradient_accumulation_steps",
+            )
+        self._loader.load_state_dict(saved)
+        self._epochs_ahead = done / batch_count

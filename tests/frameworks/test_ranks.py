@@ -1,0 +1,96 @@
+"""Two ranks by torchrun under each framework: who gets what, and what a resumed run gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+COUNT, STEPS = 48, 6
+RANKS = Path(__file__).parent / "ranks"
+
+
+@pytest.fixture(autouse=True)
+def small_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real node, embedded, with little memory, and loaders that no launch of ours is in."""
+    for name in ("DATAPLANE_SERVICE", "RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
+    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
+    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
+    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
+    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    x = pa.array([[1.0, 1.0]] * COUNT, pa.list_(pa.float32(), 2))
+    table = pa.table({"id": range(COUNT), "x": x})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=12)
+    return str(tmp_path / "rows.parquet")
+
+
+def torchrun(script: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    out.mkdir(exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    options = ["--nproc-per-node=2", f"--log-dir={out}/log"]
+    own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": f"{out}/inductor"}
+    return subprocess.run(
+        [*launcher, *options, str(RANKS / script), *arguments],
+        check=False,
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+    )
+
+
+def told(out: Path, name: str) -> list:
+    """What each rank told."""
+    return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_shared_out(ranks: list[list[list[int]]]) -> None:
+    """In every epoch each sample went to one rank, once, and epochs differ."""
+    epochs = [[ids for rank in ranks for ids in rank[at : at + STEPS]] for at in (0, 6, 12)]
+    assert [len(rank) for rank in ranks] == [3 * STEPS] * 2
+    for epoch in epochs:
+        assert sorted(sample for ids in epoch for sample in ids) == list(range(COUNT))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_ranks_share_an_epoch_and_go_on_from_the_frameworks_own_checkpoint(
+    framework, tmp_path, url
+) -> None:
+    out = tmp_path / "out"
+    done = torchrun(f"on_{framework}.py", out, str(out), "dataset", url)
+    assert done.returncode == 0, done.stderr
+    for nth in ("0", "1"):
+        found = told(out, nth)
+        assert_shared_out([rank["whole"] for rank in found])
+        for rank in found:
+            assert len(rank["first"]) == 9
+            assert rank["first"] + rank["rest"] == rank["whole"]
+
+
+def test_accelerate_goes_on_after_its_ranks_were_killed(tmp_path, url) -> None:
+    out = tmp_path / "out"
+    sources = (str(out), "dataset", url)
+    killed = torchrun("on_accelerate.py", out, "first", *sources)
+    assert "SIGKILL" in killed.stderr, killed.stderr
+    done = torchrun("on_accelerate.py", out, "rest", *sources)
+    assert done.returncode == 0, done.stderr
+    for nth in ("0", "1"):
+        whole, first, rest = (told(out, f"{nth}-{what}") for what in ("whole", "first", "rest"))
+        assert_shared_out(whole)
+        assert [a + b for a, b in zip(first, rest, strict=True)] == whole
+        # Every fourth step, and the last of an epoch: the loader says which that is.
+        for updates in told(out, f"{nth}-whole-updates"):
+            assert updates == [False, False, False, True, False, True] * 3
