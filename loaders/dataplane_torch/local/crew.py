@@ -137,7 +137,9 @@ class Crew:
 
     def _start(self, context: Any, setup: Setup, pinning: Pinning | None) -> None:
         ours, theirs = context.Pipe(duplex=True)
-        process = context.Process(target=work, args=(setup, theirs))
+        # A forked worker has copies of these, with which it would never see that we are gone.
+        inherited = [ours, *self._connections] if context.get_start_method() == "fork" else []
+        process = context.Process(target=work, args=(setup, theirs, inherited))
         process.daemon = True
         try:
             process.start()

@@ -267,9 +267,11 @@ class _Inbox:
         os._exit(1)
 
 
-def work(setup: Setup, connection: Connection) -> None:
+def work(setup: Setup, connection: Connection, inherited: list[Connection]) -> None:
     """A worker's main function."""
     try:
+        for trainers in inherited:
+            trainers.close()
         signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
         torch.multiprocessing._set_thread_name("dataplane_work")
         torch.set_num_threads(1)

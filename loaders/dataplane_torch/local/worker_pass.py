@@ -177,6 +177,8 @@ class WorkerPass(_BaseDataLoaderIter):
         try:
             return super().__next__()
         except StopIteration:
+            if self._tasks and not self._is_closed:  # the dataset's own
+                raise
             if not self.beginning.place.is_finished and not self._is_closed:
                 self.beginning.finish()
             if not self._persistent_workers:
