@@ -1,0 +1,417 @@
+"""Whoever dies, nothing is left and nobody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from dataplane_torch import DataLoader
+from local_datasets import LONG, Flow, Samples, as_is
+from torch.utils.data import IterableDataset
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+# A trainer: tells the pids of its workers, then loads until it is killed.
+_TRAINER = """
+import sys, threading, warnings; warnings.simplefilter("ignore")
+import torch
+from dataplane_torch import DataLoader
+from local_datasets import Samples
+context, persistent, hangs = sys.argv[1], sys.argv[2] == "yes", sys.argv[3]
+
+class Hanging(Samples):
+    def __getitem__(self, i):
+        if hangs == "worker" and i >= 8:
+            threading.Event().wait()
+        return super().__getitem__(i)
+
+if __name__ == "__main__":
+    dataset = Samples("long", 100_000) if hangs == "no" else Hanging("long", 100)
+    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=persistent,
+                        multiprocessing_context=context)
+    iterator = iter(loader)
+    next(iterator)
+    print(*(process.pid for process in iterator._workers), flush=True)
+    if hangs == "no":
+        for batch in iterator:
+            pass
+    elif hangs == "worker":
+        iterator.close()
+"""
+
+
+@contextlib.contextmanager
+def trainer(*arguments: str, code: str = _TRAINER) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `code`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """As it told them."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    return [psutil.Process(int(pid)) for pid in line.split()]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+
+
+@pytest.mark.parametrize("persistent", ["no", "yes"])
+def test_workers_do_not_outlive_a_trainer_that_is_killed(persistent) -> None:
+    chance = random.Random(persistent)
+    with trainer("fork", persistent, "no") as process:
+        workers = workers_of(process)
+        threading.Event().wait(chance.random() / 5)
+        process.kill()
+        assert_gone(workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_nor_however_they_were_started(context) -> None:
+    chance = random.Random(context)
+    for _ in range(5):
+        with trainer(context, "no", "no") as process:
+            workers = workers_of(process)
+            family = psutil.Process(process.pid).children(recursive=True)
+            threading.Event().wait(chance.random())
+            process.kill()
+            assert_gone([*workers, *family])
+
+
+def test_nor_a_trainer_that_is_killed_while_it_waits_for_them_to_end() -> None:
+    with trainer("fork", "no", "worker") as process:
+        workers = workers_of(process)
+        threading.Event().wait(0.3)
+        assert process.poll() is None
+        process.kill()
+        assert_gone(workers)
+
+
+@pytest.mark.parametrize("persistent", ["no", "yes"])
+def test_a_trainer_that_ends_with_a_pass_under_way_is_quick_and_silent(persistent) -> None:
+    with trainer("fork", persistent, "trainer") as process:
+        workers = workers_of(process)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert_gone(workers)
+
+
+_INTERRUPTED = _TRAINER.replace(
+    "        for batch in iterator:\n            pass\n",
+    "        try:\n            while True: next(iterator)\n"
+    "        except KeyboardInterrupt:\n"
+    "            del iterator, loader\n            print('bye', flush=True)\n",
+)
+
+
+def test_an_interrupt_is_the_trainers_to_handle() -> None:
+    with trainer("fork", "no", "no", code=_INTERRUPTED) as process:
+        workers = workers_of(process)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "bye\n"
+        assert process.wait(20) == 0
+        assert_gone(workers)
+
+
+class Deadly(Samples):
+    """Sample 4 ends the worker."""
+
+    def __init__(self, end: Callable[[], Any]) -> None:
+        super().__init__("", 100)
+        self.end = end
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 4:
+            self.end()
+        return torch.full((LONG,), i, dtype=torch.int16)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("end", [kill, segfault, leave, sys.exit])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_dies_raises_in_the_trainer(end, persistent) -> None:
+    with DataLoader(
+        Deadly(end), 2, num_workers=2, prefetch_factor=1, persistent_workers=persistent
+    ) as loader:
+        iterator = iter(loader)
+        pids = [str(process.pid) for process in iterator._workers]
+        held = []
+        with pytest.raises(RuntimeError, match=rf"pid.*({'|'.join(pids)})"):
+            held.extend(iterator)
+        assert len(held) <= 2
+        for step, batch in enumerate(held):
+            assert batch[:, -1].tolist() == [2 * step, 2 * step + 1]
+        if persistent:
+            with pytest.raises(RuntimeError, match="pid"):
+                list(loader)
+
+
+class Talks(IterableDataset[int]):
+    """Its state is longer than a socket takes at once."""
+
+    def __iter__(self) -> Talks:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"long": b"x" * (10 << 20) if self.at else b""}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_word() -> None:
+    with DataLoader(Talks(), None, num_workers=1) as loader:
+        iterator = iter(loader)
+        worker = iterator._workers[0]
+        poll = select.poll()
+        poll.register(iterator._crew._connections[0].fileno(), select.POLLIN)
+        assert poll.poll(10_000)
+        worker.kill()
+        with pytest.raises(RuntimeError, match=f"pid.*{worker.pid}"):
+            list(iterator)
+
+
+def test_a_worker_that_waits_to_be_heard_ends_at_once() -> None:
+    loader = DataLoader(Samples("long text", 100), None, num_workers=1, prefetch_factor=16)
+    short = DataLoader(Texts(), None, num_workers=1, prefetch_factor=16)
+    for each in (loader, short):
+        iterator = iter(each)
+        next(iterator)
+        worker = iterator._workers[0]
+        threading.Event().wait(0.3)
+        each.close()
+        assert worker.exitcode == 0
+
+
+class Texts(Samples):
+    """As much text as travels with a pickle."""
+
+    def __init__(self) -> None:
+        super().__init__("", 100)
+
+    def __getitem__(self, i: int) -> str:
+        return "x" * 60_000
+
+
+class Unlucky(Samples):
+    """Sample 2 raises."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("", 6)
+        self.error = error
+
+    def __getitem__(self, i: int) -> int:
+        if i == 2:
+            raise self.error
+        return i
+
+
+class Demanding(Exception):
+    """An error that one message does not make."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one, two)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("here"), ValueError),
+        (KeyError("here"), KeyError),
+        (StopIteration("here"), StopIteration),
+        (Demanding(1, 2), RuntimeError),
+    ],
+)
+def test_exceptions_come_with_the_workers_traceback(error, kind) -> None:
+    told = []
+    for loader in (torch.utils.data.DataLoader, DataLoader):
+        iterator = iter(loader(Unlucky(error), None, num_workers=1))
+        assert [next(iterator), next(iterator)] == [0, 1]
+        with pytest.raises(kind) as caught:
+            next(iterator)
+        told.append(str(caught.value).splitlines()[0])
+        assert "worker process 0" in str(caught.value)
+        assert "__getitem__" in str(caught.value)
+        assert list(iterator) == [3, 4, 5]
+        del iterator, caught
+    assert told[0] == told[1]
+
+
+def raises(*_: Any) -> Any:
+    raise ZeroDivisionError("by nothing")
+
+
+class RaisesWhenBegun(IterableDataset[int]):
+    """Has no iterator."""
+
+    def __iter__(self) -> Any:
+        raise ZeroDivisionError("by nothing")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dataset": Samples("int", 4), "collate_fn": raises},
+        {"dataset": Samples("int", 4), "worker_init_fn": raises},
+        {"dataset": RaisesWhenBegun()},
+    ],
+)
+def test_whatever_of_the_users_raises(given) -> None:
+    with (
+        DataLoader(num_workers=1, **given) as loader,
+        pytest.raises(ZeroDivisionError, match=r"(?s)worker process 0.*by nothing"),
+    ):
+        list(loader)
+
+
+def test_a_sampler_that_raises_does_so_here() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        raises()
+
+    with (
+        DataLoader(Samples("int", 4), sampler=Once(numbers()), num_workers=1) as loader,
+        pytest.raises(ZeroDivisionError, match=r"^by nothing"),
+    ):
+        list(loader)
+
+
+class Once:
+    """A sampler."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        return self.numbers
+
+
+class Unspeakable(Talks):
+    """A dataset whose state cannot be pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"it": threading.Lock() if self.at > 1 else None}
+
+
+@pytest.mark.parametrize("dataset", [Samples("int", 2), Unspeakable()])
+def test_what_cannot_be_pickled_is_told(dataset) -> None:
+    collate_fn = unpicklable if isinstance(dataset, Samples) else as_is
+    with (
+        DataLoader(dataset, None, num_workers=1, collate_fn=collate_fn) as loader,
+        pytest.raises(Exception, match=r"(?s)worker process 0.*(P|p)ickle"),
+    ):
+        for _batch, _ in zip(loader, range(5), strict=False):
+            pass
+
+
+def unpicklable(sample: Any) -> Any:
+    """A collate function."""
+    return lambda: sample
+
+
+class Hangs(Samples):
+    """Sample 1 does not come."""
+
+    def __getitem__(self, i: int) -> int:
+        if i == 1:
+            threading.Event().wait()
+        return i
+
+
+def test_a_timeout_is_kept() -> None:
+    loader = DataLoader(Hangs("", 3), None, num_workers=1, timeout=0.3)
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    with pytest.raises(RuntimeError, match=r"timed out after 0.3 seconds"):
+        next(iterator)
+    iterator._workers[0].kill()
+    loader.close()
+
+
+def test_a_thread_may_load() -> None:
+    seen: list[Any] = []
+
+    def load() -> None:
+        seen.extend(DataLoader(Samples("int", 6), 2, num_workers=2))
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(batch.tolist() for batch in seen) == 2 * [[0, 1]] + 2 * [[2, 3]] + 2 * [[4, 5]]
+
+
+class Nested(Samples):
+    """Loads with a loader of its own."""
+
+    def __init__(self, kind: type, num_workers: int) -> None:
+        super().__init__("", 2)
+        self.loader, self.num_workers = kind, num_workers
+
+    def __getitem__(self, i: int) -> Any:
+        return next(iter(self.loader(Samples("int", 3), 3, num_workers=self.num_workers)))
+
+
+def test_loaders_in_workers_are_as_torchs() -> None:
+    assert [batch.tolist() for batch in DataLoader(Nested(DataLoader, 0), None, num_workers=1)] == [
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        with pytest.raises(AssertionError, match="daemonic processes"):
+            list(kind(Nested(kind, 1), None, num_workers=1))
+
+
+def test_nothing_lies_in_shared_memory_while_a_loader_runs() -> None:
+    iterator = iter(DataLoader(Flow("long", 40), 2, num_workers=2))
+    held = [next(iterator) for _ in range(10)]
+    family = [os.getpid(), *(process.pid for process in iterator._workers)]
+    for pid in family:
+        assert "/dev/shm/" not in Path(f"/proc/{pid}/maps").read_text()
+    del held, iterator

@@ -1,0 +1,244 @@
+"""What is held does not change, and what is not held comes back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataplane_torch import DataLoader
+from local_datasets import LONG, Samples, as_is
+from torch.utils.data import default_collate
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Blocks(Samples):
+    """Long tensors, the same number in all of each."""
+
+    def __init__(self, count: int = 100, length: int = LONG) -> None:
+        super().__init__("", count)
+        self.length = length
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((self.length,), i, dtype=torch.int16)
+
+
+def mapped_bytes(pid: int | str = "self") -> int:
+    """The bytes of workers' memory that a process has mapped."""
+    total = 0
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:dataplane-worker" in line:
+            start, end = line.split(maxsplit=1)[0].split("-")
+            total += int(end, 16) - int(start, 16)
+    return total
+
+
+def fd_count() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@pytest.mark.parametrize("end", ["closed", "collected", "over", "killed"])
+def test_what_is_held_does_not_change(end) -> None:
+    chance = random.Random(7)
+    held: list[tuple[Any, bytes]] = []
+    loader = DataLoader(Blocks(), 2, num_workers=2)
+    iterator = iter(loader)
+    for step, batch in enumerate(iterator):
+        assert batch[:, 0].tolist() == [2 * step, 2 * step + 1]
+        view = chance.choice([batch, batch[1, 5:], batch.numpy()[:, ::3], batch.view(-1), None])
+        if view is not None:
+            view[...] += 1  # trainers write too
+            held.append((view, raw(view)))
+        if len(held) > 20:
+            held.pop(chance.randrange(len(held)))
+        if end == "killed" and step == 40:
+            break
+    if end == "closed":
+        loader.close()
+    elif end == "killed":
+        for process in iterator._workers:
+            process.kill()
+        with pytest.raises(RuntimeError, match=r"pid.*\d+"):
+            list(iterator)
+    del loader, iterator, batch
+    gc.collect()
+    assert len(held) > 10
+    for view, before in held:
+        assert raw(view) == before
+        view[...] = 0
+
+
+def raw(view: Any) -> bytes:
+    return np.ascontiguousarray(view).tobytes()
+
+
+def test_what_a_worker_keeps_does_not_change_either() -> None:
+    with DataLoader(Blocks(60), 2, num_workers=1, collate_fn=Keeps()) as loader:
+        for step, (batch, kept) in enumerate(loader):
+            assert batch[:, 0].tolist() == [2 * step, 2 * step + 1]
+            assert kept == list(range(max(0, 2 * step - 8), 2 * step, 2))
+            batch.zero_()
+
+
+class Keeps:
+    """A collate function that looks at the batches it made before."""
+
+    def __init__(self) -> None:
+        self.batches: list[torch.Tensor] = []
+
+    def __call__(self, samples: list[torch.Tensor]) -> Any:
+        batch = default_collate(samples)
+        before = [int(kept[0, -1]) for kept in self.batches]
+        self.batches = [*self.batches[-3:], batch]
+        return batch, before
+
+
+def test_a_batch_and_its_views_are_one_memory() -> None:
+    held = []
+    for step, (whole, same, view, text) in enumerate(
+        DataLoader(Blocks(40), 2, num_workers=1, collate_fn=with_views)
+    ):
+        same[0, 0] = -1
+        assert whole[0, 0] == view[0] == -1
+        assert text == "x" * (80 << 10)
+        held.append((step, whole, view))
+        held = held[-3:]
+        for before, one, other in held:
+            assert bool((one[1] == 2 * before + 1).all())
+            assert other[-1] == 2 * before + 1
+
+
+def with_views(samples: list[torch.Tensor]) -> Any:
+    """A collate function that returns its batch three times, and much text."""
+    batch = default_collate(samples)
+    return batch, batch.detach(), batch.view(-1), "x" * (80 << 10)
+
+
+def test_threads_of_a_dataset_may_collate() -> None:
+    with DataLoader(Threaded(12), None, num_workers=1, collate_fn=as_is) as loader:
+        for i, batches in enumerate(loader):
+            for k, batch in enumerate(batches):
+                assert bool((batch == 100 * i + k).all())
+
+
+class Threaded(Blocks):
+    """Makes every sample of batches that its threads collated."""
+
+    def __getitem__(self, i: int) -> Any:
+        from concurrent.futures import ThreadPoolExecutor
+
+        def batch(k: int) -> Any:
+            return default_collate([torch.full((LONG,), 100 * i + k)] * 2)
+
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(batch, range(8)))
+
+
+def test_memory_comes_back_and_stays_bounded() -> None:
+    loader = DataLoader(Blocks(100), 2, num_workers=1, persistent_workers=True)
+    held = list(loader)
+    needed = 100 * LONG * 2
+    assert mapped_bytes() >= needed
+    assert [int(batch[0, 0]) for batch in held] == list(range(0, 100, 2))
+    del held
+    for _ in range(6):
+        for _batch in loader:
+            pass
+    assert mapped_bytes() <= needed // 2
+    worker = loader._iterator._workers[0].pid
+    assert mapped_bytes(worker) <= needed // 2
+    fds, mapped = fd_count(), mapped_bytes()
+    for _ in range(50):
+        for _batch in loader:
+            pass
+    assert fd_count() <= fds
+    assert mapped_bytes() <= mapped
+    loader.close()
+    del _batch, loader
+    gc.collect()
+    assert mapped_bytes() == 0
+
+
+def test_fds_do_not_grow_with_passes_whose_workers_are_new() -> None:
+    loader = DataLoader(Blocks(4), 2, num_workers=1)
+    held = list(loader)
+    fds = fd_count()
+    for _ in range(8):
+        held = list(loader)
+    assert fd_count() <= fds
+    del held
+    gc.collect()
+    assert mapped_bytes() == 0
+
+
+def test_a_forked_child_does_not_disturb_its_parent() -> None:
+    with DataLoader(Blocks(40), 2, num_workers=1) as loader:
+        iterator = iter(loader)
+        held = [next(iterator) for _ in range(5)]
+        child = os.fork()
+        if child == 0:
+            held.clear()
+            gc.collect()
+            loader.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for step, batch in enumerate(iterator, 5):
+            assert batch[:, -1].tolist() == [2 * step, 2 * step + 1]
+        assert [int(batch[0, 0]) for batch in held] == [0, 2, 4, 6, 8]
+
+
+# Everything a loader can be given, with no shared memory at all to put it in.
+_WITHOUT_SHARED_MEMORY = """
+import warnings; warnings.simplefilter("ignore")
+import torch
+from dataplane_torch import DataLoader
+from local_datasets import ANYTHING, Flow, Samples, as_is
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+own_map = dict(default_collate_fn_map)
+
+def own_collate(samples):
+    return collate(samples, collate_fn_map=own_map)
+
+class All(Samples):
+    def __getitem__(self, i):
+        return {kind: make(i) for kind, make in ANYTHING.items()}
+
+class Tensors:
+    def __iter__(self):
+        return iter(torch.randperm(4))
+
+assert len(list(DataLoader(All("", 4), 2, num_workers=2, collate_fn=as_is))) == 2
+assert len(list(DataLoader(Flow("sparse", 6), None, num_workers=2, collate_fn=as_is))) == 6
+for batch in DataLoader(Samples("long", 8), 4, num_workers=1, collate_fn=own_collate):
+    assert batch.shape == (4, 3 << 14)
+list(DataLoader(Samples("int", 4), 2, sampler=Tensors(), num_workers=1))
+print("done")
+"""
+
+
+def test_no_shared_memory_is_needed() -> None:
+    mount = 'mount -t tmpfs -o size=4k,mode=1777 none /dev/shm && exec "$0" -c "$1"'
+    isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    try:
+        subprocess.run([*isolated, mount, "/bin/true", ""], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no namespaces here")
+    run = subprocess.run(
+        [*isolated, mount, sys.executable, _WITHOUT_SHARED_MEMORY],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
