@@ -129,20 +129,26 @@ def cuda_pinning(*, wanted: bool) -> Pinning | None:
 
 
 def _give_back_dead(device: Device, dead: queue.SimpleQueue[Release | None]) -> None:
-    while (first := dead.get()) is not None:
-        releases = [first]
-        ends = False
-        while not dead.empty():
-            more = dead.get()
-            if more is None:
-                ends = True
-                break
-            releases.append(more)
+    # A function a round: while it waits, this thread must keep nothing that keeps memory pinned.
+    while _gave_back(device, dead):
+        pass
+
+
+def _gave_back(device: Device, dead: queue.SimpleQueue[Release | None]) -> bool:
+    """Give back what is dead, once there is something; False when this was the last time."""
+    releases: list[Release] = []
+    ends = False
+    while not ends and not (releases and dead.empty()):
+        release = dead.get()
+        if release is None:
+            ends = True
+        else:
+            releases.append(release)
+    if releases:
         _wait_for(device)
-        for release in releases:
-            release()
-        if ends:
-            return
+    for release in releases:
+        release()
+    return not ends
 
 
 def _wait_for(device: Device) -> None:
