@@ -139,6 +139,24 @@ class Flow(IterableDataset[Any]):
             yield ANYTHING[self.kind](i)
 
 
+class Talks(IterableDataset[int]):
+    """Its state is longer than a socket takes at once."""
+
+    def __iter__(self) -> Talks:
+        self.at = 0
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"long": b"x" * (10 << 20) if self.at else b""}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
 def as_is(batch: Any) -> Any:
     """A collate function that does nothing."""
     return batch

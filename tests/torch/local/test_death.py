@@ -18,8 +18,7 @@ import psutil
 import pytest
 import torch
 from dataplane_torch import DataLoader
-from local_datasets import LONG, Flow, Samples, as_is
-from torch.utils.data import IterableDataset
+from local_datasets import LONG, Flow, Samples, Talks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -186,24 +185,6 @@ def test_a_worker_that_dies_raises_in_the_trainer(end, persistent) -> None:
                 list(loader)
 
 
-class Talks(IterableDataset[int]):
-    """Its state is longer than a socket takes at once."""
-
-    def __iter__(self) -> Talks:
-        self.at = 0
-        return self
-
-    def __next__(self) -> int:
-        self.at += 1
-        return self.at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"long": b"x" * (10 << 20) if self.at else b""}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        del state
-
-
 def test_a_worker_that_is_killed_in_the_middle_of_a_word() -> None:
     with DataLoader(Talks(), None, num_workers=1) as loader:
         iterator = iter(loader)
@@ -236,122 +217,6 @@ class Texts(Samples):
 
     def __getitem__(self, i: int) -> str:
         return "x" * 60_000
-
-
-class Unlucky(Samples):
-    """Sample 2 raises."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__("", 6)
-        self.error = error
-
-    def __getitem__(self, i: int) -> int:
-        if i == 2:
-            raise self.error
-        return i
-
-
-class Demanding(Exception):
-    """An error that one message does not make."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(one, two)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (ValueError("here"), ValueError),
-        (KeyError("here"), KeyError),
-        (StopIteration("here"), StopIteration),
-        (Demanding(1, 2), RuntimeError),
-    ],
-)
-def test_exceptions_come_with_the_workers_traceback(error, kind) -> None:
-    told = []
-    for loader in (torch.utils.data.DataLoader, DataLoader):
-        iterator = iter(loader(Unlucky(error), None, num_workers=1))
-        assert [next(iterator), next(iterator)] == [0, 1]
-        with pytest.raises(kind) as caught:
-            next(iterator)
-        told.append(str(caught.value).splitlines()[0])
-        assert "worker process 0" in str(caught.value)
-        assert "__getitem__" in str(caught.value)
-        assert list(iterator) == [3, 4, 5]
-        del iterator, caught
-    assert told[0] == told[1]
-
-
-def raises(*_: Any) -> Any:
-    raise ZeroDivisionError("by nothing")
-
-
-class RaisesWhenBegun(IterableDataset[int]):
-    """Has no iterator."""
-
-    def __iter__(self) -> Any:
-        raise ZeroDivisionError("by nothing")
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"dataset": Samples("int", 4), "collate_fn": raises},
-        {"dataset": Samples("int", 4), "worker_init_fn": raises},
-        {"dataset": RaisesWhenBegun()},
-    ],
-)
-def test_whatever_of_the_users_raises(given) -> None:
-    with (
-        DataLoader(num_workers=1, **given) as loader,
-        pytest.raises(ZeroDivisionError, match=r"(?s)worker process 0.*by nothing"),
-    ):
-        list(loader)
-
-
-def test_a_sampler_that_raises_does_so_here() -> None:
-    def numbers() -> Iterator[int]:
-        yield 1
-        raises()
-
-    with (
-        DataLoader(Samples("int", 4), sampler=Once(numbers()), num_workers=1) as loader,
-        pytest.raises(ZeroDivisionError, match=r"^by nothing"),
-    ):
-        list(loader)
-
-
-class Once:
-    """A sampler."""
-
-    def __init__(self, numbers: Iterator[int]) -> None:
-        self.numbers = numbers
-
-    def __iter__(self) -> Iterator[int]:
-        return self.numbers
-
-
-class Unspeakable(Talks):
-    """A dataset whose state cannot be pickled."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"it": threading.Lock() if self.at > 1 else None}
-
-
-@pytest.mark.parametrize("dataset", [Samples("int", 2), Unspeakable()])
-def test_what_cannot_be_pickled_is_told(dataset) -> None:
-    collate_fn = unpicklable if isinstance(dataset, Samples) else as_is
-    with (
-        DataLoader(dataset, None, num_workers=1, collate_fn=collate_fn) as loader,
-        pytest.raises(Exception, match=r"(?s)worker process 0.*(P|p)ickle"),
-    ):
-        for _batch, _ in zip(loader, range(5), strict=False):
-            pass
-
-
-def unpicklable(sample: Any) -> Any:
-    """A collate function."""
-    return lambda: sample
 
 
 class Hangs(Samples):
