@@ -129,6 +129,27 @@ def test_a_pass_is_an_epoch_and_one_left_early_begins_again(fake) -> None:
         assert loader.state_dict()["epoch"] == 10
 
 
+def test_a_pass_that_yielded_all_is_over_also_if_nobody_asked_for_more(fake) -> None:
+    fake(sample_count=20)
+    with DataLoader(URL, batch_size=4) as loader:
+        for epoch in range(3):
+            iterator = iter(loader)
+            assert [int(next(iterator)["x"][0, 3]) for _ in range(5)] == [epoch] * 5
+
+
+def test_a_pass_may_be_told_its_epoch_until_its_first_batch(fake) -> None:
+    fake(sample_count=20)
+    with DataLoader(URL, batch_size=4) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        for told, left in ((0, 4), (3, 5)):  # the same epoch keeps the place
+            loader.load_state_dict(state)
+            iterator = iter(loader)
+            loader.sampler.set_epoch(told)
+            assert [int(batch["x"][0, 3]) for batch in iterator] == [told] * left
+
+
 def test_two_iterators_at_once_walk_by_themselves(fake) -> None:
     fake(sample_count=40)
     with DataLoader(URL, batch_size=4) as loader:

@@ -1,0 +1,41 @@
+"""What becomes of a loader that is given to Accelerate itself, or that it is to read for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
+from dataplane_torch import DataLoader
+from dataplane_torch.accelerate import prepare
+
+from dataplane.errors import ConfigError
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(cpu=True)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def test_who_forgets_to_keep_the_loader_is_told(accelerator) -> None:
+    with pytest.warns(UserWarning, match="dataplane_torch.accelerate.prepare"):
+        assert not isinstance(accelerator.prepare(DataLoader(range(4))), DataLoader)
+
+
+def test_it_is_prepared_once_and_a_loader_of_torchs_becomes_ours(accelerator) -> None:
+    theirs = accelerator.prepare(torch.utils.data.DataLoader(range(4), 2, shuffle=True))
+    for loader in (DataLoader(range(4), 2), theirs):
+        prepared = prepare(accelerator, loader)
+        assert isinstance(prepared, DataLoader)
+        assert prepare(accelerator, prepared) is accelerator.prepare(prepared) is prepared
+        assert len(prepared) == 2
+        assert sorted(one for batch in prepared for one in batch.tolist()) == [0, 1, 2, 3]
+
+
+def test_one_process_that_reads_for_all_is_refused(accelerator) -> None:
+    accelerator.dataloader_config = DataLoaderConfiguration(dispatch_batches=True)
+    with pytest.raises(ConfigError, match="dispatch_batches=False"):
+        prepare(accelerator, DataLoader(range(4)))
