@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from multiprocessing import forkserver
 from typing import Any
 
 import numpy as np
@@ -232,7 +233,10 @@ def test_other_ways_to_start_a_worker(context) -> None:
         how = {"multiprocessing_context": context} if loader is DataLoader else {}
         return loader(Samples("drawn", 4), 2, shuffle=True, num_workers=1, **how)
 
-    assert_equal(make, lambda loader: [*loader])
+    try:
+        assert_equal(make, lambda loader: [*loader])
+    finally:  # else it stays as long as this process
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def test_arguments_attributes_and_their_errors() -> None:
