@@ -6,9 +6,11 @@ import contextlib
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +68,9 @@ def trainer(*arguments: str, code: str = _TRAINER) -> Iterator[subprocess.Popen[
     finally:
         process.kill()
         process.communicate()
+        # The folder of a fork server's socket, which multiprocessing removes when it ends in peace.
+        for left in Path(tempfile.gettempdir()).glob("pymp-*"):
+            shutil.rmtree(left)
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
