@@ -70,7 +70,7 @@ def _loading(batch_size: int | None, num_workers: int = 0, **more: Any) -> dict[
 
 CASES = (
     Case("1mb-4", _tensors(3_000, 262_144), _loading(16, 4), bar=3.0),
-    Case("1mb-4-unbatched", _tensors(3_000, 262_144), _loading(None, 4), bar=3.0),
+    Case("1mb-4-unbatched", _tensors(3_000, 262_144), _loading(None, 4)),
     Case("1mb-0", _tensors(1_000, 262_144), _loading(16)),
     Case("16mb-2", _tensors(200, 4 << 20), _loading(1, 2)),
     Case("records-4", _records, _loading(32, 4)),

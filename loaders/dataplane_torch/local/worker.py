@@ -127,12 +127,14 @@ class Worker:
         self._fetcher = _DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
             setup.kind, self._dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
         )
-        if state is None or setup.kind != _DatasetKind.Iterable:
+        if state is None:
+            return
+        self._fetched = state.fetched
+        if setup.kind != _DatasetKind.Iterable:
             return
         if state.iterator is not None:
             self._fetcher.dataset_iter = load_state(self._fetcher.dataset_iter, state.iterator)
         self._fetcher.ended = state.is_ended
-        self._fetched = state.fetched
         skip_samples(self._fetcher, state.skip * setup.batch_size)
         self._fetched += state.skip
 
