@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
-from dataplane.node.crew import Look
+from dataplane.node.staffing import Look
 from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 

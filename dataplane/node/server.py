@@ -19,7 +19,6 @@ from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
 from dataplane.node.blocks import SMALL_FETCHES
-from dataplane.node.crew import Crew
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
@@ -28,6 +27,7 @@ from dataplane.node.jobs import Jobs
 from dataplane.node.kernel import kernel
 from dataplane.node.member import Member
 from dataplane.node.pool import WorkerPool
+from dataplane.node.staffing import Staffing
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
@@ -257,7 +257,7 @@ class NodeServer:
         self._fetcher = Fetcher(SMALL_FETCHES * config.fetch_count, self._stores.connect)
         self._pool = pool or WorkerPool(config.worker_count, self.trace)
         least = config.worker_count
-        self._crew = Crew(least, max(config.worker_count_max, least), least)
+        self._staffing = Staffing(least, max(config.worker_count_max, least), least)
         self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
         self._heartbeat = Heartbeat(config, coordination, self.jobs, self.node_id, self.trace)
@@ -297,11 +297,11 @@ class NodeServer:
 
     def _man(self) -> None:
         """More workers where they help, fewer where they are idle."""
-        crew = self._crew.after(self._pool.look(is_awaited=self.engine.is_awaited))
-        if crew.count != self._crew.count:
-            self.trace.noted("workers", count=crew.count, before=self._crew.count)
-            self._pool.resize(crew.count)
-        self._crew = crew
+        staffing = self._staffing.after(self._pool.look(is_awaited=self.engine.is_awaited))
+        if staffing.count != self._staffing.count:
+            self.trace.noted("workers", count=staffing.count, before=self._staffing.count)
+            self._pool.resize(staffing.count)
+        self._staffing = staffing
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something to its end beside everything else."""

@@ -36,7 +36,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class Staffing:
     """`count` workers, and what is remembered of the last looks. While `trial` is not 0 it shows
     whether more than `former` are of use, which made `rate_before`.
     """
@@ -54,7 +54,7 @@ class Crew:
     pause: int = 0
     pause_next: int = _PAUSE_LOOKS
 
-    def after(self, look: Look) -> Crew:
+    def after(self, look: Look) -> Staffing:
         """With what this look has shown."""
         is_hungry = look.is_awaited and look.busy >= _AT_WORK * self.count
         seen = replace(
@@ -75,7 +75,7 @@ class Crew:
     def _rate(self) -> float:
         return sum(self.rates) / len(self.rates)
 
-    def _more(self) -> Crew:
+    def _more(self) -> Staffing:
         count = min(self.count + max(self.count // 2, 1), self.most)
         return replace(
             self,
@@ -88,7 +88,7 @@ class Crew:
             needed=0.0,
         )
 
-    def _tried(self) -> Crew:
+    def _tried(self) -> Staffing:
         if self.trial > 1:
             return replace(self, trial=self.trial - 1)
         if self._rate >= _GAIN_MIN * self.rate_before:
@@ -103,7 +103,7 @@ class Crew:
             needed=0.0,
         )
 
-    def _fewer(self) -> Crew:
+    def _fewer(self) -> Staffing:
         # One more than were at work at once on average: it is there when the next slab needs it.
         wanted = max(min(math.ceil(self.needed) + 1, self.count), self.least)
         return replace(self, count=wanted, calm=0, needed=0.0)

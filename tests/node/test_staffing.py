@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.node.crew import CALM_LOOKS, HUNGRY_LOOKS, TRIAL_LOOKS, Crew, Look
+from dataplane.node.staffing import CALM_LOOKS, HUNGRY_LOOKS, TRIAL_LOOKS, Look, Staffing
 
 counts = st.integers(1, 64)
 looks = st.builds(Look, st.floats(0, 70), st.floats(0, 1e9), st.booleans())
@@ -22,21 +22,21 @@ def look_at(count: int, useful: float, demand: float) -> Look:
     return Look(float(count) if is_awaited else demand, min(made, demand), is_awaited)
 
 
-def settled(crew: Crew, useful: float, demand: float, looks: int = 1500) -> Crew:
+def settled(staffing: Staffing, useful: float, demand: float, looks: int = 1500) -> Staffing:
     for _ in range(looks):
-        crew = crew.after(look_at(crew.count, useful, demand))
-        assert crew.least <= crew.count <= crew.most
-    return crew
+        staffing = staffing.after(look_at(staffing.count, useful, demand))
+        assert staffing.least <= staffing.count <= staffing.most
+    return staffing
 
 
 @given(least=counts, more=st.integers(0, 64), seen=st.lists(looks, max_size=200))
 def test_there_are_never_more_or_fewer_than_allowed(least, more, seen):
-    crew = Crew(least, least + more, least)
+    staffing = Staffing(least, least + more, least)
     for look in seen:
-        crew = crew.after(look)
-        assert least <= crew.count <= least + more
+        staffing = staffing.after(look)
+        assert least <= staffing.count <= least + more
         if not more:
-            assert crew.count == least
+            assert staffing.count == least
 
 
 @settings(max_examples=50)
@@ -44,37 +44,40 @@ def test_there_are_never_more_or_fewer_than_allowed(least, more, seen):
 def test_a_trainer_gets_what_more_workers_can_make_and_no_more_of_them_stay(
     least, more, useful, demand
 ):
-    crew = settled(Crew(least, least + more, least), useful, demand)
-    best = min(useful, demand, crew.most)
-    assert min(max(crew.count, crew.former if crew.trial else 0), useful, demand) >= 0.9 * best
-    if not crew.trial:
+    staffing = settled(Staffing(least, least + more, least), useful, demand)
+    best = min(useful, demand, staffing.most)
+    assert (
+        min(max(staffing.count, staffing.former if staffing.trial else 0), useful, demand)
+        >= 0.9 * best
+    )
+    if not staffing.trial:
         needed = max(least, math.ceil(min(useful, demand)))
-        assert crew.count <= max(needed * 3 // 2 + 1, least)
+        assert staffing.count <= max(needed * 3 // 2 + 1, least)
 
 
 @settings(max_examples=30)
 @given(least=st.integers(1, 8), demand=st.floats(20, 40))
 def test_workers_that_nobody_needs_any_more_go(least, demand):
-    crew = settled(Crew(least, 64, least), 64, demand)
-    assert crew.count >= 0.9 * demand
-    crew = settled(crew, 64, 0.5, looks=3 * CALM_LOOKS + TRIAL_LOOKS)
-    assert crew.count <= max(least, 2)
+    staffing = settled(Staffing(least, 64, least), 64, demand)
+    assert staffing.count >= 0.9 * demand
+    staffing = settled(staffing, 64, 0.5, looks=3 * CALM_LOOKS + TRIAL_LOOKS)
+    assert staffing.count <= max(least, 2)
 
 
 def test_a_short_wait_changes_nothing():
-    crew = Crew(2, 8, 2)
+    staffing = Staffing(2, 8, 2)
     for _ in range(3):
         for _ in range(HUNGRY_LOOKS - 1):
-            crew = crew.after(look_at(2, 8, 8))
-        crew = crew.after(look_at(2, 8, 1))
-    assert crew.count == 2
+            staffing = staffing.after(look_at(2, 8, 8))
+        staffing = staffing.after(look_at(2, 8, 1))
+    assert staffing.count == 2
 
 
 def test_what_does_not_help_is_tried_ever_more_rarely():
-    crew, tries = Crew(4, 16, 4), []
+    staffing, tries = Staffing(4, 16, 4), []
     for at in range(4000):
-        before, crew = crew, crew.after(look_at(crew.count, 4, 100))
-        if crew.count > before.count:
+        before, staffing = staffing, staffing.after(look_at(staffing.count, 4, 100))
+        if staffing.count > before.count:
             tries.append(at)
     gaps = [b - a for a, b in itertools.pairwise(tries)]
     assert gaps == sorted(gaps)
