@@ -96,17 +96,24 @@ def _dtype(spec: ColumnSpec) -> torch.dtype:
     return found
 
 
-def _tensor(
-    batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+def tensor_over(
+    memory: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0
 ) -> torch.Tensor:
+    """A tensor over exactly its own bytes of a buffer, which it keeps alive."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     seen = _NUMPY.get(dtype)
     if seen is None:
-        count, memory = math.prod(shape), batches.memory
+        count = math.prod(shape)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
     # Less than half of what `frombuffer` and `view` take.
-    return torch.from_numpy(np.ndarray(shape, seen, batches.memory, offset))
+    return torch.from_numpy(np.ndarray(shape, seen, memory, offset))
+
+
+def _tensor(
+    batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    return tensor_over(batches.memory, dtype, shape, offset)
 
 
 def _shared_tensor(

@@ -45,13 +45,15 @@ class Place:
             # What the next pass will draw from, if nothing else does before.
             generators = {**self.sampler.generators, **default_generator()}
             self.sampler = replace(self.sampler, generators=generators)
-        names = (
-            *("is_iterable", "worker_count", "batch_size", "length", "step", "is_finished"),
-            "base_seed",
-        )
         return PassState(
-            **{name: getattr(self, name) for name in names},
+            is_iterable=self.is_iterable,
+            worker_count=self.worker_count,
+            batch_size=self.batch_size,
+            length=self.length,
+            step=self.step,
+            is_finished=self.is_finished,
             next_worker=self.next_worker,
+            base_seed=self.base_seed,
             len_called=self.len_called,
             sampler=self.sampler,
             workers=tuple(self.workers),

@@ -38,9 +38,8 @@ class LocalPass(_SingleProcessDataLoaderIter):
         """Where it stands, with the states of the dataset as they are now."""
         place, fetcher = self.beginning.place, self._dataset_fetcher
         place.step = self._num_yielded
-        if self._places is not None:
-            after = place.sampler if place.is_finished else self._places.place()
-            place.sampler = replace(self._places.place(), generators=after.generators)
+        if self._places is not None and not place.is_finished:
+            place.sampler = self._places.place()
         iterator = fetcher.dataset_iter if place.is_iterable else None
         state = WorkerState(
             dataset=None if iterator is self._dataset else copy.deepcopy(state_of(self._dataset)),

@@ -24,17 +24,11 @@ import torch
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from dataplane_torch.local.segments import Bytes, Extent, Mapped, Segments
+from dataplane_torch.tensors import tensor_over
 
 # Shorter ones are copied with the pickle: cheaper than a lease of memory, and they hold nothing.
 _BESIDE_BYTES = 32 << 10
 
-_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    getattr(torch, name): np.dtype(name)
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
 _Shape = tuple[int, ...]
 
 
@@ -120,7 +114,7 @@ class Packer:
         extent = self._segments.allocate(length)
         memory: Bytes = np.frombuffer(self._segments.memory(extent), np.uint8)
         self._collated[_address(memory)] = extent, weakref.ref(memory)
-        out = _tensor(memory, first.dtype, (len(batch), *first.shape))
+        out = tensor_over(memory, first.dtype, (len(batch), *first.shape))
         return torch.stack(tuple(batch), 0, out=out)
 
     def _placed(self, buffers: list[pickle.PickleBuffer]) -> list[tuple[Extent, int | None]]:
@@ -253,20 +247,12 @@ def _reduced(tensor: torch.Tensor) -> Any:
     raw: Any = plain.view(-1).view(torch.uint8).numpy()
     bytes_of = pickle.PickleBuffer(raw)
     if kind is torch.Tensor and stride is None and not tensor.requires_grad:
-        return _tensor, (bytes_of, tensor.dtype, tuple(tensor.shape))
+        return tensor_over, (bytes_of, tensor.dtype, tuple(tensor.shape))
     attributes = dict(tensor.__dict__) if kind is not torch.Tensor else {}
     return _special_tensor, (
         *(bytes_of, tensor.dtype, tuple(tensor.shape), stride),
         *(tensor.requires_grad, kind, attributes),
     )
-
-
-def _tensor(buffer: Any, dtype: torch.dtype, shape: _Shape) -> torch.Tensor:
-    """A tensor over exactly these bytes."""
-    known = _NUMPY.get(dtype)
-    if known is not None:
-        return torch.from_numpy(np.ndarray(shape, known, buffer=buffer))
-    return torch.from_numpy(np.frombuffer(buffer, np.uint8)).view(dtype).view(shape)
 
 
 def _new_private(size_bytes: int, *, device: str = "cpu") -> Any:
@@ -289,10 +275,10 @@ def _special_tensor(
 ) -> torch.Tensor:
     """The same with a memory format, a gradient, or of a subclass."""
     if stride is None:
-        tensor = _tensor(buffer, dtype, shape)
+        tensor = tensor_over(buffer, dtype, shape)
     else:
         length = int(np.prod(shape, dtype=np.int64))
-        tensor = _tensor(buffer, dtype, (length,)).as_strided(shape, stride)
+        tensor = tensor_over(buffer, dtype, (length,)).as_strided(shape, stride)
     if kind is not torch.Tensor:
         tensor = tensor.as_subclass(kind)
         tensor.__dict__.update(attributes)

@@ -72,17 +72,13 @@ class Segments:
         while self._unheld:
             self.free(*self._unheld.popleft())
         self._count(rounded(length))
-        for segment_id, (arena, allocator) in self._segments.items():
-            offset = allocator.allocate(length)
-            if offset is not None:
-                arena.reserve(allocator.high_water)
-                return Extent(segment_id, offset, length)
-        segment_id = self._grow(length)
-        arena, allocator = self._segments[segment_id]
-        offset = allocator.allocate(length)
-        assert offset is not None
-        arena.reserve(allocator.high_water)
-        return Extent(segment_id, offset, length)
+        for segment_id in self._segments:
+            extent = self._allocated(segment_id, length)
+            if extent is not None:
+                return extent
+        extent = self._allocated(self._grow(length), length)
+        assert extent is not None
+        return extent
 
     def memory(self, extent: Extent) -> memoryview:
         """Its bytes, writable."""
@@ -100,6 +96,14 @@ class Segments:
     def free_soon(self, segment_id: int, offset: int) -> None:
         """The same for finalizers, which run in the middle of anything."""
         self._unheld.append((segment_id, offset))
+
+    def _allocated(self, segment_id: int, length: int) -> Extent | None:
+        arena, allocator = self._segments[segment_id]
+        offset = allocator.allocate(length)
+        if offset is None:
+            return None
+        arena.reserve(allocator.high_water)
+        return Extent(segment_id, offset, length)
 
     def _give_up(self, segment_id: int, arena: Arena) -> None:
         """Retire a segment that nothing lies in, unless it may be needed."""

@@ -161,11 +161,9 @@ class WorkerPass(_BaseDataLoaderIter):
 
     def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
         count = self._num_workers
-        if resume is None or len(resume.workers) != count:
-            return [None] * count
-        if not resume.is_finished:
-            return list(resume.workers)
-        if not self._persistent_workers:
+        # Only workers that persist keep what their datasets became in a pass that is over.
+        is_kept = resume is not None and (self._persistent_workers or not resume.is_finished)
+        if resume is None or not is_kept or len(resume.workers) != count:
             return [None] * count
         return list(resume.workers)
 
