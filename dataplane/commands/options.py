@@ -15,6 +15,18 @@ from dataplane.settings import Resolved
 
 Settings = Mapping[str, Resolved]
 
+# What a node may be told on a command line that starts one.
+NODE_SETTINGS = (
+    "cache_dir",
+    "block_arena_bytes",
+    "delivery_bytes_per_rank",
+    "slab_bytes",
+    "worker_count",
+    "fetch_count",
+    "fetch_timeout_s",
+    "stall_timeout_s",
+)
+
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--json`, wherever data is shown."""

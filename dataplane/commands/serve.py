@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from dataplane.commands.options import Settings, setting_options
+from dataplane.commands.options import NODE_SETTINGS, Settings, setting_options
 from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
 from dataplane.config import VERSION, NodeConfig
 from dataplane.errors import ConfigError
@@ -29,18 +29,6 @@ CANCEL_S = 3.0
 log = logging.getLogger("dataplane.serve")
 
 _COORDINATOR_SETTINGS = ("listen", "insecure_bind", "state_dir", "lease_s")
-_NODE_SETTINGS = (
-    "join",
-    "service",
-    "cache_dir",
-    "block_arena_bytes",
-    "delivery_bytes_per_rank",
-    "slab_bytes",
-    "worker_count",
-    "fetch_count",
-    "fetch_timeout_s",
-    "stall_timeout_s",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +48,7 @@ class Service:
 @click.command("serve")
 @click.option("--coordinator", "only_coordinator", is_flag=True, help="Run only a coordinator.")
 @click.option("--node", "only_node", is_flag=True, help="Run only a node; needs --join.")
-@setting_options(*_COORDINATOR_SETTINGS, *_NODE_SETTINGS)
+@setting_options(*_COORDINATOR_SETTINGS, "join", "service", *NODE_SETTINGS)
 @click.pass_context
 def serve(
     context: click.Context, /, settings: Settings, *, only_coordinator: bool, only_node: bool

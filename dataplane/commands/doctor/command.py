@@ -13,6 +13,7 @@ import click
 from dataplane.commands import output
 from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
+    NODE_SETTINGS,
     Settings,
     format_option,
     json_option,
@@ -28,16 +29,6 @@ if TYPE_CHECKING:
     from dataplane.rpc.messages import OpenJob
 
 _POSITIVE = click.IntRange(min=1)
-_NODE_SETTINGS = (
-    "cache_dir",
-    "block_arena_bytes",
-    "delivery_bytes_per_rank",
-    "slab_bytes",
-    "worker_count",
-    "fetch_count",
-    "fetch_timeout_s",
-    "stall_timeout_s",
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +89,7 @@ class Asked:
 @click.option("--steps", type=_POSITIVE, help="Or until so many batches were taken.")
 @format_option
 @workers_option
-@setting_options(*_NODE_SETTINGS)
+@setting_options(*NODE_SETTINGS)
 @json_option
 @interruptible
 def doctor(
