@@ -2,7 +2,8 @@
 
 Invariants:
 1. A job is reported once: done, or failed.
-2. A job whose worker died is given to another worker; the second death is blamed on the job.
+2. A job whose worker died is given to one that is started then, so that whoever kills all workers
+   at once hits a job once; the second death is blamed on the job.
 3. Before a job a worker is told whatever it needs and was not told yet; a new worker knows nothing.
 4. A worker that was told to open a block is told to forget it before it sees anything else of a
    node that has reused its memory.
@@ -119,10 +120,10 @@ class WorkerPool:
         """Have so many workers: more are started, and those that are too many end when idle."""
         self._worker_count = count
         while self._loop is not None and len(self._workers) < count:
-            self._spawn()
+            worker = self._spawn()
             # Whatever it is asked first, its answer says that it is up: jobs do not wait for that.
-            self._workers[-1].packets.append((tasks.DetachArena(_NO_ARENA), ()))
-            self._send_next(self._workers[-1])
+            worker.packets.append((tasks.DetachArena(_NO_ARENA), ()))
+            self._send_next(worker)
         self._retire()
 
     def look(self, *, is_awaited: bool) -> Look:
@@ -179,7 +180,7 @@ class WorkerPool:
                 worker.process.wait()
                 self._workers.remove(worker)
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> _Worker:
         ours, theirs = local.pair()
         ours.setblocking(False)
         command = [
@@ -204,6 +205,7 @@ class WorkerPool:
         assert self._loop is not None
         self._loop.add_reader(ours.fileno(), self._on_readable, worker)
         self._trace.started("worker", pid=process.pid)
+        return worker
 
     def _dispatch(self) -> None:
         for worker in list(self._workers):
@@ -212,9 +214,12 @@ class WorkerPool:
             job = self._pop()
             if job is None:
                 return
-            worker.job, job.started = job, time.monotonic()
-            self._prepare(worker, job)
-            self._send_next(worker)
+            self._give(worker, job)
+
+    def _give(self, worker: _Worker, job: Job) -> None:
+        worker.job, job.started = job, time.monotonic()
+        self._prepare(worker, job)
+        self._send_next(worker)
 
     def _pop(self) -> Job | None:
         return heapq.heappop(self._queue)[2] if self._queue else None
@@ -314,7 +319,7 @@ class WorkerPool:
         worker.sock.close()
 
     def _on_death(self, worker: _Worker) -> None:
-        """Replace a worker; its job goes to the next one, or is blamed."""
+        """Replace a worker; its job goes to the new one, or is blamed."""
         self._forget_socket(worker)
         worker.process.kill()
         status = worker.process.wait()
@@ -330,18 +335,23 @@ class WorkerPool:
             job.deaths += worker.is_up
             if job.deaths >= _DEATHS_MAX:
                 job.report(_quarantine(job, status))
-            else:
-                heapq.heappush(self._queue, (-1, next(self._numbers), job))
+                job = None
         if self._quick_deaths > _QUICK_DEATHS_MAX * self._worker_count:
-            self._fail_all(status)
+            self._fail_all(job, status)
             return
-        if len(self._workers) < self._worker_count:
+        if job is not None:
+            self._give(self._spawn(), job)
+        elif len(self._workers) < self._worker_count:
             self._spawn()
         self._dispatch()
 
-    def _fail_all(self, status: int) -> None:
+    def _fail_all(self, job: Job | None, status: int) -> None:
+        """Report this job and all that wait."""
         self._quick_deaths = 0
+        failed = [] if job is None else [job]
         while (job := self._pop()) is not None:
+            failed.append(job)
+        for job in failed:
             job.report(
                 DataplaneError(
                     f"no worker process stays alive (the last ended with status {status}): "

@@ -113,6 +113,7 @@ def on_bench(url: str, scene: Scene, workers: int = 1) -> None:
 
 ROOM = Region(0, 64 << 10)
 SLAB = Region(256 << 10, 64 << 10)
+OTHER = Region(512 << 10, 64 << 10)
 
 
 def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_path: Path) -> None:
@@ -192,6 +193,26 @@ def test_a_worker_that_is_killed_while_it_starts_is_no_fault_of_its_job(tmp_path
         assert len(bench.reports) == 2
 
     on_bench(_shards(tmp_path, 2), scene)
+
+
+def test_whoever_kills_all_workers_at_once_is_not_taken_for_a_job_that_kills(
+    tmp_path: Path,
+) -> None:
+    async def scene(bench: Bench) -> None:
+        await asyncio.gather(bench.decode(0, ROOM), bench.decode(0, SLAB), bench.decode(0, OTHER))
+        pids = bench.pool.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        results = [bench.decode(1, ROOM), bench.decode(2, OTHER)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for result in results:
+            assert isinstance(await result, tasks.Decoded)
+        assert len(bench.reports) == 5
+        assert len(bench.pool.pids) == 3
+        assert not set(pids) & set(bench.pool.pids)
+
+    on_bench(_shards(tmp_path, 3), scene, workers=3)
 
 
 @pytest.mark.parametrize("garbage", ["b'garbage' * 9", "b''", "b'\\x0a\\x00' * 2"])
