@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.model import Region
-from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order, default_lanes_window
 from dataplane.plan.permute import key
+from dataplane.plan.shard import Shard
 
 T = TypeVar("T")
 

@@ -23,7 +23,8 @@ from dataplane.model import End, Region
 from dataplane.node.dataset import dataset_of
 from dataplane.node.fetch import Report
 from dataplane.node.pool import Job
-from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import Shard
 from dataplane.rpc import messages, tasks
 
 PAGE = 4096

@@ -32,11 +32,17 @@ class ShardReader(Protocol):
 class Block:
     """The unit of fetch and decode. `place` is its byte range in the shard; `decoded_bytes` is an
     estimate of its Arrow size that should rather be too large than too small.
+
+    `columns`: of each top-level column its offset in the block, its length and its share of
+    `decoded_bytes`, one after the other, in the order of the shard's schema, if decode() can do
+    without the bytes of columns that it is not asked for; else empty. All blocks of a shard have
+    it, or none.
     """
 
     rows: int
     place: Region
     decoded_bytes: int
+    columns: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,8 @@ class ShardIndex:
 @dataclass(frozen=True, slots=True)
 class RawBlock:
     """The bytes of one block, as fetched. `index` counts the blocks of the shard; `preamble` and
-    `body` are read-only views that live as long as the decoded batch does.
+    `body` are read-only views that live as long as the decoded batch does. Where the block was not
+    read whole, `pieces` says what of the shard lies in `body`, one after the other.
     """
 
     url: str
@@ -66,6 +73,7 @@ class RawBlock:
     preamble_place: Region
     preamble: memoryview
     body: memoryview
+    pieces: tuple[Region, ...] = ()
 
 
 class Format(Protocol):

@@ -1,9 +1,9 @@
 """Parquet: a block is a row group, the preamble is the footer.
 
 Only the footer is read to index a shard. A block's place spans the pages of all its columns, so one
-ranged read fetches it. Page checksums are verified where the writer put them in; a Parquet file
-without them (the default of most writers) cannot show a flipped bit that still decompresses, see
-`docs/formats.md`.
+ranged read fetches it; where fewer columns are wanted, several that leave out what lies between
+them. Page checksums are verified where the writer put them in; a Parquet file without them (the
+default of most writers) cannot show a flipped bit that still decompresses, see `docs/formats.md`.
 
 Source:  https://parquet.apache.org/docs/file-format/
 """
@@ -11,6 +11,7 @@ Source:  https://parquet.apache.org/docs/file-format/
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,15 +73,13 @@ class Parquet:
         check_columns(schema, columns)
         with foreign_faults(url, block.preamble_place.offset, "the Parquet footer is damaged"):
             metadata, group = _located(bytes(block.preamble), block.index)
-        pieces = [
-            (start, block.body),
-            (block.preamble_place.offset, block.preamble),
-        ]
+        pieces = [*_pieces(block), (block.preamble_place.offset, block.preamble)]
         with foreign_faults(url, start, f"row group {group} cannot be decoded"):
             opened = pq.ParquetFile(
                 spliced(block.shard_bytes, pieces),
                 metadata=metadata,
                 memory_map=False,
+                pre_buffer=not block.pieces,  # it reads across holes
                 page_checksum_verification=True,
             )
             check_shard(opened.schema_arrow, schema, columns, url)
@@ -132,13 +131,15 @@ def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
     _check_depth(facts[2])
     leaves = [element for element in facts[2] if not element.get(5)]
     widths = [_WIDTHS.get(leaf.get(1, -1), leaf.get(2, 0)) for leaf in leaves]
+    top_level = _top_level(facts[2])
     for group, row_group in enumerate(facts[4]):
         rows, columns = row_group[3], row_group[1]
         if rows < 0 or len(columns) != len(widths):
             raise ValueError(f"row group {group} has {rows} rows, {len(columns)} columns")
         if rows == 0:
             continue
-        start, end, decoded = footer.offset, 4, 0
+        start, end = footer.offset, 4
+        places, sizes = [], []
         for at, column in enumerate(columns):
             first, last = _pages(column, url, footer)
             if not 4 <= first <= last <= footer.offset:
@@ -150,11 +151,46 @@ def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
                     found=f"{first} to {last}",
                 )
             start, end = min(start, first), max(end, last)
+            places.append((first, last))
             # Each column has its validity, and each list its offsets.
-            decoded += 9 * rows + _decoded_bytes(column[3], widths[at])
+            sizes.append(9 * rows + _decoded_bytes(column[3], widths[at]))
         if not columns:
             raise ValueError(f"row group {group} has no columns")
-        yield Block(rows, Region(start, end - start), decoded)
+        columns_at = array("q")
+        for leaves_of in top_level:
+            first = min(places[leaf][0] for leaf in leaves_of)
+            last = max(places[leaf][1] for leaf in leaves_of)
+            size = sum(sizes[leaves_of.start : leaves_of.stop])
+            columns_at.extend((first - start, last - first, size))
+        yield Block(rows, Region(start, end - start), sum(sizes), columns_at)
+
+
+def _top_level(elements: list[dict[int, Any]]) -> list[range]:
+    """The leaves of each top-level column: groups come before their children."""
+    found: list[range] = []
+    leaf, open_groups = 0, [elements[0].get(5, 0)]
+    for element in elements[1:]:
+        if len(open_groups) == 1:
+            found.append(range(leaf, leaf))
+        open_groups[-1] -= 1
+        children = element.get(5, 0)
+        if children:
+            open_groups.append(children)
+        else:
+            leaf += 1
+            found[-1] = range(found[-1].start, leaf)
+        while len(open_groups) > 1 and open_groups[-1] == 0:
+            open_groups.pop()
+    return found
+
+
+def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
+    """What of the shard is there, each with its offset in it."""
+    at, found = 0, []
+    for piece in block.pieces or (block.place,):
+        found.append((piece.offset, block.body[at : at + piece.length]))
+        at += piece.length
+    return found
 
 
 def _check_depth(elements: list[dict[int, Any]]) -> None:

@@ -194,7 +194,7 @@ class BlockTable:
             told.url,
             told.etag,
             told.preamble_place,
-            told.place,
+            told.pieces or (told.place,),
             self._arena.view(raw.offset, raw.length),
             lambda error: self._on_fetched(block, error),
         )

@@ -15,9 +15,11 @@ from dataplane.model import Kind, Region
 from dataplane.node.account import Account
 from dataplane.node.columns import Ints, Packing
 from dataplane.node.packing import plan_packing
+from dataplane.node.projection import Projection
 from dataplane.node.stacking import StackedPlan, plan_stacked
-from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import BlockSizes
+from dataplane.plan.shard import Shard
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
 
@@ -68,6 +70,7 @@ class Dataset:
     message: tasks.OpenDataset
     direct: bool
     marks: Marks
+    projection: Projection | None
     account: Account = field(default_factory=Account)
 
     def needs_fetch(self, block: int) -> bool:
@@ -98,6 +101,7 @@ class Dataset:
             etag=shard.etag,
             arena=arena,
             path=self.path(block) if arena is None else None,
+            pieces=() if self.projection is None else self.projection.pieces(block, place),
         )
 
     def origin(self, block: int) -> tasks.Origin | None:
@@ -119,7 +123,8 @@ class Dataset:
 
     def row_bytes(self) -> int:
         """About how many bytes one sample takes in a slab; at least one."""
-        mean = int(self.manifest.block_decoded.sum()) // max(self.manifest.sample_count, 1)
+        size = int(_whole_bytes(self.manifest, self.projection).sum())
+        mean = size // max(self.manifest.sample_count, 1)
         fixed = sum(_row_bytes(f.type) for f in self.columns.schema)
         if all(spec.kind is Kind.FIXED for spec in self.columns.specs):
             return max(fixed, 1)
@@ -142,10 +147,31 @@ def _row_bytes(kind: pa.DataType) -> int:
     return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0
 
 
-def _decoded_bytes(manifest: Manifest, columns: StackedPlan, packing: Packing | None) -> Ints:
+def _projection(manifest: Manifest, columns: StackedPlan) -> Projection | None:
+    """What need not be read, if not all columns are."""
+    places = manifest.column_places
+    names = pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names
+    wanted = set(columns.leaves.top_level)
+    if places is None or places.column_count != len(names) or wanted.issuperset(names):
+        return None
+    is_wanted = [name in wanted for name in names]
+    return Projection.of(places, manifest.block_length, manifest.block_decoded, is_wanted)
+
+
+def _whole_bytes(manifest: Manifest, projection: Projection | None) -> Ints:
+    """What the index thinks of each block: of its wanted columns, if it knows them apart."""
+    return manifest.block_decoded if projection is None else projection.decoded
+
+
+def _decoded_bytes(
+    manifest: Manifest,
+    columns: StackedPlan,
+    packing: Packing | None,
+    projection: Projection | None = None,
+) -> Ints:
     """What each block takes once decoded, as far as the index knows."""
     fixed = sum(_row_bytes(field.type) for field in columns.schema)
-    size = manifest.block_decoded
+    size = _whole_bytes(manifest, projection)
     if packing is not None and all(spec.kind is Kind.FIXED for spec in columns.specs):
         size = manifest.block_rows * fixed  # not of the columns that nobody asked for
     if packing is not None:
@@ -153,13 +179,16 @@ def _decoded_bytes(manifest: Manifest, columns: StackedPlan, packing: Packing | 
     return size + _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.specs)
 
 
-def _marks(manifest: Manifest, decoded: Ints, *, direct: bool) -> Marks:
+def _marks(
+    manifest: Manifest, decoded: Ints, projection: Projection | None, *, direct: bool
+) -> Marks:
     shards = manifest.shards
     # Of each shard: what is fetched with every block, -1 where nothing is; whether it is decoded.
     preamble = np.array([-1 if _path_of(s.url) else s.preamble.length for s in shards], np.int64)
     is_decoded = np.array([not (direct and s.zero_copy) for s in shards], np.bool_)
     fetched = preamble[manifest.block_shard]
-    raw = np.where(fetched < 0, 0, fetched + manifest.block_length)
+    length = manifest.block_length - (0 if projection is None else projection.skipped)
+    raw = np.where(fetched < 0, 0, fetched + length)
     return Marks.of(raw, np.where(is_decoded[manifest.block_shard], decoded, 0))
 
 
@@ -213,5 +242,7 @@ def dataset_of(
     )
     packing = plan_packing(columns.specs) if packed else None
     direct = is_canonical and packing is None
-    marks = _marks(manifest, _decoded_bytes(manifest, columns, packing), direct=direct)
-    return Dataset(dataset_id, manifest, columns, message, direct, marks)
+    projection = _projection(manifest, columns)
+    decoded = _decoded_bytes(manifest, columns, packing, projection)
+    marks = _marks(manifest, decoded, projection, direct=direct)
+    return Dataset(dataset_id, manifest, columns, message, direct, marks, projection)

@@ -1,17 +1,20 @@
 """Blocks' bytes from the store into the block arena, several at a time.
 
-A raw region holds the shard's preamble, then the block's own bytes. Preambles (Parquet footers,
-Arrow dictionaries) are needed by every block of a shard: the last few are kept.
+A raw region holds the shard's preamble, then the block's own bytes, as far as they are needed.
+Preambles (Parquet footers, Arrow dictionaries) are needed by every block of a shard: the last few
+are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from dataplane.errors import DataplaneError, StoreUnavailable
 from dataplane.model import Region
@@ -48,16 +51,23 @@ class Fetcher:
         self._lock = threading.Lock()
 
     def fetch(
-        self, url: str, etag: str, preamble: Region, place: Region, into: memoryview, report: Report
+        self,
+        url: str,
+        etag: str,
+        preamble: Region,
+        pieces: Sequence[Region],
+        into: memoryview,
+        report: Report,
     ) -> None:
-        """Fill `into` with preamble and block; `report` is called in the event loop.
+        """Fill `into` with preamble and block, of which these pieces are read; `report` is called
+        in the event loop.
 
-        Shapes:  into: uint8[preamble.length + place.length].
+        Shapes:  into: uint8[preamble.length + length of all pieces].
         """
         loop = asyncio.get_running_loop()
 
         def work() -> None:
-            error = self._fill(url, etag, preamble, place, into)
+            error = self._fill(url, etag, preamble, pieces, into)
             into.release()
             try:
                 loop.call_soon_threadsafe(report, error)
@@ -72,14 +82,14 @@ class Fetcher:
         self._aside.shutdown(wait=False)
 
     def _fill(
-        self, url: str, etag: str, preamble: Region, place: Region, into: memoryview
+        self, url: str, etag: str, preamble: Region, pieces: Sequence[Region], into: memoryview
     ) -> DataplaneError | None:
         try:
             store = self._connect(url)
             # Asked for beside the block, so that both take one round trip.
             coming = self._preamble(store, url, etag, preamble) if preamble.length else None
             with into[preamble.length :] as body:
-                fill(store, url, place.offset, etag, body)
+                self._fill_pieces(store, url, etag, pieces, body)
             if coming is not None:
                 into[: preamble.length] = coming.content.result()
         except DataplaneError as error:
@@ -87,6 +97,26 @@ class Fetcher:
         except Exception as error:  # noqa: BLE001 - whatever it was, someone waits for an answer
             return StoreUnavailable(f"{url}: {type(error).__name__}: {error}", shard=url)
         return None
+
+    def _fill_pieces(
+        self, store: Store, url: str, etag: str, pieces: Sequence[Region], body: memoryview
+    ) -> None:
+        """All at once, so that they take one round trip."""
+        reads: list[Callable[[], None]] = []
+        with contextlib.ExitStack() as views:
+            at = 0
+            for piece in pieces:
+                view = views.enter_context(body[at : at + piece.length])
+                reads.append(partial(fill, store, url, piece.offset, etag, view))
+                at += piece.length
+            others: list[Future[None]] = []
+            try:
+                others += (self._aside.submit(read) for read in reads[1:])
+                reads[0]()
+            finally:
+                wait(others)  # nothing is written any more when this returns
+            for other in others:
+                other.result()
 
     def _preamble(self, store: Store, url: str, etag: str, place: Region) -> _Preamble:
         """What all blocks of a shard need is read once, also by those that start together."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +19,13 @@ from typing_extensions import Buffer
 
 from dataplane.errors import ClosedError, ConfigError, SchemaMismatch
 from dataplane.formats import registry
-from dataplane.formats.base import Format, ShardIndex
+from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.conform import same_type
 from dataplane.formats.inferred import contradicts, is_closed, is_inferred
 from dataplane.model import ObjectInfo
 from dataplane.node.index_journal import Journal, digest, shard_key
-from dataplane.plan.manifest import IndexedShard, Manifest
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import IndexedShard
 from dataplane.store import connect as stores
 from dataplane.store.base import Store
 from dataplane.store.expand import expand
@@ -230,7 +232,7 @@ class _Run:
         """The manifest of the listing."""
         schema = pa.schema([]) if self._reference is None else self._reference[1]
         shards = [
-            IndexedShard(shard, index.blocks, index.preamble, index.zero_copy)
+            IndexedShard(shard, _in_order_of(schema, index), index.preamble, index.zero_copy)
             for shard, index in zip(self._listed, indexes, strict=True)
         ]
         return Manifest.build(names, self._format.name, schema.serialize().to_pybytes(), shards)
@@ -297,6 +299,20 @@ class _Run:
             self._progress(
                 IndexProgress(shards, done, remembered, blocks, samples, size, self._bytes_total)
             )
+
+
+def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:
+    """A shard's blocks, their columns in the order of the dataset's schema, not of the shard's."""
+    if index.schema.names == schema.names:
+        return index.blocks
+    places = [3 * index.schema.get_field_index(name) for name in schema.names]
+    return [
+        dataclasses.replace(
+            block,
+            columns=[at for place in places for at in block.columns[place : place + 3]],
+        )
+        for block in index.blocks
+    ]
 
 
 def check_same(found: pa.Schema, url: str, expected: pa.Schema, first_url: str) -> None:

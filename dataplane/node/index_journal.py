@@ -20,6 +20,7 @@ import os
 import secrets
 import struct
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -150,8 +151,10 @@ def _encoded(key: str, index: ShardIndex, written: set[str]) -> bytes:
         "of": name,
         "preamble": [index.preamble.offset, index.preamble.length],
         "zero_copy": index.zero_copy,
+        "blocks": len(index.blocks),
     }
-    return frames + _frame(facts, table.tobytes())
+    columns = b"".join(np.array(block.columns, "<i8").tobytes() for block in index.blocks)
+    return frames + _frame(facts, table.tobytes() + columns)
 
 
 def _frame(facts: Mapping[str, object], body: bytes) -> bytes:
@@ -180,10 +183,15 @@ def _read_log(content: bytes) -> dict[str, ShardIndex]:
         if "schema" in facts:
             schemas[facts["schema"]] = pa.ipc.read_schema(pa.py_buffer(body))
             continue
-        table = np.frombuffer(body, "<i8").reshape(-1, 4).tolist()
+        numbers, count = np.frombuffer(body, "<i8"), facts["blocks"]
+        table = numbers[: 4 * count].reshape(-1, 4).tolist()
+        columns = numbers[4 * count :].reshape(count, -1) if count else numbers
         found[facts["shard"]] = ShardIndex(
             schemas[facts["of"]],
-            tuple(Block(rows, Region(at, length), size) for rows, at, length, size in table),
+            tuple(
+                Block(rows, Region(at, length), size, array("q", places.tobytes()))
+                for (rows, at, length, size), places in zip(table, columns, strict=True)
+            ),
             Region(*facts["preamble"]),
             facts["zero_copy"],
         )

@@ -199,7 +199,7 @@ def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> p
     preamble, body = _raw_views(state, raw)
     block = base.RawBlock(
         raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
-        preamble, body,
+        preamble, body, raw.pieces if raw.arena is not None else (),
     )  # fmt: skip
     batch = dataset.format.decode(block, dataset.schema, dataset.plan.leaves.top_level)
     if batch.num_rows != raw.rows:
@@ -218,9 +218,11 @@ def _raw_views(state: _State, raw: tasks.RawBlock) -> tuple[memoryview, memoryvi
     if raw.arena is not None:
         whole = state.arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()
         cut = raw.preamble_place.length
-        return whole[:cut], whole[cut : cut + raw.place.length]
+        length = sum(piece.length for piece in raw.pieces or (raw.place,))
+        return whole[:cut], whole[cut : cut + length]
     mapping = _mapped_shard(state, raw).mapping
-    _populate(mapping, raw.place)
+    for piece in raw.pieces or (raw.place,):
+        _populate(mapping, piece)
     shard = memoryview(mapping)
     return _cut(shard, raw.preamble_place), _cut(shard, raw.place)
 

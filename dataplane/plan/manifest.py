@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,14 +21,16 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from dataplane.errors import ConfigError
-from dataplane.model import ObjectInfo, Region
+from dataplane.model import Region
+from dataplane.plan.column_places import ColumnPlaces
 from dataplane.plan.order import counted
 from dataplane.plan.sealed import damaged, sealed, unsealed
+from dataplane.plan.shard import IndexedShard, Shard, block_table, check_shard
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-VERSION = 1
+VERSION = 2
 _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
     ("block_shard", np.dtype(np.int32)),
     ("block_rows", np.dtype(np.int64)),
@@ -37,6 +39,7 @@ _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
     ("block_decoded", np.dtype(np.int64)),
 )
 _BLOCK_LISTS = ("rows", "gap", "length", "decoded")
+_COLUMN_LISTS = ("column_gap", "column_length", "column_decoded")
 _FILE_SCHEMA = pa.schema(
     [
         pa.field("url", pa.string(), nullable=False),
@@ -47,44 +50,9 @@ _FILE_SCHEMA = pa.schema(
         pa.field("zero_copy", pa.bool_(), nullable=False),
         *(pa.field(name, pa.list_(pa.int64()), nullable=False) for name in _BLOCK_LISTS),
         pa.field("empty_blocks", pa.list_(pa.int64()), nullable=False),
+        *(pa.field(name, pa.list_(pa.int64()), nullable=False) for name in _COLUMN_LISTS),
     ]
 )
-
-
-class BlockExtent(Protocol):
-    """What a format's index says of one block."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def place(self) -> Region: ...
-    @property
-    def decoded_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class IndexedShard:
-    """One shard as it was listed, with what indexing it gave."""
-
-    listed: ObjectInfo
-    blocks: Sequence[BlockExtent]
-    preamble: Region
-    zero_copy: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One shard. `block_count` counts its blocks with samples; `empty_blocks` are the indices,
-    rising, of those without, which the manifest leaves out.
-    """
-
-    url: str
-    size_bytes: int
-    etag: str
-    block_count: int
-    preamble: Region
-    zero_copy: bool
-    empty_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -96,6 +64,7 @@ class Manifest:
     Shapes:  block_shard: int32[K], rising.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
              block_decoded: int64[K], bytes, an estimate.
+    `column_places` follow from the content of the shards: they are no part of the fingerprint.
     Raises:  ConfigError: the columns do not fit together, or there are no samples.
     """
 
@@ -108,6 +77,7 @@ class Manifest:
     block_offset: Int64
     block_length: Int64
     block_decoded: Int64
+    column_places: ColumnPlaces | None = None
     sample_count: int = field(init=False)
     fingerprint: str = field(init=False)
 
@@ -128,8 +98,9 @@ class Manifest:
         """
         kept: list[Shard] = []
         tables: list[Int64] = []
+        places: list[Sequence[int]] = []
         for shard in shards:
-            table = _table(shard)
+            table = block_table(shard)
             filled = table[:, 0] != 0
             listed, count = shard.listed, int(filled.sum())
             empty = tuple(np.flatnonzero(~filled).tolist())
@@ -140,12 +111,18 @@ class Manifest:
                 )
             )  # fmt: skip
             tables.append(table[filled])
+            places += [block.columns for block in shard.blocks if block.rows]
         if not tables:
             raise ConfigError("the dataset has no shards: check its urls", field="urls")
         counts = [shard.block_count for shard in kept]
         block_shard = np.repeat(np.arange(len(kept), dtype=np.int32), counts)
         columns = (np.ascontiguousarray(column) for column in np.concatenate(tables).T)
-        return cls(tuple(urls), format_name, schema, tuple(kept), block_shard, *columns)
+        names = (name for name, _ in _COLUMNS[1:])
+        return cls(
+            tuple(urls), format_name, schema, tuple(kept), block_shard,
+            column_places=ColumnPlaces.of(places),
+            **dict(zip(names, columns, strict=True)),
+        )  # fmt: skip
 
     @property
     def block_count(self) -> int:
@@ -201,6 +178,7 @@ class Manifest:
             pa.array([shard.zero_copy for shard in self.shards], pa.bool_()),
             *(pa.ListArray.from_arrays(offsets, pa.array(values)) for values in lists),
             pa.array([shard.empty_blocks for shard in self.shards], pa.list_(pa.int64())),
+            *self._column_lists(offsets),
         ]
         described = _FILE_SCHEMA.with_metadata(
             {
@@ -217,6 +195,14 @@ class Manifest:
             writer.write_batch(pa.record_batch(columns, schema=described))
         body: bytes = sink.getvalue().to_pybytes()
         return sealed(body)
+
+    def _column_lists(self, block_offsets: Any) -> list[Any]:
+        places, lists = self.column_places, (np.empty(0, np.int64),) * len(_COLUMN_LISTS)
+        if places is not None:
+            lists = places.to_lists()
+        count = 0 if places is None else places.column_count
+        offsets = pa.array(_numbers(block_offsets) * count, pa.int32())
+        return [pa.ListArray.from_arrays(offsets, pa.array(each)) for each in lists]
 
     @classmethod
     def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
@@ -258,7 +244,9 @@ class Manifest:
         if len(lengths) != 1:
             raise ConfigError(f"block columns of different lengths {sorted(lengths)}")
         for shard in self.shards:
-            _check_shard(shard)
+            check_shard(shard)
+        if self.column_places is not None:
+            self.column_places.check(self.block_length)
         if (self.block_shard[1:] < self.block_shard[:-1]).any():
             raise ConfigError("blocks must lie in the order of their shards", field="block_shard")
         if self.block_shard[-1] >= len(self.shards):
@@ -287,35 +275,6 @@ class Manifest:
         for name, dtype in _COLUMNS:
             digest.update(getattr(self, name).astype(dtype.newbyteorder("<"), copy=False).data)
         return digest.hexdigest()
-
-
-def _table(shard: IndexedShard) -> Int64:
-    try:
-        rows = [
-            (block.rows, block.place.offset, block.place.length, block.decoded_bytes)
-            for block in shard.blocks
-        ]
-        return np.array(rows, np.int64).reshape(-1, 4)
-    except OverflowError as error:
-        url = shard.listed.url
-        raise ConfigError(f"{url} has a block with a number above 2**63", shard=url) from error
-
-
-def _check_shard(shard: Shard) -> None:
-    empty = shard.empty_blocks
-    places = (shard.size_bytes, shard.preamble.offset, shard.preamble.length, *empty)
-    if min(places) < 0 or max(places) >= 1 << 63:
-        raise ConfigError(
-            f"{shard.url} has a size or a place that is negative or too large", shard=shard.url
-        )
-    if list(empty) != sorted(set(empty)):
-        raise ConfigError(f"{shard.url} has empty blocks that do not rise", shard=shard.url)
-    try:
-        _ = shard.url.encode(), shard.etag.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{shard.url!r} is not valid Unicode: rename the shard", shard=repr(shard.url)
-        ) from error
 
 
 def _column(values: NDArray[Any], dtype: np.dtype[Any], name: str) -> NDArray[Any]:
@@ -387,4 +346,10 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
         block_offset=stop - length - np.repeat(before, counts),
         block_length=length,
         block_decoded=decoded,
+        column_places=_column_places(batch, len(rows)),
     )
+
+
+def _column_places(batch: Any, block_count: int) -> ColumnPlaces | None:
+    gap, length, decoded = (_numbers(batch.column(name).flatten()) for name in _COLUMN_LISTS)
+    return ColumnPlaces.from_lists(gap, length, decoded, block_count)

@@ -50,7 +50,9 @@ class OpenDataset:
 
 @dataclass(frozen=True, slots=True)
 class RawBlock:
-    """The bytes of one block: in the block arena (preamble, then body), or in a local file."""
+    """The bytes of one block: in the block arena (preamble, then body), or in a local file. Where
+    not all of them are needed, `pieces` are what is.
+    """
 
     url: str
     index: int
@@ -61,6 +63,7 @@ class RawBlock:
     etag: str = ""
     arena: Region | None = None
     path: str | None = None
+    pieces: tuple[Region, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

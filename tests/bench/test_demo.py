@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.model import Region
-from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import Shard
 
 DEMO = [sys.executable, "-m", "dataplane_bench.demo", "--quick"]
 TIMEOUT_S = 110

@@ -54,7 +54,9 @@ def _fetched(shard: Shard, *rounds: list[int]) -> list[DataplaneError | bytes]:
                 for offset, memory in zip(offsets, memories, strict=True):
                     end: asyncio.Future[DataplaneError | None] = asyncio.Future()
                     place = Region(offset, 10)
-                    fetcher.fetch("url", "tag", PREAMBLE, place, memoryview(memory), end.set_result)
+                    fetcher.fetch(
+                        "url", "tag", PREAMBLE, [place], memoryview(memory), end.set_result
+                    )
                     ends.append(end)
                 async with asyncio.timeout(TIMEOUT_S):
                     errors = await asyncio.gather(*ends)
@@ -116,7 +118,7 @@ def test_preambles_are_kept_within_their_budget(
         for url in ("a", "b", "a"):
             end: asyncio.Future[DataplaneError | None] = asyncio.Future()
             memory = memoryview(bytearray(26))
-            fetcher.fetch(url, "tag", PREAMBLE, Region(20, 10), memory, end.set_result)
+            fetcher.fetch(url, "tag", PREAMBLE, [Region(20, 10)], memory, end.set_result)
             assert await end is None
         fetcher.close()
         return shard.reads

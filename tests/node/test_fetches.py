@@ -15,7 +15,8 @@ from dataplane.config import JobSpec
 from dataplane.model import Region
 from dataplane.node.blocks import FETCH_BYTES_MIN, SMALL_FETCHES, BlockTable
 from dataplane.node.dataset import dataset_of
-from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import Shard
 
 FETCHES = 4
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from dataplane.errors import ConfigError
 from dataplane.model import End, Region
 from dataplane.plan.explain import Cluster, explain
-from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
+from dataplane.plan.shard import Shard
 
 
 def manifest_of(rows, shard_count=1, length=1000):

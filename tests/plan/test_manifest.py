@@ -10,8 +10,9 @@ from hypothesis import given, settings
 
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ObjectInfo, Region
-from dataplane.plan.manifest import IndexedShard, Manifest, Shard
+from dataplane.plan.manifest import Manifest
 from dataplane.plan.sealed import sealed, unsealed
+from dataplane.plan.shard import IndexedShard, Shard
 
 modest = settings(max_examples=60)
 sizes = st.integers(0, 2**40)
@@ -25,6 +26,7 @@ class Extent:
     rows: int
     place: Region
     decoded_bytes: int
+    columns: tuple[int, ...] = ()
 
 
 extents = st.builds(Extent, st.integers(0, 3), st.builds(Region, huge, huge), huge)
@@ -228,10 +230,10 @@ def test_missing_numbers_are_refused():
 
 
 def test_a_file_of_another_version_names_both():
-    content = rewritten(lambda batch: with_metadata(batch, **{"dataplane.manifest": b"2"}))
-    with pytest.raises(ConfigError, match="version 2") as refused:
+    content = rewritten(lambda batch: with_metadata(batch, **{"dataplane.manifest": b"1"}))
+    with pytest.raises(ConfigError, match="version 1") as refused:
         Manifest.from_bytes(content, "m.manifest")
-    assert (refused.value.expected, refused.value.found) == (1, "2")
+    assert (refused.value.expected, refused.value.found) == (2, "1")
 
 
 def test_arrow_reads_the_file_as_a_stream():

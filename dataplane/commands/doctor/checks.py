@@ -18,7 +18,8 @@ from dataplane.config import NodeConfig
 from dataplane.machine import this_machine
 from dataplane.node.kernel import kernel
 from dataplane.plan.loops import loops
-from dataplane.plan.manifest import Manifest, Shard
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import Shard
 from dataplane.store.connect import connect
 from dataplane.store.urls import local_path
 from dataplane.transforms.pixels_library import maker

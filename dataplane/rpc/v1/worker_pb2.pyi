@@ -77,7 +77,7 @@ class OpenDataset(_message.Message):
     def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: _Optional[bool] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ..., pack: _Optional[bool] = ..., stack: _Optional[_Iterable[_Union[_types_pb2.StackSpec, _Mapping]]] = ...) -> None: ...
 
 class RawBlock(_message.Message):
-    __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path")
+    __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces")
     URL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class RawBlock(_message.Message):
     ETAG_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     url: str
     index: int
     rows: int
@@ -96,7 +97,8 @@ class RawBlock(_message.Message):
     etag: str
     arena: _types_pb2.Region
     path: str
-    def __init__(self, url: _Optional[str] = ..., index: _Optional[int] = ..., rows: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., shard_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., arena: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., path: _Optional[str] = ...) -> None: ...
+    pieces: _containers.RepeatedCompositeFieldContainer[_types_pb2.Region]
+    def __init__(self, url: _Optional[str] = ..., index: _Optional[int] = ..., rows: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., shard_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., arena: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., path: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[_types_pb2.Region, _Mapping]]] = ...) -> None: ...
 
 class Decode(_message.Message):
     __slots__ = ("dataset_id", "raw", "into")

@@ -1,0 +1,79 @@
+"""Which bytes of a block a job needs that does not read all columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from dataplane.model import Region
+from dataplane.node.columns import Ints
+from dataplane.plan.column_places import ColumnPlaces
+
+HOLE_BYTES_MIN = 256 << 10
+"""What is skipped costs one request more; of less it is cheaper to read it."""
+
+# Old writers left the dictionary's header out of a column's size, and readers know of it: they read
+# up to 100 bytes more (PARQUET-816).
+_SLACK_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """The holes of K blocks, in the order of the blocks and of their bytes.
+
+    Shapes:  first: int64[K + 1], the holes of block k are first[k] to first[k + 1].
+             start, stop: int64[holes], bytes in the block.   skipped: int64[K], bytes.
+             decoded: int64[K], bytes of what is wanted, an estimate.
+    """
+
+    first: Ints
+    start: Ints
+    stop: Ints
+    skipped: Ints
+    decoded: Ints
+
+    @classmethod
+    def of(
+        cls,
+        places: ColumnPlaces,
+        block_length: Ints,
+        block_decoded: Ints,
+        wanted: Sequence[bool],
+    ) -> Self:
+        """What can be left out where only the `wanted` columns are read. Of a block whose columns
+        are not known, or overlap, that is nothing.
+        """
+        order = np.argsort(places.offset, axis=1, kind="stable")
+        offset = np.take_along_axis(places.offset, order, 1)
+        stop = offset + np.take_along_axis(places.length, order, 1)
+        is_clear = (offset[:, 1:] >= stop[:, :-1]).all(axis=1) & (stop[:, -1] > 0)
+        # What lies between two columns goes with the first of them.
+        ends = np.concatenate([offset[:, 1:], block_length[:, None]], axis=1)
+        is_spare = ~np.asarray(wanted, np.bool_)[order] & is_clear[:, None]
+        edge = np.zeros((len(offset), 1), np.bool_)
+        after_spare = np.concatenate([edge, is_spare[:, :-1]], axis=1)
+        before_spare = np.concatenate([is_spare[:, 1:], edge], axis=1)
+        block, at = np.nonzero(is_spare & ~after_spare)
+        last = np.nonzero(is_spare & ~before_spare)[1]
+        start, end = offset[block, at] + _SLACK_BYTES, ends[block, last]
+        is_hole = end - start >= HOLE_BYTES_MIN
+        block, start, end = block[is_hole], start[is_hole], end[is_hole]
+        skipped = np.zeros(len(block_length), np.int64)
+        np.add.at(skipped, block, end - start)
+        first = np.searchsorted(block, np.arange(len(block_length) + 1))
+        is_known = places.length.any(axis=1)
+        size = places.decoded[:, np.asarray(wanted, np.bool_)].sum(axis=1)
+        return cls(first, start, end, skipped, np.where(is_known, size, block_decoded))
+
+    def pieces(self, block: int, place: Region) -> tuple[Region, ...]:
+        """What is left of a block's place in the shard; nothing where that is all of it."""
+        holes = range(int(self.first[block]), int(self.first[block + 1]))
+        starts = [0, *(int(self.stop[hole]) for hole in holes)]
+        stops = [*(int(self.start[hole]) for hole in holes), place.length]
+        if not holes:
+            return ()
+        found = zip(starts, stops, strict=True)
+        return tuple(Region(place.offset + at, end - at) for at, end in found if end > at)

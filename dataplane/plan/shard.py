@@ -1,0 +1,85 @@
+"""The shards of a manifest: what indexing says of them, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+from dataplane.model import ObjectInfo, Region
+
+
+class BlockExtent(Protocol):
+    """What a format's index says of one block."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def place(self) -> Region: ...
+    @property
+    def decoded_bytes(self) -> int: ...
+    @property
+    def columns(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedShard:
+    """One shard as it was listed, with what indexing it gave."""
+
+    listed: ObjectInfo
+    blocks: Sequence[BlockExtent]
+    preamble: Region
+    zero_copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard. `block_count` counts its blocks with samples; `empty_blocks` are the indices,
+    rising, of those without, which the manifest leaves out.
+    """
+
+    url: str
+    size_bytes: int
+    etag: str
+    block_count: int
+    preamble: Region
+    zero_copy: bool
+    empty_blocks: tuple[int, ...] = ()
+
+
+def block_table(shard: IndexedShard) -> NDArray[np.int64]:
+    """Of each block: rows, offset, length, decoded bytes.
+
+    Raises:  ConfigError: a number that no block can have.
+    """
+    try:
+        rows = [
+            (block.rows, block.place.offset, block.place.length, block.decoded_bytes)
+            for block in shard.blocks
+        ]
+        return np.array(rows, np.int64).reshape(-1, 4)
+    except OverflowError as error:
+        url = shard.listed.url
+        raise ConfigError(f"{url} has a block with a number above 2**63", shard=url) from error
+
+
+def check_shard(shard: Shard) -> None:
+    """Raises:  ConfigError: numbers or names that no shard can have."""
+    empty = shard.empty_blocks
+    places = (shard.size_bytes, shard.preamble.offset, shard.preamble.length, *empty)
+    if min(places) < 0 or max(places) >= 1 << 63:
+        raise ConfigError(
+            f"{shard.url} has a size or a place that is negative or too large", shard=shard.url
+        )
+    if list(empty) != sorted(set(empty)):
+        raise ConfigError(f"{shard.url} has empty blocks that do not rise", shard=shard.url)
+    try:
+        _ = shard.url.encode(), shard.etag.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{shard.url!r} is not valid Unicode: rename the shard", shard=repr(shard.url)
+        ) from error

@@ -1,0 +1,232 @@
+"""Of a block that a job needs some columns of, everything else stays where it is."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from raw_trainer import Node, Trainer
+from servers import S3Server
+from shards import NESTED, NESTED_ROWS, MemoryShard, parquet_bytes, raw_block
+
+from dataplane.errors import ConfigError
+from dataplane.formats.base import RawBlock, ShardIndex
+from dataplane.formats.parquet import Parquet
+from dataplane.model import ObjectInfo, Region
+from dataplane.node import projection
+from dataplane.node.fetch import Fetcher
+from dataplane.node.index import index_dataset
+from dataplane.node.projection import HOLE_BYTES_MIN, Projection
+from dataplane.plan.column_places import ColumnPlaces
+from dataplane.rpc import messages
+
+widths = st.integers(0, 4 * HOLE_BYTES_MIN)
+columns = st.lists(st.tuples(st.integers(0, 300), widths), min_size=1, max_size=8)
+
+
+def laid_out(sizes: list[tuple[int, int]], order: list[int]) -> tuple[list[int], int]:
+    """(gap, length) of columns as they lie, as an index says it in the order of the schema."""
+    at, found = 0, [(0, 0)] * len(sizes)
+    for place, (gap, length) in zip(order, sizes, strict=True):
+        found[place] = (at + gap, length)
+        at += gap + length
+    return [number for offset, length in found for number in (offset, length, length)], at
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_whatever_is_wanted_is_read_and_holes_are_worth_a_request(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 8))
+    sizes = st.lists(st.tuples(st.integers(0, 300), widths), min_size=count, max_size=count)
+    blocks, lengths = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        order = data.draw(st.permutations(range(count)))
+        numbers, length = laid_out(data.draw(sizes), order)
+        is_known = data.draw(st.booleans())
+        blocks.append(numbers if is_known else [])
+        lengths.append(length)
+    wanted = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    places = ColumnPlaces.of(blocks)
+    if places is None:
+        assert not any(blocks)
+        return
+    length, estimate = np.array(lengths), np.arange(len(blocks)) + 7
+    places.check(length)
+    found = Projection.of(places, length, estimate, wanted)
+    for block, numbers in enumerate(blocks):
+        place = Region(1000, lengths[block])
+        pieces = found.pieces(block, place) or (place,)
+        read = sum(piece.length for piece in pieces)
+        assert read == place.length - found.skipped[block]
+        assert pieces[0].offset >= 1000
+        assert pieces[-1].offset + pieces[-1].length <= 1000 + place.length
+        for one, other in pairwise(pieces):
+            assert other.offset - one.offset - one.length >= HOLE_BYTES_MIN
+        if not numbers or not any(numbers[1::3]):
+            assert read == place.length
+            assert found.decoded[block] == estimate[block]
+            continue
+        assert found.decoded[block] == sum(np.array(numbers[2::3])[wanted])
+        for offset, size, is_wanted in zip(numbers[0::3], numbers[1::3], wanted, strict=True):
+            if is_wanted and size:
+                start = 1000 + offset
+                assert any(
+                    piece.offset <= start and start + size <= piece.offset + piece.length
+                    for piece in pieces
+                )
+        # Nothing that is large and unwanted is read, but for a few bytes.
+        unwanted = [s for s, is_wanted in zip(numbers[1::3], wanted, strict=True) if not is_wanted]
+        large = [s for s in unwanted if s >= HOLE_BYTES_MIN + 128]
+        assert place.length - read >= sum(large) - 128 * len(large)
+
+
+def test_columns_that_overlap_are_all_read() -> None:
+    size = 4 * HOLE_BYTES_MIN
+    places = ColumnPlaces.of([[0, size, 1, size // 2, size, 1, 2 * size, size, 1]])
+    assert places is not None
+    length = np.array([3 * size])
+    assert not Projection.of(places, length, length, [True, False, False]).skipped.any()
+
+
+@pytest.mark.parametrize("numbers", [[-1, 5, 5], [0, -1, 0], [90, 11, 0], [0, 5, -5]])
+def test_places_that_no_column_can_have_are_refused(numbers: list[int]) -> None:
+    places = ColumnPlaces.of([numbers])
+    assert places is not None
+    with pytest.raises(ConfigError):
+        places.check(np.array([100]))
+    with pytest.raises(ConfigError):
+        places.check(np.array([100, 100]))
+    with pytest.raises(ConfigError):
+        ColumnPlaces.of([[0, 5, 5], [0, 5, 5, 5, 5, 5]])
+
+
+def cut(block: RawBlock, pieces: tuple[Region, ...]) -> RawBlock:
+    """The same block with nothing but these pieces."""
+    start = block.place.offset
+    parts = [bytes(block.body[p.offset - start : p.offset - start + p.length]) for p in pieces]
+    return RawBlock(
+        block.url, block.index, block.rows, block.place, block.shard_bytes, block.preamble_place,
+        block.preamble, memoryview(b"".join(parts)), pieces,
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(NESTED_ROWS, st.sets(st.sampled_from(NESTED.names), min_size=1), st.booleans())
+def test_parquet_is_decoded_from_the_pieces_of_its_columns_alone(
+    rows: list[dict[str, object]], names: set[str], is_dictionary: bool
+) -> None:
+    table = pa.Table.from_pylist(rows, schema=NESTED)
+    content = parquet_bytes(table, row_group_size=7, use_dictionary=is_dictionary)
+    index: ShardIndex = Parquet().index(MemoryShard(content))
+    wanted = [name for name in index.schema.names if name in names]
+    for number, block in enumerate(index.blocks):
+        places = ColumnPlaces.of([block.columns])
+        assert places is not None
+        assert sum(block.columns[2::3]) == block.decoded_bytes
+        length = np.array([block.place.length])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(projection, "HOLE_BYTES_MIN", 1)
+            patch.setattr(projection, "_SLACK_BYTES", 0)
+            flags = [name in names for name in index.schema.names]
+            found = Projection.of(places, length, length, flags)
+        raw = raw_block(content, index, number, "u")
+        pieces = found.pieces(0, block.place)
+        whole = Parquet().decode(raw, index.schema, wanted)
+        assert (
+            Parquet()
+            .decode(cut(raw, pieces) if pieces else raw, index.schema, wanted)
+            .equals(whole)
+        )
+
+
+def two_orders(folder: Path) -> None:
+    """Two shards of the same columns, in another order, of a few MB each."""
+    folder.mkdir()
+    chance = np.random.default_rng(5)
+    for number, names in enumerate((["label", "big", "small"], ["small", "label", "big"])):
+        made = {
+            "label": pa.array(range(100 * number, 100 * number + 100), pa.int64()),
+            "big": pa.array([chance.bytes(20_000) for _ in range(100)]),
+            "small": pa.array(chance.integers(0, 9, 100), pa.int8()),
+        }
+        table = pa.table({name: made[name] for name in names})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=50)
+
+
+def test_places_follow_the_columns_of_the_dataset_and_are_remembered(tmp_path: Path) -> None:
+    two_orders(tmp_path / "d")
+    cache = tmp_path / "cache"
+    manifest = index_dataset(tmp_path / "d", cache_dir=str(cache))
+    assert manifest.column_places is not None
+    lengths = manifest.column_places.length
+    assert lengths.shape == (4, 3)
+    assert (lengths[:, 1] > 900_000).all()
+    assert (lengths[:, [0, 2]] < 2_000).all()
+    for path in cache.rglob("*.manifest"):
+        path.unlink()
+    again = index_dataset(tmp_path / "d", cache_dir=str(cache))
+    assert again.to_bytes() == manifest.to_bytes()
+    assert type(manifest).from_bytes(manifest.to_bytes()).to_bytes() == manifest.to_bytes()
+
+
+@pytest.mark.parametrize("where", ["s3", "local"])
+def test_a_job_reads_the_columns_it_asked_for_and_no_others(
+    tmp_path: Path, s3_server: S3Server, where: str
+) -> None:
+    two_orders(tmp_path / "d")
+    bucket = s3_server.bucket()
+    for path in sorted((tmp_path / "d").iterdir()):
+        s3_server.put(bucket, {f"d/{path.name}": path.read_bytes()})
+    url = f"s3://{bucket}/d/" if where == "s3" else str(tmp_path / "d")
+    environment = s3_server.environment()
+    # One block alone takes a megabyte, of which a few hundred bytes are wanted.
+    with (
+        Node(tmp_path, block_arena_bytes="512KiB", slab_bytes="16KiB", **environment) as node,
+        Trainer(node) as trainer,
+    ):
+        trainer.open(url, columns=("small", "label"), global_batch=10)
+        stream = trainer.call(messages.OpenStream("j", 0, 0)).stream_id
+        labels, read = [], 0
+        while isinstance(slab := trainer.call(messages.NextSlab(stream)), messages.Slab):
+            labels += [label for _, values in trainer.values(slab) for label in values]
+            read = slab.times.read_bytes
+            trainer.tell(messages.Release("j", (slab.slab_id,)))
+    assert labels == list(range(200))
+    assert read < 100_000
+
+
+class Halves:
+    """A store whose every read waits until another one is under way."""
+
+    def __init__(self) -> None:
+        self.content = bytes(range(200))
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> bytes:
+        return self.content[offset : offset + length]
+
+    def head(self, url: str) -> ObjectInfo:
+        return ObjectInfo(url, len(self.content), "tag")
+
+
+def test_pieces_lie_one_after_the_other_behind_the_preamble() -> None:
+    pieces = [Region(20, 10), Region(50, 1), Region(100, 30)]
+
+    async def run() -> bytes:
+        fetcher = Fetcher(2, lambda _: Halves())  # type: ignore[arg-type,return-value]
+        memory = bytearray(8 + 41)
+        end: asyncio.Future[object] = asyncio.Future()
+        fetcher.fetch("u", "tag", Region(0, 8), pieces, memoryview(memory), end.set_result)
+        async with asyncio.timeout(20):
+            assert await end is None
+        fetcher.close()
+        return bytes(memory)
+
+    content = bytes(range(200))
+    assert asyncio.run(run()) == content[:8] + content[20:30] + content[50:51] + content[100:130]
