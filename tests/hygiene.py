@@ -244,19 +244,32 @@ def _owned(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether no process outside this test run holds the file: others may test at the same time."""
-    path = str(_SHM / name)
+    """Whether no process outside this test run holds the file: others may test at the same time.
+
+    By its inode: a semaphore is mapped while it has another name, which is gone by now.
+    """
+    try:
+        held = (_SHM / name).stat()
+    except OSError:
+        return False
+    place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x} {held.st_ino} "
     family = {os.getpid(), *(child.pid for child in _children(psutil.Process()))}
     for pid in psutil.pids():
         if pid in family:
             continue
         with contextlib.suppress(OSError):
-            if path in Path(f"/proc/{pid}/maps").read_text():
+            if place in Path(f"/proc/{pid}/maps").read_text():
                 return False
             with os.scandir(f"/proc/{pid}/fd") as links:
-                if any(str(Path(link).readlink()) == path for link in links):
+                if any(_is_of(link, held) for link in links):
                     return False
     return (_SHM / name).exists()
+
+
+def _is_of(link: os.DirEntry[str], held: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(link.stat(), held)
+    return False
 
 
 def _reap() -> None:

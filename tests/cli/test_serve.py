@@ -101,16 +101,17 @@ def test_a_second_signal_stops_at_once(tmp_path):
 
 
 def test_a_node_alone_joins_a_coordinator_elsewhere(tmp_path):
+    head = f"head-{os.getpid()}:7077"
     with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (_, address):
         node = subprocess.Popen(
-            [*PROGRAM, "serve", "--node", "--join", address, "--service", "head:7077", *SMALL],
+            [*PROGRAM, "serve", "--node", "--join", address, "--service", head, *SMALL],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         assert node.stdout is not None
-        assert node.stdout.readline() == "ready: node head:7077\n"
-        with greeted("head:7077"):
+        assert node.stdout.readline() == f"ready: node {head}\n"
+        with greeted(head):
             pass
         node.terminate()
         node.communicate()

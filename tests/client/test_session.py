@@ -33,7 +33,7 @@ from dataplane.rpc.messages import CloseJob, OpenJob, Release
 def wait_until(node, condition) -> None:
     """Until the node, which runs in a thread, has seen something."""
     pause = threading.Event()
-    for _ in range(500):
+    for _ in range(3000):
         if condition():
             return
         pause.wait(0.01)
@@ -282,7 +282,11 @@ def test_ctrl_c_while_waiting_loses_nothing(fake, session, monkeypatch) -> None:
     before, give = mine.mount(), node._give
 
     def interrupt(*_given) -> bool:
-        """The request has come, and the trainer waits for its answer."""
+        """Once: the request has come. Not before the trainer has sent it and waits for its answer:
+        what an interrupt of the sending costs is a connection.
+        """
+        monkeypatch.setattr(node, "_give", lambda *_: False)
+        wait_until(node, lambda: before.wire.is_waiting)
         os.kill(os.getpid(), signal.SIGINT)
         return False
 

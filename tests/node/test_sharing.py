@@ -101,7 +101,9 @@ def test_of_more_than_memory_holds_what_a_lagging_job_needs_first_is_kept(
 ) -> None:
     large = image_specs({"jpg": [RandomResizedCrop(64)]})
     expected = alone(tmp_path, url, transforms=large)
-    budgets = {"block_arena_bytes": "640KiB", "delivery_bytes_per_rank": "64KiB"}
+    # Of twenty slabs eleven are kept: those that workers write or read just now stay in any case,
+    # and they are six at most when the first is made of which the lagging job has no slab yet.
+    budgets = {"block_arena_bytes": "1152KiB", "delivery_bytes_per_rank": "64KiB"}
     with (
         Node(tmp_path, slab_bytes="16KiB", **budgets) as node,
         Trainer(node) as leader,
@@ -120,7 +122,7 @@ def test_of_more_than_memory_holds_what_a_lagging_job_needs_first_is_kept(
                 found += lagging.values(slab, "b")
                 lagging.tell(messages.Release("b", (slab.slab_id,)))
         assert found == expected[: len(found)]
-        assert 2 + AHEAD_SLOTS_MIN < len(found) < len(expected)
+        assert 1 + 2 * AHEAD_SLOTS_MIN < len(found) < len(expected)
 
 
 def test_jobs_that_are_not_equal_share_nothing(tmp_path: Path, url: str) -> None:
