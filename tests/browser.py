@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-TIMEOUT_S = 100
+TIMEOUT_S = 250
 OPTIONS = (
     "--headless",
     "--no-sandbox",

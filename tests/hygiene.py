@@ -32,7 +32,7 @@ from pathlib import Path
 
 import psutil
 
-GRACE_S = 8.0
+GRACE_S = 20.0
 MARK = "DATAPLANE_TEST_RUN"
 SHARED_PORTS: set[int] = set()
 """Ports of servers that live as long as the test session; `servers.py` adds them."""

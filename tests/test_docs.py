@@ -49,7 +49,7 @@ def test_the_examples_of_a_page_run(page, tmp_path):
             capture_output=True,
             text=True,
             check=False,
-            timeout=110,
+            timeout=280,
         )
         if done.returncode:
             pytest.fail(f"{title(page)}:\n{text}\n{done.stdout}\n{done.stderr}", pytrace=False)

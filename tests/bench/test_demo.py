@@ -30,7 +30,7 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 
 DEMO = [sys.executable, "-m", "dataplane_bench.demo", "--quick"]
-TIMEOUT_S = 110
+TIMEOUT_S = 280
 
 
 @pytest.fixture

@@ -79,7 +79,6 @@ def free_address() -> str:
         return f"{host}:{sock.getsockname()[1]}"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_global_batches_are_the_same_for_every_size_and_worker_count(tmp_path, url, whole, size):
     for workers in (1, 4) if size == 2 else (2,):
@@ -90,7 +89,6 @@ def test_global_batches_are_the_same_for_every_size_and_worker_count(tmp_path, u
         assert len({one["steps"] for one in told}) == 1
 
 
-@pytest.mark.timeout(300)
 def test_killed_trainers_resume_on_another_size_twice_with_the_same_suffix(tmp_path, url, whole):
     kept, state, position = [], None, 0
     for leg, (size, steps) in enumerate([(2, 13), (3, 20), (1, None)]):
@@ -112,7 +110,6 @@ def test_killed_trainers_resume_on_another_size_twice_with_the_same_suffix(tmp_p
     assert kept == whole
 
 
-@pytest.mark.timeout(300)
 def test_killed_workers_and_nodes_cost_no_batch(tmp_path, url, whole):
     with Run(tmp_path / "run", url, 2, OPTIONS) as run:
         run.go(7)
@@ -133,7 +130,6 @@ def test_killed_workers_and_nodes_cost_no_batch(tmp_path, url, whole):
         assert run.stream() == whole
 
 
-@pytest.mark.timeout(300)
 def test_a_killed_coordinator_and_a_killed_node_of_a_service_cost_no_batch(tmp_path, url, whole):
     address = free_address()
     options = {**OPTIONS, "service": address, "name": "run"}
@@ -158,7 +154,6 @@ def test_a_killed_coordinator_and_a_killed_node_of_a_service_cost_no_batch(tmp_p
         assert coordinator.stop() == 0
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("when", ["at the start", "in the middle"])
 def test_after_sigkill_of_everything_nothing_is_left(tmp_path, url, when):
     with Run(tmp_path / "run", url, 2, OPTIONS) as run:

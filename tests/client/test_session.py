@@ -32,11 +32,10 @@ from dataplane.rpc.messages import CloseJob, OpenJob, Release
 
 def wait_until(node, condition) -> None:
     """Until the node, which runs in a thread, has seen something."""
-    pause = threading.Event()
     for _ in range(3000):
         if condition():
             return
-        pause.wait(0.01)
+        threading.Event().wait(0.01)
     pytest.fail(f"the node never saw it: {list(node.seen)[-5:]}")
 
 
@@ -281,14 +280,11 @@ def test_ctrl_c_while_waiting_loses_nothing(fake, session, monkeypatch) -> None:
     stream.batches_from(0)
     before, give = mine.mount(), node._give
 
-    def interrupt(*_given) -> bool:
-        """Once: the request has come. Not before the trainer has sent it and waits for its answer:
-        what an interrupt of the sending costs is a connection.
-        """
+    def interrupt(*_given) -> None:
+        """Once, as the trainer waits: an interrupt while it sends costs a connection."""
         monkeypatch.setattr(node, "_give", lambda *_: False)
         wait_until(node, lambda: before.wire.is_waiting)
         os.kill(os.getpid(), signal.SIGINT)
-        return False
 
     monkeypatch.setattr(node, "_give", interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -48,7 +48,7 @@ async def next_epoch(member: Member) -> StreamState:
     return member.next_epoch
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)
 def test_the_next_epoch_is_there_when_it_is_asked_for() -> None:
     async def scene(run: Run, streams: Streams, member: Member) -> None:
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
@@ -65,7 +65,7 @@ def test_the_next_epoch_is_there_when_it_is_asked_for() -> None:
     play(scene)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("asked", [(0, 0), (1, 1), (2, 0), (1, 0, 1)])
 def test_what_was_made_for_another_request_is_closed(asked: tuple[int, ...]) -> None:
     async def scene(run: Run, streams: Streams, member: Member) -> None:
@@ -82,7 +82,7 @@ def test_what_was_made_for_another_request_is_closed(asked: tuple[int, ...]) -> 
     play(scene)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)
 def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
     async def scene(_run: Run, streams: Streams, member: Member) -> None:
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
@@ -96,7 +96,7 @@ def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
     play(scene)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)
 def test_of_several_streams_none_knows_what_comes_next() -> None:
     async def scene(run: Run, streams: Streams, member: Member) -> None:
         for first_step in (0, 1):
