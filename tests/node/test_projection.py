@@ -117,6 +117,26 @@ def cut(block: RawBlock, pieces: tuple[Region, ...]) -> RawBlock:
     )  # fmt: skip
 
 
+def check_every_part(content: bytes, wanted: list[list[str]]) -> None:
+    """What is decoded from the pieces of these columns is what is decoded from the whole."""
+    index: ShardIndex = Parquet().index(MemoryShard(content))
+    for number, block in enumerate(index.blocks):
+        places = ColumnPlaces.of([block.columns])
+        assert places is not None
+        assert sum(block.columns[2::3]) == block.decoded_bytes
+        length, raw = np.array([block.place.length]), raw_block(content, index, number, "u")
+        for names in wanted:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(projection, "HOLE_BYTES_MIN", 1)
+                patch.setattr(projection, "_SLACK_BYTES", 0)
+                flags = [name in names for name in index.schema.names]
+                found = Projection.of(places, length, length, flags)
+            pieces = found.pieces(0, block.place)
+            part = cut(raw, pieces) if pieces else raw
+            whole = Parquet().decode(raw, index.schema, names)
+            assert Parquet().decode(part, index.schema, names).equals(whole)
+
+
 @settings(max_examples=40, deadline=None)
 @given(NESTED_ROWS, st.sets(st.sampled_from(NESTED.names), min_size=1), st.booleans())
 def test_parquet_is_decoded_from_the_pieces_of_its_columns_alone(
@@ -124,26 +144,15 @@ def test_parquet_is_decoded_from_the_pieces_of_its_columns_alone(
 ) -> None:
     table = pa.Table.from_pylist(rows, schema=NESTED)
     content = parquet_bytes(table, row_group_size=7, use_dictionary=is_dictionary)
-    index: ShardIndex = Parquet().index(MemoryShard(content))
-    wanted = [name for name in index.schema.names if name in names]
-    for number, block in enumerate(index.blocks):
-        places = ColumnPlaces.of([block.columns])
-        assert places is not None
-        assert sum(block.columns[2::3]) == block.decoded_bytes
-        length = np.array([block.place.length])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(projection, "HOLE_BYTES_MIN", 1)
-            patch.setattr(projection, "_SLACK_BYTES", 0)
-            flags = [name in names for name in index.schema.names]
-            found = Projection.of(places, length, length, flags)
-        raw = raw_block(content, index, number, "u")
-        pieces = found.pieces(0, block.place)
-        whole = Parquet().decode(raw, index.schema, wanted)
-        assert (
-            Parquet()
-            .decode(cut(raw, pieces) if pieces else raw, index.schema, wanted)
-            .equals(whole)
-        )
+    check_every_part(content, [sorted(names)])
+
+
+@pytest.mark.parametrize("writer", ["none", "lz4", "v1-dictionary", "duckdb", "polars-zstd"])
+def test_pieces_of_what_other_writers_wrote(data_dir: Path, writer: str) -> None:
+    content = (data_dir / "parquet" / f"shakespeare-{writer}.parquet").read_bytes()
+    names = Parquet().index(MemoryShard(content)).schema.names
+    others = [[other for other in names if other != name] for name in names]
+    check_every_part(content, [*([name] for name in names), *others])
 
 
 def two_orders(folder: Path) -> None:
