@@ -83,8 +83,8 @@ class Gather:
             for at, spec in enumerate(specs)
         ]
 
-    def into(self, slab: memoryview) -> Assembled:
-        """Write as many whole batches as fit.
+    def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Assembled:
+        """Write as many whole batches as fit; `expect` is told before how many bytes they take.
 
         Shapes:  slab: uint8[bytes], writable, page-aligned.
         Raises:  RowOutOfBounds: a row is not where its block says.
@@ -97,6 +97,8 @@ class Gather:
         count = int(np.searchsorted(ends, len(slab), side="right")) - 1
         if not count:
             return Assembled(0, bytes_needed=int(ends[1]))
+        if expect is not None:
+            expect(int(ends[count]))
         out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw, self._packing)
         columns = tuple(
             out.write(at, spec, pieces, begin)

@@ -21,6 +21,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -189,6 +190,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     if size > body.into.length:
         return tasks.Decoded(size, stored=False)
     into = state.arenas[0].view(body.into.offset, size)
+    state.arenas[0].populate_once(body.into.offset, size)
     packing.store(batch, dataset.plan.specs, dataset.packing, into)
     if body.raw.path is not None:
         _mapped_shard(state, body.raw)  # it may have been written while it was read
@@ -316,7 +318,8 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
         specs = dataset.plan.specs if pictures is None else pictures.specs
         columns = [block.columns for block in blocks]
         gather = Gather(specs, columns, rows, body.batches, pictures=pictures)
-        assembled = gather.into(arena.view(body.slab.offset, body.slab.length))
+        slab = arena.view(body.slab.offset, body.slab.length)
+        assembled = gather.into(slab, partial(arena.populate_once, body.slab.offset))
         _keep(state, arena, body, assembled.bytes_used)
         return assembled
     finally:
@@ -339,6 +342,7 @@ def _copy_slab(state: _State, body: tasks.CopySlab) -> tasks.Done:
 
 def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
     into = np.frombuffer(target.view(to.offset, to.length), np.uint8)
+    target.populate_once(to.offset, to.length)
     into[:] = np.frombuffer(source.view(at.offset, at.length), np.uint8)
 
 

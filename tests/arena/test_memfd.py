@@ -2,9 +2,13 @@
 
 import mmap
 import os
+import resource
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, ClosedError
@@ -32,6 +36,27 @@ def test_memory_is_used_only_once_reserved_and_two_mappings_share_it():
     arena.view(100, 3)[:] = b"abc"
     assert bytes(other.view(100, 3)) == b"abc"
     other.close()
+    arena.close()
+
+
+REGIONS = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted), min_size=1)
+
+
+@given(REGIONS)
+def test_whatever_was_mapped_before_what_is_mapped_has_no_page_fault(regions: Sequence[list[int]]):
+    arena = Arena.create("test", SIZE)
+    arena.reserve(SIZE)
+    for start, end in regions:
+        arena.populate_once(start, end - start)
+    start, end = max(regions, key=lambda region: region[1] - region[0])
+    pages = memoryview(arena.buffer)[start : end : mmap.PAGESIZE]
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for page in range(len(pages)):
+        pages[page] = 1
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults <= 1 + len(pages) // 2  # of the interpreter's own memory
+    assert os.fstat(arena.fd).st_blocks * 512 == SIZE
+    pages.release()
     arena.close()
 
 
