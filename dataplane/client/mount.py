@@ -75,6 +75,7 @@ class Mount:
         self._pid = os.getpid()
         self.asked_ahead: set[int | None] = set()
         self._held: dict[int, int] = {}
+        self._unread: dict[int, int] = {}  # those of them that are dead, and that a device may read
         self._mapped: set[int] = set()
         self._dead: deque[int] = deque()
         self._left_streams: deque[int] = deque()
@@ -82,13 +83,15 @@ class Mount:
         self._open = [True]
         # A slice, since an array over the arena's own view would keep it from being closed.
         self._unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
-        wire.stray = self._stray
+        wire.stray, wire.waits = self._stray, self.flush
         _mounts.add(self)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the slabs that were taken and not given back."""
-        return sum(list(self._held.values()))
+        """Bytes of the slabs that are alive. Those that only a device may still read are not
+        counted: they come back by themselves.
+        """
+        return sum(list(self._held.values())) - sum(list(self._unread.values()))
 
     def take(self, slab: Slab) -> Bytes:
         """The memory of a slab. Whoever keeps this very object, or a view of it, keeps the slab.
@@ -156,11 +159,13 @@ class Mount:
 
     def _died(self, slab_id: int) -> None:
         if os.getpid() == self._pid:
+            self._unread[slab_id] = self._held.get(slab_id, 0)
             self._pinning.when_unread(partial(self._give_back, slab_id))
 
     def _give_back(self, slab_id: int) -> None:
         if os.getpid() != self._pid:
             return
+        self._unread.pop(slab_id, None)  # first, so that it is never counted too little
         self._held.pop(slab_id, None)
         self._dead.append(slab_id)
         # With more requests to come the next one takes it along; a waiting one has left already.

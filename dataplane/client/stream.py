@@ -110,6 +110,14 @@ class SlabStream:
         self._handed_over = time.monotonic()
         return found
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the next slab is here, so that `batches_from` does not wait for it."""
+        mount, pending = self._mount, self._pending
+        if self._is_closed or mount is None or pending is None or mount.wire.is_lost:
+            return False
+        return isinstance(mount.wire.arrived(pending), Slab)
+
     def close(self) -> None:
         """Stop walking. Never waits; may be called twice."""
         if self._is_closed:

@@ -7,6 +7,8 @@ Invariants:
    An interrupt in the short moment of receiving ends the wire, since an answer may be lost; the
    socket stays open for as long as slabs of it are held.
 4. `tell_nowait` and `forget` take no lock and never wait: finalizers may call them.
+5. Who waits is told of in `is_waiting` first, and then calls `waits`: what another thread adds for
+   the next message is sent by that thread, which sees the one, or by `waits`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Wire:
         sock.setblocking(False)
         self._sock = sock
         self.stray: Callable[[FromNodeBody], None] = _ignore
+        self.waits: Callable[[], None] = _nothing
         self._ids = itertools.count(1)
         self._turn = threading.Condition()
         self._slots: dict[int, Answer | None] = {}
@@ -88,6 +91,7 @@ class Wire:
             mine = False
             self._waiters.add(me)
             try:
+                self.waits()
                 with self._turn:
                     answer = self._slots.get(request_id)
                     if answer is not None:
@@ -109,6 +113,25 @@ class Wire:
                     with self._turn:
                         self._receiver = None
                         self._turn.notify_all()
+
+    def arrived(self, request_id: int) -> FromNodeBody | None:
+        """The answer to a request if it is here; `wait` still gives it. Never waits for any."""
+        me, mine = threading.get_ident(), False
+        try:
+            with self._turn:
+                if self._receiver in (None, me):
+                    mine, self._receiver = True, me
+            while mine and self._slots.get(request_id) is None and self._has_some():
+                self._receive_one()
+        except PeerLost:
+            pass  # whoever waits is told
+        finally:
+            if mine:
+                with self._turn:
+                    self._receiver = None
+                    self._turn.notify_all()
+        answer = self._slots.get(request_id)
+        return None if answer is None else answer[0]
 
     def call(self, body: ToNodeBody, deadline: float) -> Answer:
         """`ask` and `wait`; an error of the node is raised.
@@ -155,7 +178,7 @@ class Wire:
         self._sock.close()
         for request_id in list(self._slots):
             self.forget(request_id)
-        self.stray = _ignore
+        self.stray, self.waits = _ignore, _nothing
 
     def abandon(self) -> None:
         """Let go of the descriptor of a socket that another process goes on to use."""
@@ -178,8 +201,19 @@ class Wire:
         if not poll.poll(_left(deadline) * 1000):
             raise TimeoutError
 
+    def _has_some(self) -> bool:
+        fd = self._sock.fileno()
+        if fd < 0 or self._lost is not None:
+            return False
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+
     def _receive(self, deadline: float) -> None:
         self._poll(select.POLLIN, deadline)
+        self._receive_one()
+
+    def _receive_one(self) -> None:
         try:
             message, descriptors = local.receive(self._sock, FromNode)
             self._dispatch(message.request_id, (message.body, descriptors))
@@ -223,6 +257,10 @@ class Wire:
 
 
 def _ignore(_answer: FromNodeBody) -> None:
+    pass
+
+
+def _nothing() -> None:
     pass
 
 

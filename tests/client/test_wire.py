@@ -1,0 +1,96 @@
+"""One connection: what has arrived, and what is told before anybody waits.
+
+Numbers in brackets are invariants of dataplane.client.wire.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dataplane.client.wire import Wire
+from dataplane.errors import PeerLost
+from dataplane.rpc import local
+from dataplane.rpc.messages import EndOfStream, FromNode, NextSlab, Release, ToNode
+
+Pair = tuple[Wire, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """A wire, and the node's end of it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    wire = Wire(ours)
+    yield wire, theirs
+    wire.close()
+    theirs.close()
+
+
+def ask(wire: Wire) -> int:
+    return wire.ask(NextSlab(1, 0, 0.0, ""), soon())
+
+
+def soon() -> float:
+    return time.monotonic() + 20
+
+
+def test_what_has_arrived_is_seen_without_waiting_and_is_still_to_be_had(pair) -> None:
+    wire, node = pair
+    first, second = ask(wire), ask(wire)
+    assert wire.arrived(first) is None
+    local.send(node, FromNode(second, EndOfStream(2)))
+    assert wire.arrived(first) is None
+    local.send(node, FromNode(first, EndOfStream(1)))
+    assert wire.arrived(first) == wire.arrived(first) == EndOfStream(1)
+    assert wire.arrived(second) == EndOfStream(2)
+    assert [wire.wait(one, soon())[0] for one in (first, second)] == [
+        EndOfStream(1),
+        EndOfStream(2),
+    ]
+
+
+def test_of_a_node_that_is_gone_nothing_arrives_and_who_waits_is_told(pair) -> None:
+    wire, node = pair
+    request = ask(wire)
+    node.shutdown(socket.SHUT_RDWR)
+    assert wire.arrived(request) is None
+    assert wire.arrived(request) is None
+    with pytest.raises(PeerLost):
+        wire.wait(request, soon())
+
+
+def test_while_another_thread_receives_its_answers_are_seen(pair) -> None:
+    wire, node = pair
+    request, other = ask(wire), ask(wire)
+    waiter = threading.Thread(target=wire.wait, args=(other, soon()))
+    waiter.start()
+    local.send(node, FromNode(request, EndOfStream(1)))
+    pause = threading.Event()
+    while wire.arrived(request) is None:
+        pause.wait(0.001)
+    local.send(node, FromNode(other, EndOfStream(2)))
+    waiter.join(20)
+    assert not waiter.is_alive()
+    assert wire.wait(request, soon())[0] == EndOfStream(1)
+
+
+def test_what_became_free_before_a_wait_is_told_before_it(pair) -> None:
+    """(5): else a node could wait for that memory, and we for the node."""
+    wire, node = pair
+    seen = []
+
+    def flush() -> None:
+        seen.append(wire.is_waiting)
+        wire.tell_nowait(Release("job", (7,)))
+
+    wire.waits = flush
+    request = ask(wire)
+    local.send(node, FromNode(request, EndOfStream(1)))
+    wire.wait(request, soon())
+    assert seen[0] is True
+    assert local.receive(node, ToNode)[0].body == NextSlab(1, 0, 0.0, "")
+    assert local.receive(node, ToNode)[0].body == Release("job", (7,))
