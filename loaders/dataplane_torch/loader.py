@@ -19,10 +19,12 @@ from dataplane.model import Topology
 from dataplane.transforms.images import Transform
 from dataplane.transforms.stacks import Stack
 from dataplane_torch.arguments import Arguments, Urls, refuse_arguments, refuse_torch_arguments
+from dataplane_torch.device import Given, Target, find_target
 from dataplane_torch.local.beginning import Place
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
 from dataplane_torch.local.worker_pass import WorkerPass
+from dataplane_torch.pinning import cuda_pinning
 from dataplane_torch.shards import ShardReader, Shards, names_shards
 
 Pass = LocalPass | WorkerPass
@@ -52,13 +54,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     epoch, and the next pass is the next epoch; a pass that was left early is begun again by the
     next.
 
+    `device="cuda"` yields tensors that are there: copied from pinned memory in a stream of their
+    own, one batch ahead, while the step before computes. Your current stream waits for them, your
+    thread does not. "cuda" is the device that is current when a pass begins.
+
     `state_dict()` tells of the pass begun last: what it has yielded counts as consumed.
 
     Raises:  ValueError, TypeError, AssertionError: as torch's does.  ConfigError: arguments that
-    mean nothing together.  RuntimeError: a worker died, or `timeout` has passed.
+    mean nothing together, or a device that is not here.  RuntimeError: a worker died, or `timeout`
+    has passed.
     """
 
     _shards: ShardReader | None
+    _target: Target | None
     _resume: PassState | None
     _latest: Callable[[], Pass | None] | None
     _place: Place | None
@@ -85,6 +93,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         snapshot_every_n_steps: int = 1,
+        device: Given = None,
         seed: int = 0,
         end: str | None = None,
         global_batch_size: int | None = None,
@@ -110,6 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             fill_null, transforms, stack, format, lanes, window, service, name, sharing, topology,
             dp_rank, dp_size, timeout,
         )  # fmt: skip
+        self._target, self.device = find_target(device), device
         self._open(given, {
             "sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers,
             "collate_fn": collate_fn, "worker_init_fn": worker_init_fn,
@@ -257,7 +267,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._shards = self._resume = self._latest = self._place = self._begun = None
         if names_shards(given.urls):
             refuse_torch_arguments(of_torch)
-            reader = self._shards = ShardReader(given, pin_memory=pin_memory)
+            pinning = cuda_pinning(wanted=pin_memory)
+            reader = self._shards = ShardReader(given, pinning=pinning, target=self._target)
             shards = cast("Dataset[Any]", Shards(reader.urls))
             super().__init__(shards, given.batch_size, drop_last=given.drop_last)
             # Frameworks tell an epoch to a loader's sampler.
@@ -269,7 +280,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         refuse_arguments(given)
         of_torch |= {
             "drop_last": given.drop_last,
-            "pin_memory": pin_memory,
+            "pin_memory": pin_memory or self._target is not None,
             "timeout": given.timeout,
         }
         dataset = cast("Dataset[Any]", given.urls)

@@ -3,6 +3,10 @@
 `x.to("cuda", non_blocking=True); del x` is normal code: the tensor is dead while its copy is still
 on its way. So a dead slab waits for the devices before it is released; a thread of its own does
 that, for many slabs at once, so that no finalizer ever waits.
+
+It waits for all work of all devices, since nobody knows in which stream a user copies. Of memory
+that no user ever has, as that of a loader over urls whose batches come on a device, it waits for
+the copies alone.
 """
 
 from __future__ import annotations
@@ -41,12 +45,24 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for all work given so far. Raises RuntimeError."""
+        """Wait for all work given so far that may read the memory. Raises RuntimeError."""
         ...
 
 
+def wait_for_all_work() -> None:
+    """Until the devices have done what they were given. Only where there is a context: asking
+    another device would make one.
+    """
+    for index in range(torch.cuda.device_count()):
+        if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]  # noqa: SLF001
+            torch.cuda.synchronize(index)
+
+
 class Cuda:
-    """The devices of this process, through torch."""
+    """The devices of this process, through torch. `wait` is for the work that may read memory."""
+
+    def __init__(self, wait: Callable[[], None] = wait_for_all_work) -> None:
+        self._wait = wait
 
     def register(self, address: int, size_bytes: int) -> None:
         """As in Device."""
@@ -70,10 +86,8 @@ class Cuda:
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """As in Device. Only where there is a context: asking another device would make one."""
-        for index in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]  # noqa: SLF001
-                torch.cuda.synchronize(index)
+        """As in Device."""
+        self._wait()
 
 
 class DevicePinning:

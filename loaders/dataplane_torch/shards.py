@@ -11,12 +11,14 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import State, step_count
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane_torch.arguments import Arguments, job_of
-from dataplane_torch.pinning import cuda_pinning
+from dataplane_torch.device import Target
+from dataplane_torch.sending import Lane
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.walk import Walk
 
@@ -54,16 +56,19 @@ class Shards(IterableDataset[Batch]):
 class ShardReader:
     """The job of a loader over urls, and where its passes stand."""
 
-    def __init__(self, given: Arguments, *, pin_memory: bool) -> None:
+    def __init__(
+        self, given: Arguments, *, pinning: Pinning | None = None, target: Target | None = None
+    ) -> None:
         self._job = job_of(given)
         self.urls = self._job.request.source.urls
         self._session = Session(
             self._job.endpoint,
             self._job.request,
-            pinning=cuda_pinning(wanted=pin_memory),
+            pinning=pinning if target is None else target.pinning(reads_all=True),
             stall_timeout_s=self._job.stall_timeout_s,
         )
         weakref.finalize(self, self._session.close).atexit = False
+        self._target = target
         self._decoder: Decoder | None = None
         self._epoch, self._cursor = 0, 0
         self._walk: Walk | None = None
@@ -77,13 +82,13 @@ class ShardReader:
         if walk is not None and walk.is_complete:
             self._epoch, self._cursor = walk.epoch + 1, 0
         self._walk = None
-        return BatchIterator(self, decoder)
+        return BatchIterator(self, decoder, None if self._target is None else self._target.lane())
 
-    def walk(self, decoder: Decoder) -> Walk:
+    def walk(self, decoder: Decoder, lane: Lane | None) -> Walk:
         """Start a pass that was begun, when its first batch is asked for: until then it may be told
         which epoch it is, as some frameworks do.
         """
-        walk = Walk(self._session, decoder, self._epoch, self._cursor)
+        walk = Walk(self._session, decoder, self._epoch, self._cursor, lane=lane)
         # A resumed pass is resumed once: if it is left early, the next one begins the epoch anew.
         self._cursor = 0
         self._walk = self._last = walk
@@ -154,8 +159,8 @@ class BatchIterator:
     may share one: each batch comes to one of them.
     """
 
-    def __init__(self, reader: ShardReader, decoder: Decoder) -> None:
-        self._reader, self._decoder = reader, decoder
+    def __init__(self, reader: ShardReader, decoder: Decoder, lane: Lane | None) -> None:
+        self._reader, self._decoder, self._lane = reader, decoder, lane
         self._walk: Walk | None = None
         self._is_done = False
         self._lock = threading.Lock()
@@ -169,7 +174,7 @@ class BatchIterator:
                 raise StopIteration
             walk = self._walk
             if walk is None:
-                walk = self._walk = self._reader.walk(self._decoder)
+                walk = self._walk = self._reader.walk(self._decoder, self._lane)
             batch = walk.next()
             if batch is None:
                 self._is_done = True
@@ -177,6 +182,11 @@ class BatchIterator:
                 self._reader.finish(walk)
                 raise StopIteration
             return batch
+
+    def __del__(self) -> None:
+        # The place that a pass was left at is kept; what it has in hand, or copied ahead, is not.
+        if self._walk is not None:
+            self._walk.close()
 
     @property
     def valid_count(self) -> int | None:

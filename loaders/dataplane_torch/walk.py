@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -9,13 +10,18 @@ from dataplane.client.session import Session
 from dataplane.client.state import consumed, step_count
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.rpc import messages
+from dataplane_torch.sending import Lane, Sending
 from dataplane_torch.tensors import Batch, Decoder
+
+_Made = tuple[messages.Batch, Callable[[], Batch]]
 
 
 class Walk:
     """The batches of steps first_step, first_step + stride, … of an epoch from a cursor on.
 
-    `valid_count` is of the last batch: its rows that are not padding.
+    `valid_count` is of the last batch: its rows that are not padding. With a lane batches come on
+    its device, and the one after is copied ahead if it is here: nothing is waited for, so that
+    whatever memory a slab needs is not held by one that was taken too early.
     """
 
     def __init__(
@@ -28,6 +34,7 @@ class Walk:
         stride: int = 1,
         *,
         in_worker: bool = False,
+        lane: Lane | None = None,
     ) -> None:
         job = session.job
         self.epoch, self.start_cursor = epoch, cursor
@@ -39,8 +46,8 @@ class Walk:
         self._stream = SlabStream(session, epoch, cursor, first_step, stride, ahead=not in_worker)
         left = job.sample_count - cursor
         self._step_count = step_count(left, job.spec.global_batch, job.spec.end)
-        self._in_worker = in_worker
-        self._ready: list[tuple[messages.Batch, Callable[[], Batch]]] = []
+        self._in_worker, self._lane = in_worker, lane
+        self._ready: list[_Made] = []
 
     @property
     def cursor(self) -> int:
@@ -66,6 +73,8 @@ class Walk:
         about, make = self._ready[-1]
         batch = make()
         self._ready.pop()
+        if self._lane is not None:
+            self._look_ahead(self.step + self.stride)
         self.valid_count = about.valid
         self.step += self.stride
         return batch
@@ -75,15 +84,26 @@ class Walk:
         self._stream.close()
         self._ready = []
 
-    def _unpacked(self, slab: list[Batches]) -> list[tuple[messages.Batch, Callable[[], Batch]]]:
+    def _look_ahead(self, step: int) -> None:
+        # What goes wrong here is of a batch that nobody has asked for: then it goes wrong again.
+        with contextlib.suppress(Exception):
+            if not self._ready and step < self._step_count and self._stream.is_at_hand:
+                self._ready = self._unpacked(self._stream.batches_from(step))
+            if self._ready and isinstance(sending := self._ready[-1][1], Sending):
+                sending.begin()
+
+    def _unpacked(self, slab: list[Batches]) -> list[_Made]:
         """The batches of a slab, last first. A worker copies all of it at once: while it waits for
         its turn it holds no slab.
         """
-        made: list[tuple[messages.Batch, Callable[[], Batch]]] = []
+        made: list[_Made] = []
         for batches in slab:
             for i, about in enumerate(batches.batches):
                 make = partial(self._decoder.batch, batches, i)
-                made.append((about, partial(_same, make()) if self._in_worker else make))
+                if self._in_worker:
+                    made.append((about, partial(_same, make())))
+                else:
+                    made.append((about, make if self._lane is None else Sending(self._lane, make)))
         made.reverse()
         return made
 

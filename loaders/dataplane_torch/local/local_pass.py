@@ -15,10 +15,15 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from dataplane_torch.local.beginning import Beginning, Place
 from dataplane_torch.local.progress import PassState, WorkerState
 from dataplane_torch.local.stateful import load_state, skip_samples, state_of
+from dataplane_torch.sending import Sending
 
 
 class LocalPass(_SingleProcessDataLoaderIter):
-    """A pass whose samples this process loads, as torch's with num_workers=0."""
+    """A pass whose samples this process loads, as torch's with num_workers=0.
+
+    Nothing is copied ahead to a device: the next batch would have to be loaded first, in this
+    thread, which would take longer than its copy.
+    """
 
     def __init__(self, loader: Any, resume: PassState | None) -> None:
         self.beginning = begin = Beginning(loader, 0, resume)
@@ -31,6 +36,7 @@ class LocalPass(_SingleProcessDataLoaderIter):
         if begin.goes_on is not None and told is not None and begin.place.is_iterable:
             self._go_on(begin.goes_on, told)
         begin.begun()
+        self._lane = None if loader._target is None else loader._target.lane()
         self._is_asked = False
 
     @property
@@ -61,11 +67,12 @@ class LocalPass(_SingleProcessDataLoaderIter):
                 self.beginning.forget_resumed(self)
                 self._places = self.beginning.places(self)
         try:
-            return super()._next_data()  # type: ignore[no-untyped-call]
+            batch = super()._next_data()  # type: ignore[no-untyped-call]
         except StopIteration:
             self.beginning.place.step = self._num_yielded
             self.beginning.finish()
             raise
+        return batch if self._lane is None else Sending(self._lane, lambda: batch)()
 
     def _go_on(self, state: PassState, told: WorkerState) -> None:
         fetcher = self._dataset_fetcher

@@ -5,6 +5,7 @@ Invariants:
    comes as soon as it is there.
 2. At most prefetch_factor batches a worker are under way or wait to be taken.
 3. What a pass tells of its place covers the batches that it has yielded, and no others.
+4. The memory of a parcel is taken once: unpacked, or discarded.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from dataplane_torch.local.parcel import discard, unpack
 from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
 from dataplane_torch.local.worker import Setup
 from dataplane_torch.pinning import cuda_pinning
+from dataplane_torch.sending import Once, Sending
 
 
 @dataclass(slots=True)
 class _Task:
-    """A batch that was asked for: of whom, and where the sampler stood after it."""
+    """A batch that was asked for: of whom, and where the sampler stood after it. It is `sending`
+    from when it is unpacked for a device, which may be before it is due.
+    """
 
     worker_id: int
     index: Any
     sampler: SamplerState | None
     answer: frames.Made | frames.Ended | None = None
+    sending: Sending | None = None
 
 
 class WorkerPass(_BaseDataLoaderIter):
@@ -46,6 +51,8 @@ class WorkerPass(_BaseDataLoaderIter):
     def __init__(self, loader: Any, resume: PassState | None) -> None:
         self._crew: Crew | None = None
         self._pass_id = 0
+        self._tasks: dict[int, _Task] = {}
+        self._target = loader._target
         self._in_order = loader.in_order
         self._depth = loader.prefetch_factor * loader.num_workers
         begin = self._begin(loader, resume)
@@ -70,6 +77,7 @@ class WorkerPass(_BaseDataLoaderIter):
     def close(self) -> None:
         """End the workers. Batches that are held stay good. May be called twice."""
         self._is_closed = True
+        self._tasks.clear()
         if self._crew is not None:
             self._crew.close()
 
@@ -90,7 +98,7 @@ class WorkerPass(_BaseDataLoaderIter):
     def _open_anew(self) -> None:
         self._pass_id += 1
         for task in self._tasks.values():
-            if isinstance(task.answer, frames.Made):
+            if isinstance(task.answer, frames.Made) and task.sending is None:
                 self._discard(task.worker_id, task.answer)
         self._open(None)
 
@@ -109,7 +117,11 @@ class WorkerPass(_BaseDataLoaderIter):
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             settings = (init_fn, self._world_size, self._rank)
             init_fn = functools.partial(_sharding_worker_init_fn, *settings)
-        pinning = cuda_pinning(wanted=self._pin_memory)
+        pinning = (
+            cuda_pinning(wanted=self._pin_memory)
+            if self._target is None
+            else self._target.pinning(reads_all=False)  # arrays, for one, stay with the user
+        )
         is_iterable = self.beginning.place.is_iterable
         every = loader.snapshot_every_n_steps
         # A map-style dataset cannot skip what it does not know.
@@ -140,7 +152,8 @@ class WorkerPass(_BaseDataLoaderIter):
         """Tell the workers where to begin, and give them their first tasks."""
         assert self._crew is not None
         count, place = self._num_workers, self.beginning.place
-        self._tasks: dict[int, _Task] = {}
+        self._tasks = {}
+        self._lane = None if self._target is None else self._target.lane()
         self._next_task = self._next_out = 0
         self._is_active, self._is_ready = [True] * count, [False] * count
         self._has_indices = True
@@ -222,13 +235,50 @@ class WorkerPass(_BaseDataLoaderIter):
         assert isinstance(made, frames.Made)
         self._next_out = task_id + 1
         self._fill()
-        batch = unpack(made.parcel, self._crew.mapped[task.worker_id])
+        if self._lane is None or made.kind == "error":
+            batch = self._unpacked(task.worker_id, made)
+        else:
+            batch = self._sending(task, made)()
+            self._look_ahead()
+        self._step(task_id, task, made.state)
+        return batch
+
+    def _unpacked(self, worker_id: int, made: frames.Made) -> Any:
+        assert self._crew is not None
+        batch = unpack(made.parcel, self._crew.mapped[worker_id])
         if made.kind == "error":
             batch.reraise()
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._step(task_id, task, made.state)
         return batch
+
+    def _sending(self, task: _Task, made: frames.Made) -> Sending:
+        if task.sending is None:
+            assert self._lane is not None
+            once = Once(functools.partial(self._unpacked, task.worker_id, made))
+            task.sending = Sending(self._lane, once)
+        return task.sending
+
+    def _look_ahead(self) -> None:
+        """Begin to copy the batch that is next, if it is there. Nothing is waited for, and what
+        goes wrong is raised when that batch is due.
+        """
+        task = self._next_made()
+        if task is None:
+            with contextlib.suppress(RuntimeError):  # a worker died: whoever waits is told
+                self._hear(0.0)
+            task = self._next_made()
+        if task is not None and isinstance(made := task.answer, frames.Made):
+            self._sending(task, made).begin()
+
+    def _next_made(self) -> _Task | None:
+        """As `_answered`, but it changes nothing. An error of a worker's is none that is made."""
+        for task in self._tasks.values():
+            if isinstance(task.answer, frames.Made):
+                return task if task.answer.kind != "error" else None
+            if task.answer is None and self._in_order:
+                return None
+        return None
 
     def _step(self, task_id: int, task: _Task, state: WorkerState | None) -> None:
         place = self.beginning.place

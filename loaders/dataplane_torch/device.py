@@ -1,0 +1,134 @@
+"""The device that batches are yielded on: what `device=` means, and its lane for copies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dataplane.client.mount import Pinning
+from dataplane.errors import ConfigError
+from dataplane_torch.pinning import Cuda, DevicePinning
+from dataplane_torch.sending import Copy, Lane, moved
+
+Given = str | torch.device | int | None
+
+
+class Target(Protocol):
+    """Where a loader's batches go."""
+
+    def lane(self) -> Lane:
+        """The lane of the passes that begin now."""
+        ...
+
+    def pinning(self, *, reads_all: bool) -> Pinning:
+        """For memory that lanes read. `reads_all` where nobody else reads any of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CudaTarget:
+    """A CUDA device; without an index the one that is current when a pass begins."""
+
+    index: int | None
+
+    def lane(self) -> Lane:
+        """As in Target."""
+        return CudaLane(torch.cuda.current_device() if self.index is None else self.index)
+
+    def pinning(self, *, reads_all: bool) -> Pinning:
+        """As in Target."""
+        return DevicePinning(Cuda(_wait_for_lanes) if reads_all else Cuda())
+
+
+class CudaLane:
+    """dataplane_torch.sending.Lane over CUDA. A process has one stream for copies on each device,
+    so that all loaders use one part of the allocator's memory.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self._stream = _stream_of(index)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[Copy]:
+        """As in Lane."""
+        with torch.cuda.stream(self._stream):
+            yield functools.partial(moved, device=self.device)
+
+    def mark(self) -> Any:
+        """As in Lane."""
+        return self._stream.record_event()
+
+    def wait_for(self, mark: Any) -> Any:
+        """As in Lane."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(mark)
+        return stream
+
+    def record(self, copied: Any, stream: Any) -> None:
+        """As in Lane."""
+        copied.record_stream(stream)
+
+
+def find_target(given: Given) -> Target | None:
+    """What `device` names; None where batches stay in host memory.
+
+    Raises:  ConfigError: it names no device, or none that is here.
+    """
+    device = _parsed(given)
+    if device is None or device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise _refusal(given, "batches are copied to CUDA devices: leave it out, and move them")
+    if not torch.cuda.is_available():
+        is_built = torch.version.cuda is not None or torch.version.hip is not None
+        why = (
+            "torch sees no CUDA device: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+            if is_built
+            else f"this torch ({torch.__version__}) is built without CUDA: install one that has it"
+        )
+        raise _refusal(given, f'{why}, or leave it out (device="cpu" means the same)')
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise _refusal(given, f"the CUDA devices here are 0 to {count - 1}")
+    return CudaTarget(device.index)
+
+
+def _parsed(given: object) -> torch.device | None:
+    if given is None or isinstance(given, torch.device):
+        return given
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return torch.device("cuda", given)
+    if isinstance(given, str):
+        with contextlib.suppress(RuntimeError):
+            return torch.device(given)
+    raise _refusal(given, 'pass "cuda", "cuda:1", a torch.device, or the number of a CUDA device')
+
+
+def _refusal(given: object, why: str) -> ConfigError:
+    return ConfigError(f"device={given!r:.80}: {why}", field="device")
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _stream_of(index: int) -> torch.cuda.Stream:
+    stream = _streams.get(index)
+    if stream is None:
+        made: Any = torch.cuda.Stream
+        stream = _streams.setdefault(index, made(index))
+    return stream
+
+
+def _wait_for_lanes() -> None:
+    event: Any = torch.cuda.Event
+    for stream in list(_streams.values()):
+        # A blocking one: this thread sleeps, where it would else keep a processor busy.
+        end = event(blocking=True)
+        end.record(stream)
+        end.synchronize()

@@ -1,0 +1,53 @@
+"""What tests of devices have in common: a training loop on a fake one, and the bytes it expects."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from fake_device import FakeDevice
+
+
+def leaves(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if not isinstance(batch, tuple | list):
+        return []
+    return [leaf for one in batch for leaf in leaves(one)]
+
+
+def content(batch: Any) -> list[bytes]:
+    """Their bytes, as they are now."""
+    return [leaf.cpu().contiguous().numpy().tobytes() for leaf in leaves(batch)]
+
+
+def step(device: FakeDevice, batches: Iterator[Any], expected: list[bytes]) -> None:
+    """One step of a loop, in any stream; the batch is dropped when its step was only asked for."""
+    device.current = device.random.choice(device.streams[1:])
+    for tensor, want in zip(leaves(next(batches)), expected, strict=True):
+        device.read(tensor, want)
+    device.tick()
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    """For what other threads and processes do."""
+    pause = threading.Event()
+    for _ in range(1000):
+        if is_so():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came to this")
+
+
+def expect_nothing_left(device: FakeDevice) -> None:
+    """No wrong byte was read, and nothing is held on either side."""
+    device.finish()
+    gc.collect()
+    wait_until(lambda: not device.pinned)
+    assert (device.failures, device.live) == ([], {})

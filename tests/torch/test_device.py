@@ -1,0 +1,236 @@
+"""DataLoader(device=…) over urls: the host's own batches, on a device that does everything late."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+from dataplane_torch import DataLoader
+from dataplane_torch.device import find_target
+from device_steps import content, expect_nothing_left, leaves, step, wait_until
+from fake_device import FakeDevice, FakeTarget
+
+from dataplane.client.stream import Batches, SlabStream
+from dataplane.errors import ClosedError, ConfigError, DataStallError
+
+URL = "s3://bucket/shards/*.parquet"
+COUNT, SIZE = 90, 4
+STEPS = -(-COUNT // SIZE)
+
+
+@pytest.fixture
+def onto(monkeypatch):
+    """Loaders that are asked for a device get this one."""
+
+    def use(seed: int = 0) -> FakeDevice:
+        device = FakeDevice(seed)
+        monkeypatch.setattr(
+            "dataplane_torch.loader.find_target",
+            lambda given: None if given is None else FakeTarget(device),
+        )
+        return device
+
+    return use
+
+
+@pytest.fixture
+def epochs(fake):
+    """A node with six slots, of which a trainer may hold two; what the first two epochs are."""
+    fake(sample_count=COUNT, arena_bytes=6 * 4096)
+    with DataLoader(URL, SIZE) as loader:
+        return [[content(batch) for batch in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_batch_is_the_hosts_own_however_late_the_device_is(epochs, onto, seed) -> None:
+    device = onto(seed)
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        for expected in epochs:
+            batches = iter(loader)
+            for want in expected:
+                step(device, batches, want)
+            with pytest.raises(StopIteration):
+                next(batches)
+        assert loader.statistics().copied_slabs == 0  # what is only read by now is not held
+    assert device.pageable == 0
+    del batches
+    expect_nothing_left(device)
+
+
+def test_the_next_batch_is_copied_ahead_if_it_is_here_and_no_other(epochs, onto) -> None:
+    device = onto()
+    each = [sum(bool(leaf) for leaf in batch) for batch in epochs[0]]
+    copies = [0, *itertools.accumulate(each)]
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        batches = iter(loader)
+        step(device, batches, epochs[0][0])
+        for i, want in enumerate(epochs[0][1:], 1):
+            walk = loader._shards._walk
+            if len(walk._ready) < 2 and i < STEPS - 1:  # the last of its slab
+                wait_until(lambda walk=walk: walk._stream.is_at_hand)
+            step(device, batches, want)
+            assert device.copies == copies[min(i + 2, STEPS)]
+        del batches, walk
+    expect_nothing_left(device)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_state_counts_what_was_yielded_and_not_what_was_copied_ahead(epochs, onto, seed) -> None:
+    device = onto(seed)
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        batches, states = iter(loader), []
+        for want in epochs[0]:
+            step(device, batches, want)
+            states.append(loader.state_dict())
+        assert [state["cursor"] for state in states] == [
+            min(COUNT, SIZE * (i + 1)) for i in range(STEPS)
+        ]
+        for stop in (0, 3, 4, STEPS - 2):
+            loader.load_state_dict(states[stop])
+            batches = iter(loader)
+            for want in epochs[0][stop + 1 :]:
+                step(device, batches, want)
+            assert next(batches, None) is None
+        del batches
+    expect_nothing_left(device)
+
+
+def test_a_pass_that_is_left_holds_nothing_and_keeps_its_place(epochs, onto) -> None:
+    device = onto()
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        for stop, _ in enumerate(loader):
+            if stop == 4:
+                break
+        assert device.live
+        del _
+        gc.collect()
+        assert device.live == {}
+        assert loader.state_dict()["cursor"] == 5 * SIZE
+        batches = iter(loader)
+        step(device, batches, epochs[0][0])  # begun again, as without a device
+        loader.close()
+        with pytest.raises(ClosedError):
+            next(batches)
+    del batches
+    expect_nothing_left(device)
+
+
+def test_an_error_of_the_batch_ahead_comes_when_that_batch_is_due(epochs, onto) -> None:
+    device = onto()
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        batches = iter(loader)
+        for want in epochs[0][:2]:
+            step(device, batches, want)
+        device.refuses = 2  # once for the batch ahead, and once more when it is due
+        step(device, batches, epochs[0][2])
+        assert device.refuses == 1
+        assert loader.state_dict()["cursor"] == 3 * SIZE
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(batches)
+        assert loader.state_dict()["cursor"] == 3 * SIZE
+        for want in epochs[0][3:]:
+            step(device, batches, want)
+        del batches
+    expect_nothing_left(device)
+
+
+def test_an_interrupt_of_the_batch_ahead_takes_no_batch(epochs, onto, monkeypatch) -> None:
+    device = onto()
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        batches = iter(loader)
+        for want in epochs[0][:2]:
+            step(device, batches, want)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "copied", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        assert loader.state_dict()["cursor"] == 2 * SIZE
+        for want in epochs[0][2:]:
+            step(device, batches, want)
+        del batches
+    expect_nothing_left(device)
+
+
+def interrupt(_source: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
+def test_a_slab_that_is_not_here_is_waited_for_when_it_is_due(fake, onto, monkeypatch) -> None:
+    fake(sample_count=COUNT, hang_after=2)  # slabs of one batch and of three
+    device, asked, ask = onto(), [], SlabStream.batches_from
+
+    def counted(stream: SlabStream, at: int) -> list[Batches]:
+        asked.append(at)
+        return ask(stream, at)
+
+    monkeypatch.setattr(SlabStream, "batches_from", counted)
+    with DataLoader(URL, SIZE, device="cuda", timeout=0.3) as loader:
+        batches = iter(loader)
+        taken = [next(batches) for _ in range(4)]
+        assert asked == [0, 1]
+        with pytest.raises(DataStallError):
+            next(batches)
+        assert loader.state_dict()["cursor"] == 4 * SIZE
+        assert len(taken) == 4
+        del batches, taken
+    expect_nothing_left(device)
+
+
+def test_many_passes_at_once_over_little_memory_never_starve_each_other(epochs, onto) -> None:
+    device = onto()
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        passes = [iter(loader) for _ in range(9)]
+        for want, batches in itertools.product(epochs[0], passes):
+            step(device, batches, want)
+        del passes, batches
+    expect_nothing_left(device)
+
+
+def test_batches_that_are_held_stay_right(epochs, onto) -> None:
+    device = onto()
+    with DataLoader(URL, SIZE, device="cuda") as loader:
+        held = list(loader)
+    device.finish()
+    assert [content(batch) for batch in held] == epochs[0]
+    assert all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in leaves(held))
+    del held
+    expect_nothing_left(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "match"),
+    [
+        ("banana", 'pass "cuda"'),
+        ("cuda:-1", 'pass "cuda"'),
+        (-1, "number of a CUDA device"),
+        (True, "number of a CUDA device"),
+        (1.5, "number of a CUDA device"),
+        ("mps", "CUDA devices"),
+        (torch.device("meta"), "CUDA devices"),
+        ("cuda:99", "CUDA"),
+        (99, "CUDA"),
+    ],
+)
+@pytest.mark.parametrize("dataset", [URL, [1, 2, 3]])
+def test_a_device_that_is_not_here_is_refused_before_any_work(device, match, dataset) -> None:
+    with pytest.raises(ConfigError, match=match) as told:
+        DataLoader(dataset, device=device)
+    assert told.value.field == "device"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda", 1)])
+def test_without_cuda_the_error_says_what_to_do(device) -> None:
+    with pytest.raises(ConfigError, match=r"leave it out"):
+        DataLoader([1, 2, 3], device=device)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu")])
+def test_the_cpu_is_where_batches_are_anyway(fake, device) -> None:
+    fake(sample_count=8)
+    assert find_target(device) is None
+    with DataLoader(URL, SIZE, device=device) as loader:
+        assert [batch["t"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert loader.device is device

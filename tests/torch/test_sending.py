@@ -1,0 +1,271 @@
+"""Batches on their way to a device: nothing is read too early, overwritten, or used again.
+
+Numbers in brackets are invariants of dataplane_torch.sending.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections import UserDict, deque
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from dataplane_torch.sending import Once, Sending
+from dataplane_torch.tensors import tensor_over
+from fake_device import FakeDevice, FakeLane, Stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROWS, SLOTS, STEPS = 3, 3, 25
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Slots:
+    """Pinned memory of the host. What dies is overwritten at once, or `when_unread`: then as soon
+    as the lane has done what it was given.
+    """
+
+    def __init__(self, device: FakeDevice, *, when_unread: bool = True) -> None:
+        self.device, self.when_unread = device, when_unread
+        self.slots = [np.zeros(8 * ROWS, np.uint8) for _ in range(SLOTS)]
+        self.free = deque(range(SLOTS))
+        for slot in self.slots:
+            device.pinned[slot.ctypes.data] = slot.nbytes
+
+    def batch(self, step: int) -> dict[str, Any]:
+        while not self.free:  # as who waits for the node
+            assert self.device.lane.step(), "nobody will give a slot back"
+        at = self.free.popleft()
+        self.slots[at][:] = step
+        memory = np.frombuffer(self.slots[at].data, np.uint8)
+        weakref.finalize(memory, self._died, at).atexit = False
+        return {
+            "x": tensor_over(memory, torch.int16, (ROWS, 2)),
+            "more": [Pair(tensor_over(memory, torch.int32, (ROWS,), 4 * ROWS), "text"), step],
+        }
+
+    def _died(self, at: int) -> None:
+        if self.when_unread:
+            self.device.lane.add(partial(self._overwrite, at))
+        else:
+            self._overwrite(at)
+
+    def _overwrite(self, at: int) -> bool:
+        self.slots[at][:] = 0xEE
+        self.free.append(at)
+        return True
+
+
+def train(seed: int, lane_of: Any = FakeLane, *, when_unread: bool = True) -> FakeDevice:
+    """Steps of a loop that drops or holds batches, changes streams, leaves passes early, and has
+    the next batch at hand or not; all of it as the seed says.
+    """
+    device = FakeDevice(seed)
+    draw, lane, host = device.random, lane_of(device), Slots(device, when_unread=when_unread)
+    ahead: Sending | None = None
+    held: list[Any] = []
+    for step in range(STEPS):
+        device.current = draw.choice(device.streams[1:])
+        batch = (ahead or Sending(lane, partial(host.batch, step)))()
+        ahead = None
+        if host.free and draw.random() < 0.8:
+            ahead = Sending(lane, partial(host.batch, step + 1))
+            ahead.begin()
+        pair, number = batch["more"]
+        assert (number, pair.second) == (step, "text")
+        for tensor in (batch["x"], pair.first):
+            device.read(tensor, bytes([step]) * tensor.nbytes)
+        held.append(batch)
+        del batch, pair, tensor
+        if draw.random() < 0.7:
+            held.clear()
+        if draw.random() < 0.1:
+            ahead = None
+        device.tick()
+    ahead = None
+    held.clear()
+    device.finish()
+    assert len(host.free) == SLOTS
+    assert not device.live
+    return device
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=100)
+def test_every_step_reads_its_own_batch_however_late_the_device_is(seed) -> None:
+    """(1), (3)"""
+    device = train(seed)
+    assert not device.failures
+    assert (device.copies >= 2 * STEPS, device.pageable) == (True, 0)
+
+
+class Waitless(FakeLane):
+    def wait_for(self, mark: Any) -> Stream:
+        return self.fake.current
+
+
+class Recordless(FakeLane):
+    def record(self, copied: Any, stream: Stream) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lane", "when_unread"), [(Waitless, True), (Recordless, True), (FakeLane, False)]
+)
+def test_the_fake_finds_a_missing_wait_a_missing_record_and_a_source_written_early(
+    lane, when_unread
+) -> None:
+    assert any(train(seed, lane, when_unread=when_unread).failures for seed in range(10))
+
+
+def sent(batch: Any, device: FakeDevice | None = None) -> Any:
+    return Sending(FakeLane(device or FakeDevice()), lambda: batch)()
+
+
+class Graph:
+    """A user's batch that can be copied in any stream."""
+
+    def __init__(self, nodes: torch.Tensor, recorded: Any = None) -> None:
+        self.nodes, self.recorded = nodes, recorded
+
+    def to(self, lane: FakeLane) -> Graph:
+        assert lane.fake.current is lane.fake.lane
+        return Graph(lane.fake.copied(self.nodes))
+
+    def record_stream(self, stream: Stream) -> None:
+        self.recorded = stream
+
+
+class Sample:
+    """A user's batch that is copied in the stream it is used in."""
+
+    def __init__(self, device: FakeDevice, *, takes_all: bool) -> None:
+        self.device, self.takes_all, self.seen = device, takes_all, None
+
+    def to(self, where: Any, **given: Any) -> Any:
+        if given and not self.takes_all:
+            raise TypeError("to() takes a device")
+        self.seen = (where, given, self.device.current)
+        return None if self.takes_all else self  # some forget to return what they changed
+
+
+class Frozen(collections.abc.Mapping):
+    def __init__(self, values: Any) -> None:
+        self.values_ = dict(values)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.values_[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+def test_structure_is_kept_and_what_is_no_tensor_stays_the_object_it_is() -> None:
+    device = FakeDevice()
+    texts, marks = ["a", None, 3], [{"deep": b"x"}, range(3)]
+    tensor, array = torch.arange(6.0), np.arange(3)
+    batch = {
+        "plain": tensor,
+        "ordered": collections.OrderedDict(a=tensor),
+        "default": collections.defaultdict(int, a=tensor),
+        "user": UserDict(a=tensor),
+        "frozen": Frozen({"a": tensor}),
+        "pair": Pair(tensor, "b"),
+        "tuple": (tensor, 1),
+        "list": [tensor, [tensor]],
+        "deque": deque([tensor]),
+        "texts": texts,
+        "marks": marks,
+        "array": array,
+        "type": torch.Tensor,
+        "empty": torch.empty(0, 3, dtype=torch.int16),
+    }
+    out = sent(batch, device)
+    device.finish()
+    assert {name: type(value) for name, value in out.items()} == {
+        name: type(value) for name, value in batch.items()
+    }
+    assert out["texts"] is texts
+    assert out["marks"] is marks
+    assert out["array"] is array
+    assert out["default"].default_factory is int
+    assert (out["empty"].shape, out["empty"].dtype) == ((0, 3), torch.int16)
+    found = [out["plain"], out["ordered"]["a"], out["default"]["a"], out["user"]["a"]]
+    found += [out["frozen"]["a"], out["pair"].first, out["tuple"][0], out["list"][0]]
+    found += [out["list"][1][0], out["deque"][0]]
+    assert all(one is not tensor and torch.equal(one, tensor) for one in found)
+    assert batch["plain"] is tensor
+    assert batch["user"]["a"] is tensor
+
+
+def test_objects_that_record_streams_go_ahead_and_others_when_they_are_due() -> None:
+    device = FakeDevice()
+    lane = FakeLane(device)
+    some, other = Sample(device, takes_all=True), Sample(device, takes_all=False)
+    sending = Sending(lane, lambda: [Graph(torch.ones(3)), some, other])
+    sending.begin()
+    assert some.seen is None
+    device.current = device.streams[2]
+    graph, *samples = sending()
+    device.finish()
+    assert graph.recorded is device.streams[2]
+    assert graph.nodes.tolist() == [1, 1, 1]
+    assert samples == [some, other]
+    assert some.seen == (lane.device, {"non_blocking": True}, device.streams[2])
+    assert other.seen == (lane.device, {}, device.streams[2])
+
+
+def test_what_cannot_be_recorded_is_moved_in_the_stream_of_the_taker() -> None:
+    device = FakeDevice()
+    (out,) = sent([torch.eye(3).to_sparse()], device)
+    assert out.to_dense().tolist() == torch.eye(3).tolist()
+    assert not device.lane.given
+
+
+def test_what_goes_wrong_ahead_is_raised_when_it_is_due_and_tried_again() -> None:
+    """(2)"""
+    device, made = FakeDevice(), []
+
+    def make() -> Any:
+        made.append(1)
+        return [torch.ones(2), torch.ones(3)]
+
+    device.refuses = 2
+    sending = Sending(FakeLane(device), make)
+    sending.begin()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sending()
+    assert [one.numel() for one in sending()] == [2, 3]
+    assert made == [1]
+    device.finish()
+
+
+def test_what_is_made_once_fails_with_the_same_error_again() -> None:
+    def broken() -> Any:
+        raise ValueError("broken")
+
+    sending = Sending(FakeLane(FakeDevice()), Once(broken))
+    sending.begin()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            sending()
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    sending = Sending(FakeLane(FakeDevice()), Once(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        sending.begin()
+    with pytest.raises(RuntimeError, match="interrupt"):
+        sending()
