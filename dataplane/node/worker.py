@@ -62,6 +62,11 @@ class _Dataset:
     fill_null: Mapping[str, float]
     packing: Packing | None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all columns of its shards are needed."""
+        return set(self.plan.leaves.top_level).issuperset(self.schema.names)
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Shard:
@@ -198,7 +203,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
 
 
 def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> pa.RecordBatch:
-    preamble, body = _raw_views(state, raw)
+    preamble, body = _raw_views(state, raw, is_whole=dataset.is_whole)
     block = base.RawBlock(
         raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
         preamble, body, raw.pieces if raw.arena is not None else (),
@@ -215,15 +220,19 @@ def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> p
     return canonical_stacked(batch, dataset.plan, dataset.fill_null, raw.url)
 
 
-def _raw_views(state: _State, raw: tasks.RawBlock) -> tuple[memoryview, memoryview]:
-    """(preamble, body): from the arena, or from the mapped file."""
+def _raw_views(
+    state: _State, raw: tasks.RawBlock, *, is_whole: bool
+) -> tuple[memoryview, memoryview]:
+    """(preamble, body): from the arena, or from the mapped file. `is_whole`: all columns of it are
+    needed.
+    """
     if raw.arena is not None:
         whole = state.arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()
         cut = raw.preamble_place.length
         length = sum(piece.length for piece in raw.pieces or (raw.place,))
         return whole[:cut], whole[cut : cut + length]
     mapping = _mapped_shard(state, raw).mapping
-    for piece in raw.pieces or (raw.place,):
+    for piece in raw.pieces or ((raw.place,) if is_whole else ()):
         _populate(mapping, piece)
     shard = memoryview(mapping)
     return _cut(shard, raw.preamble_place), _cut(shard, raw.place)
@@ -234,6 +243,14 @@ def _populate(mapping: mmap.mmap, place: Region) -> None:
     start = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
     with contextlib.suppress(OSError):  # Linux before 5.14 does not know how
         mapping.madvise(_MADV_POPULATE_READ, start, place.offset + place.length - start)
+
+
+def _populate_columns(mapping: mmap.mmap, columns: BlockColumns) -> None:
+    """The same for the columns of a block alone that lie in the file."""
+    start = np.frombuffer(mapping, np.uint8).ctypes.data
+    for part in columns.values:
+        if start <= part.address < start + len(mapping):
+            _populate(mapping, Region(part.address - start, part.length))
 
 
 def _cut(view: memoryview, region: Region) -> memoryview:
@@ -300,7 +317,10 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
 def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> BlockColumns:
     specs = dataset.plan.specs
     if source.raw is not None:
-        return open_block(_canonical_batch(state, dataset, source.raw), specs)
+        columns = open_block(_canonical_batch(state, dataset, source.raw), specs)
+        if source.raw.path is not None and not dataset.is_whole:
+            _populate_columns(_mapped_shard(state, source.raw).mapping, columns)
+        return columns
     assert source.decoded is not None
     region = source.decoded
     view = state.arenas[0].view(region.offset, region.length).toreadonly()

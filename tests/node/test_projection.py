@@ -7,9 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fleet import worker_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_trainer import Node, Trainer
@@ -209,6 +211,36 @@ def test_a_job_reads_the_columns_it_asked_for_and_no_others(
             trainer.tell(messages.Release("j", (slab.slab_id,)))
     assert labels == list(range(200))
     assert read < 100_000
+
+
+def mapped_bytes(node: Node, path: Path) -> int:
+    """What of a file its workers have in their memory."""
+    workers = worker_processes(psutil.Process(node.process.pid))
+    maps = [one for worker in workers for one in worker.memory_maps() if one.path == str(path)]
+    return sum(one.rss for one in maps)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_of_a_mapped_arrow_file_the_columns_of_a_job_are_touched_alone(
+    tmp_path: Path, *, shuffle: bool
+) -> None:
+    path = tmp_path / "0.arrow"
+    table = pa.table(
+        {
+            "big": pa.array([bytes(80_000)] * 200, pa.large_binary()),
+            "label": pa.array(range(200), pa.int64()),
+        }
+    )
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    touched = []
+    for columns in (("label",), ()):
+        with Node(tmp_path) as node, Trainer(node) as trainer:
+            trainer.open(str(path), columns=columns, global_batch=10, shuffle=shuffle)
+            assert len(trainer.batches()) == 20
+            touched.append(mapped_bytes(node, path))
+    assert touched[0] < 2_000_000
+    assert touched[1] > 12_000_000
 
 
 class Halves:
