@@ -9,7 +9,7 @@ memory that was given away too early is seen as a wrong batch.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,12 +125,18 @@ class Outside:
     # -- as Fetcher --------------------------------------------------------------------------
 
     def fetch(
-        self, url: str, etag: str, preamble: Region, place: Region, into: memoryview, report: Report
+        self,
+        url: str,
+        etag: str,
+        preamble: Region,
+        pieces: Sequence[Region],
+        into: memoryview,
+        report: Report,
     ) -> None:
         self.loads += 1
         dataset_id = int(etag.removeprefix("e"))
-        block = place.offset >> 20
-        assert len(into) == preamble.length + place.length
+        block = pieces[0].offset >> 20
+        assert len(into) == preamble.length + sum(piece.length for piece in pieces)
 
         def end() -> None:
             if block in self.worlds[dataset_id].broken:
