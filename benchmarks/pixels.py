@@ -5,7 +5,8 @@
 Photographs of the folder that are larger than ImageNet's usual 500 x 375 are first made as large,
 at a quality of 95. The same crops are made by all, in turns, so that a busy neighbour slows all of
 them; the best round of each counts. Exit status 1 says that ours missed its bar: a multiple of what
-simplejpeg (libjpeg-turbo, whole images) and OpenCV's resize reach.
+simplejpeg (libjpeg-turbo, whole images) and OpenCV's resize reach. "Ours, again" are crops of
+images of which others were made before, as in later epochs of what stays in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ LONG_SIDE, PIXELS_USUAL = 500, 500 * 375
 QUALITY = 95
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 ATTEMPTS = 10
-BARS = {"ours": 1.4, "ours, rewritten": 1.9}
+BARS = {"ours": 1.4, "ours, again": 1.9}
+TRAIL_PARTS = 16
 VIEW = pixels.PixelView(SIDE, SIDE, "HWC", "uint8", None, None)
 
 Crops = NDArray[np.float64]
@@ -48,9 +50,10 @@ class Photographs:
         self.encoded = [_usual(path.read_bytes()) for path in sorted(folder.iterdir())]
         self._memory = [np.frombuffer(image, np.uint8) for image in self.encoded]
         self._places = _places(self._memory)
-        self.rewritten = [pixels.rewritten(image) for image in self.encoded]
-        self._memory_rewritten = [np.frombuffer(image, np.uint8) for image in self.rewritten]
-        self._places_rewritten = _places(self._memory_rewritten)
+        self._kept = [
+            np.zeros(len(image) // TRAIL_PARTS // 8 * 8, np.uint8) for image in self.encoded
+        ]
+        self._trails = _places(self._kept)
         self.sizes = pixels.sizes(self._places)
         self._flips = np.zeros(len(self.encoded), np.uint8)
         self._out = np.zeros((len(self.encoded), SIDE, SIDE, 3), np.uint8)
@@ -76,9 +79,9 @@ class Photographs:
     def by_us(self, boxes: Crops) -> None:
         pixels.render(self._places, boxes, self._flips, VIEW, self._out.reshape(-1))
 
-    def by_us_rewritten(self, boxes: Crops) -> None:
+    def by_us_again(self, boxes: Crops) -> None:
         out = self._out.reshape(-1)
-        pixels.render(self._places_rewritten, boxes, self._flips, VIEW, out)
+        pixels.render(self._places, boxes, self._flips, VIEW, out, trails=self._trails)
 
 
 def _places(memory: Sequence[NDArray[np.uint8]]) -> pixels.Ints:
@@ -116,7 +119,7 @@ def measure(photographs: Photographs) -> dict[str, float]:
         "simplejpeg and OpenCV": photographs.by_simplejpeg,
         "Pillow": photographs.by_pillow,
         "ours": photographs.by_us,
-        "ours, rewritten": photographs.by_us_rewritten,
+        "ours, again": photographs.by_us_again,
     }
     random = np.random.default_rng(0)
     best = dict.fromkeys(makers, float("inf"))

@@ -10,14 +10,15 @@ Invariants:
    only blocks that are needed later than it are evicted. What else lies in the arena goes before
    any block that is needed at all.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
+5. Trails take what is free. Nothing is evicted for them, and they go with their block.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -25,13 +26,13 @@ from dataplane.arena.allocator import Allocator, rounded
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
-from dataplane.node.block import Block, Phase
+from dataplane.node.block import Block, Listener, Phase, Spare
 from dataplane.node.columns import Ints
 from dataplane.node.dataset import Dataset
 from dataplane.node.eviction import NEVER, next_use, victims
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import Job, WorkerPool
-from dataplane.plan.order import Order
+from dataplane.node.trails import trail_bytes
 from dataplane.rpc import tasks
 
 BLOCK_ARENA_ID = 0
@@ -42,36 +43,7 @@ FETCH_BYTES_MIN = 2 << 20
 SMALL_FETCHES = 4
 
 _DIRECT_BLOCKS_MAX = 4096
-
-
-class Listener(Protocol):
-    """Who uses the table: told whatever changes, in the event loop."""
-
-    def walks(self, dataset: Dataset) -> Sequence[tuple[Order, int]]:
-        """The walks over this dataset: order, and the position each has come to."""
-
-    def block_ready(self, dataset: Dataset, index: int) -> None:
-        """Rows can be gathered from it now."""
-
-    def block_gone(self, dataset: Dataset, index: int) -> None:
-        """It was evicted, or must be loaded again: its memory is free."""
-
-    def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
-        """It cannot be loaded."""
-
-    def spare(self) -> Sequence[Spare]:
-        """What else is in the arena and may go, least needed first."""
-
-    def evict_spare(self, spare: Spare) -> None:
-        """It must go now: have its memory freed."""
-
-
-class Spare(Protocol):
-    """Something that lies in the arena as long as no block needs the room."""
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """What it takes of the arena."""
+_STAYING_SHARE = 0.9
 
 
 class BlockTable:
@@ -275,9 +247,26 @@ class BlockTable:
         block.phase = Phase.READY
         block.dataset.marks.keys[block.index] = block.key
         self._by_key[block.key] = block
-        if block.raw is None and block.decoded is None:
+        if not block.regions:
             self._trim(block)
+        self._give_trails(block)
         self._listener.block_ready(block.dataset, block.index)
+
+    def _give_trails(self, block: Block) -> None:
+        """Where every block stays until it is needed again, its images are cropped again, too."""
+        dataset, kept = block.dataset, block.decoded or block.raw
+        length = kept.length if kept else int(dataset.manifest.block_length[block.index])
+        may_stay = dataset.bytes_with_trails <= self.arena_bytes * _STAYING_SHARE
+        if not (may_stay and dataset.has_bytes and self._listener.crops(dataset)):
+            return
+        length = trail_bytes(length)
+        at = self._allocator.allocate(length)
+        if at is None:
+            return
+        with contextlib.suppress(BudgetTooSmall):
+            block.trails = self._reserved(at, length)
+            view = self._arena.view(at, length)
+            np.frombuffer(view, np.uint8)[:] = 0
 
     def _fail(self, block: Block, error: DataplaneError) -> None:
         self._remove(block)
@@ -394,7 +383,7 @@ class BlockTable:
         self._pool.forget_block(block.key)
         for region in block.regions:
             self._allocator.free(region.offset)
-        block.raw = block.decoded = None
+        block.raw = block.decoded = block.trails = None
         block.dataset.marks.keys[block.index] = 0
         self._by_key.pop(block.key, None)
         self._blocks.pop((block.dataset.dataset_id, block.index), None)

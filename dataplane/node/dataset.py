@@ -17,6 +17,7 @@ from dataplane.node.columns import Ints, Packing
 from dataplane.node.packing import plan_packing
 from dataplane.node.projection import Projection
 from dataplane.node.stacking import StackedPlan, plan_stacked
+from dataplane.node.trails import trail_bytes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import BlockSizes
 from dataplane.plan.shard import Shard
@@ -61,7 +62,8 @@ class Dataset:
     """One manifest read in one way. Two jobs that read it alike share its blocks.
 
     `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding. It is
-    decoded all the same where its small columns are packed.
+    decoded all the same where its small columns are packed. `bytes_with_trails` is what all of its
+    blocks take together, with their trails.
     """
 
     dataset_id: int
@@ -71,6 +73,7 @@ class Dataset:
     direct: bool
     marks: Marks
     projection: Projection | None
+    bytes_with_trails: int
     account: Account = field(default_factory=Account)
 
     def needs_fetch(self, block: int) -> bool:
@@ -104,9 +107,14 @@ class Dataset:
             pieces=() if self.projection is None else self.projection.pieces(block, place),
         )
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether a column may hold images."""
+        return any(spec.kind is Kind.BYTES for spec in self.columns.specs)
+
     def origin(self, block: int) -> tasks.Origin | None:
         """Which samples it has; of interest only where they may be images."""
-        if not any(spec.kind is Kind.BYTES for spec in self.columns.specs):
+        if not self.has_bytes:
             return None
         shard = int(self.manifest.block_shard[block])
         first = int(np.searchsorted(self.manifest.block_shard, shard))
@@ -245,4 +253,7 @@ def dataset_of(
     projection = _projection(manifest, columns)
     decoded = _decoded_bytes(manifest, columns, packing, projection)
     marks = _marks(manifest, decoded, projection, direct=direct)
-    return Dataset(dataset_id, manifest, columns, message, direct, marks, projection)
+    kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
+    trails = trail_bytes(int(np.where(kept > 0, kept, manifest.block_length).sum()))
+    size = int(kept.sum()) + trails
+    return Dataset(dataset_id, manifest, columns, message, direct, marks, projection, size)

@@ -26,7 +26,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError, DataStallError
-from dataplane.node.blocks import BlockTable, Spare
+from dataplane.node.block import Spare
+from dataplane.node.blocks import BlockTable
 from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
@@ -226,6 +227,13 @@ class Engine:
             for stream in self._streams.values()
             if stream.delivery.dataset is dataset
         ]
+
+    def crops(self, dataset: Dataset) -> bool:
+        """As blocks.Listener."""
+        return any(
+            stream.delivery.dataset is dataset and stream.walk.crops
+            for stream in self._streams.values()
+        )
 
     def block_ready(self, dataset: Dataset, index: int) -> None:
         """As blocks.Listener."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import DataplaneError, ImageError
-from dataplane.model import ColumnSpec, ImageSpec
+from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
+from dataplane.node import trails
 from dataplane.node.columns import BlockColumns, Bytes, Ints, RowIndex
 from dataplane.node.rows import Rows
 from dataplane.plan.permute import Words
@@ -17,18 +18,29 @@ from dataplane.transforms.images import delivered
 
 
 class Pictures:
-    """The image columns of one slab. `specs` are the columns as they are delivered.
+    """The image columns of one slab. `specs` are the columns as they are delivered; `kept` are the
+    trails of each block, if it has any.
 
     Raises:  ConfigError: a column holds no bytes.
     """
 
     def __init__(
-        self, render: Render, specs: Sequence[ColumnSpec], origins: Sequence[Origin]
+        self,
+        render: Render,
+        specs: Sequence[ColumnSpec],
+        origins: Sequence[Origin],
+        kept: Sequence[Bytes | None],
     ) -> None:
         self.specs = delivered(specs, render.images)
         images = {image.column: image for image in render.images}
         self._images = {at: images[s.name] for at, s in enumerate(specs) if s.name in images}
+        self._bytes_before = {at: _bytes_of(specs[:at]) for at in self._images}
         self._render, self._origins = render, origins
+        # Held for their memory, to which addresses point.
+        self._held = kept
+        self._trails = np.array(
+            [(0, 0) if each is None else (each.ctypes.data, len(each)) for each in kept], np.int64
+        )
 
     def __contains__(self, at: int) -> bool:
         """Whether this column's values are images."""
@@ -48,13 +60,29 @@ class Pictures:
         if not len(row_index):
             return
         try:
-            places = _places(at, blocks, row_index, rows)
+            starts, lengths = _spans(at, rows, len(row_index))
+            firsts = np.array([block.values[at].address for block in blocks], np.int64)
+            places = np.stack([firsts[row_index[:, 0]] + starts, lengths], axis=1)
             sizes = pixels.sizes(places)
             boxes = draws.boxes(image, sizes, self._keys(image, draws.CROP, row_index))
             flips = draws.flips(image, self._keys(image, draws.FLIP, row_index))
-            pixels.render(places, boxes, flips, view, out)
+            kept = self._trails_of(at, blocks, row_index, (starts, lengths))
+            pixels.render(places, boxes, flips, view, out, trails=kept)
         except ImageError as error:
             raise self._placed(image, row_index, error) from error
+
+    def _trails_of(
+        self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, spans: tuple[Ints, Ints]
+    ) -> Ints | None:
+        """Where the images lie among all bytes of their blocks, in other columns too, says where
+        their trails do.
+        """
+        if self._images[at].cut is Cut.WHOLE or not self._trails.any():
+            return None
+        others = self._bytes_before[at]
+        before = np.array([sum(b.values[c].length for c in others) for b in blocks], np.int64)
+        (starts, lengths), of = spans, row_index[:, 0].astype(np.int64)
+        return trails.places(self._trails, of, before[of] + starts, lengths)
 
     def _keys(self, image: ImageSpec, what: str, row_index: RowIndex) -> Words:
         shards = np.array([origin.shard for origin in self._origins], np.int64)[row_index[:, 0]]
@@ -75,19 +103,21 @@ class Pictures:
         )
 
 
-def _places(at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, rows: Rows) -> Ints:
-    """Address and length of each encoded image.
+def _spans(at: int, rows: Rows, count: int) -> tuple[Ints, Ints]:
+    """Where each encoded image starts in the values of its block, and its length.
 
-    Shapes:  result: int64[n, 2].
+    Shapes:  result: int64[count], int64[count].
     Raises:  ImageError: there is none; row is its place.
     """
-    count = len(row_index)
     nulls = np.flatnonzero(rows.valid(at, count) == 0)
     if len(nulls):
         raise ImageError("there is no image: it is null", row=int(nulls[0]))
     starts, lengths = rows.spans(at)
-    firsts = np.array([block.values[at].address for block in blocks], np.int64)
-    return np.stack([firsts[row_index[:, 0]] + starts[:count], lengths[:count]], axis=1)
+    return starts[:count], lengths[:count]
+
+
+def _bytes_of(specs: Sequence[ColumnSpec]) -> tuple[int, ...]:
+    return tuple(at for at, spec in enumerate(specs) if spec.kind is Kind.BYTES)
 
 
 def _view(image: ImageSpec) -> pixels.PixelView:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.config import JobSpec
-from dataplane.model import End, Kind, Stream
+from dataplane.model import Cut, End, Kind, Stream
 from dataplane.node.dataset import Dataset
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
@@ -155,6 +155,7 @@ class Walk:
         self.stream = stream
         images = spec.transforms
         self.render = Render(images, spec.seed, stream.epoch) if images else None
+        self.crops = any(image.cut is not Cut.WHOLE for image in images)
         self._slice = Slice(
             order.sample_count,
             stream.cursor,

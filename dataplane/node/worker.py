@@ -3,7 +3,8 @@
 Invariants:
 1. A worker keeps no state that another could not rebuild: whatever kills it, its task is given to
    the next one.
-2. It writes only into the regions that its task names, and reads nothing it was not told of.
+2. It writes only into the regions that its task names, and into the trails of blocks that it names;
+   and reads nothing it was not told of.
 3. It ends when its socket does: a node that dies takes its workers along.
 """
 
@@ -39,7 +40,7 @@ from dataplane.errors import (
 from dataplane.formats import base, registry
 from dataplane.model import Region
 from dataplane.node import packing
-from dataplane.node.columns import BlockColumns, Packing, open_block
+from dataplane.node.columns import BlockColumns, Bytes, Packing, open_block
 from dataplane.node.gather import Gather
 from dataplane.node.stacking import StackedPlan, canonical_stacked, plan_stacked
 from dataplane.rpc import local, tasks
@@ -84,11 +85,14 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True)
 class _OpenBlock:
-    """A block to gather from, the file that its rows lie in, if they do, and which rows it has."""
+    """A block to gather from, the file that its rows lie in, if they do, which rows it has, and the
+    trails of its images.
+    """
 
     columns: BlockColumns
     shard: _Shard | None
     origin: tasks.Origin | None
+    trails: Bytes | None
 
 
 @dataclass(slots=True)
@@ -310,7 +314,8 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
         columns = _columns_of(state, dataset, source)
         in_file = source.raw is not None and source.raw.path is not None
         shard = _mapped_shard(state, source.raw) if in_file and source.raw is not None else None
-        state.blocks[source.key] = _OpenBlock(columns, shard, source.origin)
+        trails = _trails_of(state, source)
+        state.blocks[source.key] = _OpenBlock(columns, shard, source.origin, trails)
     return tasks.Done()
 
 
@@ -325,6 +330,12 @@ def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> 
     region = source.decoded
     view = state.arenas[0].view(region.offset, region.length).toreadonly()
     return packing.open_stored(view, specs, dataset.packing)
+
+
+def _trails_of(state: _State, source: tasks.BlockSource) -> Bytes | None:
+    if source.trails is None:
+        return None
+    return np.frombuffer(state.arenas[0].view(source.trails.offset, source.trails.length), np.uint8)
 
 
 def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
@@ -376,7 +387,8 @@ def _pictures(
 
     origins = [block.origin for block in blocks if block.origin is not None]
     assert len(origins) == len(blocks)
-    return Pictures(render, dataset.plan.specs, origins)
+    trails = [block.trails for block in blocks]
+    return Pictures(render, dataset.plan.specs, origins, trails)
 
 
 def main(descriptor: int) -> None:

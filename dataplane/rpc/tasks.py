@@ -101,6 +101,7 @@ class BlockSource:
     raw: RawBlock | None = None
     decoded: Region | None = None
     origin: Origin | None = None
+    trails: Region | None = None
 
 
 @dataclass(frozen=True, slots=True)

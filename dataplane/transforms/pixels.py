@@ -125,6 +125,7 @@ def render(
     view: PixelView,
     out: Bytes,
     by: Maker | None = None,
+    trails: Ints | None = None,
 ) -> None:
     """What lies in the box of each image, resized to the view, mirrored left-right where `flips`
     says so, normalised, in the view's layout.
@@ -132,7 +133,11 @@ def render(
     A resize is bilinear with antialiasing: torchvision's antialias=True, Pillow's BILINEAR with a
     box, whose filter also sees the pixels around the box.
 
-    Shapes:  images: int64[n, 2], address and length of each.   flips: uint8[n].
+    `trails` is memory beside each image, zero at first: a crop notes there where in the image rows
+    and columns begin, and later ones skip what they do not need. Processes may use it at once.
+
+    Shapes:  images, trails: int64[n, 2], address and length of each; address 0 is no trail, others
+             are multiples of 4.   flips: uint8[n].
              boxes: float64[n, 4] = top, left, height, width in pixels of the image as it is seen.
              out: uint8[n * view.bytes].
     Raises:  ImageError: row says which; what was written of it is undefined.
@@ -142,8 +147,10 @@ def render(
     boxes = np.ascontiguousarray(boxes, np.float64)
     flips = np.ascontiguousarray(flips, np.uint8)
     count = len(images)
-    if boxes.shape != (count, 4) or flips.shape != (count,) or out.nbytes != count * view.bytes:
-        raise ValueError("images, boxes, flips and out are not of one length")
+    kept = np.zeros((count, 2), np.int64) if trails is None else np.ascontiguousarray(trails)
+    if not (boxes.shape == (count, 4) and flips.shape == (count,) and kept.shape == (count, 2)
+            and out.nbytes == count * view.bytes):  # fmt: skip
+        raise ValueError("images, trails, boxes, flips and out are not of one length")
     if not out.flags.c_contiguous:
         raise ValueError("out is not contiguous")
     outcomes = np.full(count, _NO_JPEG, np.uint8)
@@ -151,8 +158,8 @@ def render(
     if by.library is not None and by.has_jpeg:
         reason = ctypes.create_string_buffer(REASON_BYTES)
         failed = by.library.pixels_render(
-            images.ctypes.data, count, boxes.ctypes.data, flips.ctypes.data, ctypes.byref(form),
-            view.bytes, out.ctypes.data, outcomes.ctypes.data, reason,
+            images.ctypes.data, kept.ctypes.data, count, boxes.ctypes.data, flips.ctypes.data,
+            ctypes.byref(form), view.bytes, out.ctypes.data, outcomes.ctypes.data, reason,
         )  # fmt: skip
         _refuse(failed, reason)
     places = out.reshape(count, view.bytes)
@@ -171,28 +178,6 @@ def render(
             )  # fmt: skip
             if failed:
                 raise ImageError("no memory for its resize", row=row)
-
-
-def rewritten(image: bytes | memoryview, by: Maker | None = None) -> bytes:
-    """The same JPEG with an index of its scan, an APP15 segment: crops of it decode only the rows
-    and columns that they need, to the same pixels. It is about 4 % larger.
-
-    Whatever would gain nothing comes back as it is: other formats, JPEGs with restart markers,
-    which are an index, and what cannot be decoded.
-    """
-    by = by or maker()
-    memory = np.frombuffer(image, np.uint8)
-    if by.library is not None and by.has_jpeg and len(memory):
-        out, reason = ctypes.c_void_p(), ctypes.create_string_buffer(REASON_BYTES)
-        length = by.library.pixels_rewritten(
-            memory.ctypes.data, len(memory), ctypes.byref(out), reason
-        )
-        if length and out.value is not None:
-            try:
-                return ctypes.string_at(out.value, length)
-            finally:
-                by.library.pixels_release(out)
-    return bytes(image)
 
 
 def _form(view: PixelView) -> _View:

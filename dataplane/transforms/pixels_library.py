@@ -23,11 +23,11 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "pixels_open": (_I64, (ctypes.c_char_p, _POINTER)),
     # images, count, sizes, outcomes, reason -> the first row that failed
     "pixels_sizes": (_I64, (_POINTER, _I64, *(_POINTER,) * 3)),
-    # images, count, boxes, flips, view, view_bytes, out, outcomes, reason -> the same
-    "pixels_render": (_I64, (_POINTER, _I64, *(_POINTER,) * 3, _I64, *(_POINTER,) * 3)),
-    # bytes, length, out, reason -> the length of what is at *out now, for pixels_release, or 0
-    "pixels_rewritten": (_I64, (_POINTER, _I64, _POINTER, _POINTER)),
-    "pixels_release": (None, (_POINTER,)),
+    # images, trails, count, boxes, flips, view, view_bytes, out, outcomes, reason -> the same
+    "pixels_render": (
+        _I64,
+        (_POINTER, _POINTER, _I64, *(_POINTER,) * 3, _I64, *(_POINTER,) * 3),
+    ),
     # pixels, height, width, orientation, box, flip, view, out -> 0, or 1: no memory
     "pixels_resize": (_I64, (_POINTER, _I32, _I32, _I32, *(_POINTER,) * 4)),
 }

@@ -23,6 +23,8 @@ from dataplane_torch import (
     ToDtype,
     ToLayout,
 )
+from pictures import drawn as drawn_picture
+from pictures import encoded
 from PIL import Image
 
 from dataplane.errors import ConfigError, ImageError, SpecMismatch
@@ -113,6 +115,37 @@ def test_pixels_are_the_same_for_every_worker_count_dp_size_and_resume_point(
     dataset = ShardedIterableDataset(shards, **options)
     assert list(drawn(dataset)) == whole
     dataset.close()
+
+
+@pytest.mark.parametrize(("form", "small"), [("parquet", 0.7), ("arrow", 0.03)])
+def test_pixels_are_the_same_whether_or_not_images_stay_in_memory(
+    tmp_path, monkeypatch, form, small
+) -> None:
+    """Where they stay, crops of later epochs use what those of earlier ones have left."""
+    count, folder = 40, tmp_path / "large"
+    folder.mkdir()
+    images = [encoded(drawn_picture(200, 300, seed=i), quality=90) for i in range(count)]
+    table = pa.table(
+        {"id": pa.array(range(count), pa.int64()), "jpg": pa.array(images, pa.large_binary())}
+    )
+    for start in range(0, count, 10):
+        part, path = table.slice(start, 10).combine_chunks(), folder / f"{start}.{form}"
+        if form == "parquet":
+            pq.write_table(part, path, compression="none", use_dictionary=False)
+        else:  # each a block, which lies as it is gathered from
+            with pa.ipc.new_file(path, part.schema) as writer:
+                writer.write_table(part)
+    found = []
+    for name, arena_bytes in (("stay", 64 << 20), ("go", int(table.nbytes * small))):
+        launched(monkeypatch, name, 2)
+        monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", str(arena_bytes))
+        with DataLoader(
+            str(folder), batch_size=8, shuffle=True, seed=3, window=1, lanes=1,
+            transforms={"jpg": CROP},
+        ) as loader:  # fmt: skip
+            found.append([list(drawn(loader)) for _ in range(3)])
+    assert found[0] == found[1]
+    assert len({hashed for epoch in found[0] for _, hashed in epoch}) == 3 * count
 
 
 VIEWS = {

@@ -131,16 +131,18 @@ class Origin(_message.Message):
     def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ...) -> None: ...
 
 class BlockSource(_message.Message):
-    __slots__ = ("key", "raw", "decoded", "origin")
+    __slots__ = ("key", "raw", "decoded", "origin", "trails")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    TRAILS_FIELD_NUMBER: _ClassVar[int]
     key: int
     raw: RawBlock
     decoded: _types_pb2.Region
     origin: Origin
-    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ...) -> None: ...
+    trails: _types_pb2.Region
+    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., trails: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class OpenBlocks(_message.Message):
     __slots__ = ("dataset_id", "blocks", "forget")

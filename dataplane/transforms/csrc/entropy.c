@@ -2,8 +2,8 @@
  * Huffman decoding of a sequential JPEG, in the place of libjpeg's own, of only the MCUs that a crop
  * needs; libjpeg does all that comes after it. An MCU is a block of each colour, or a few.
  *
- * What is not needed is stepped over: by restart markers or an index if there are some, else by
- * decoding it to nowhere. One look into a table tells a code's length, its run, and how many bits
+ * What is not needed is stepped over: by restart markers or a trail (trail.c) if there are some, else
+ * by decoding it to nowhere. One look into a table tells a code's length, its run, and how many bits
  * follow; their value is computed without a branch, since a branch that cannot be foreseen costs
  * more than all the rest. Stuffed zeros are taken out beforehand, so that 8 bytes are read at once.
  *
@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "entropy.h"
+#include "trail.h"
 
 enum {
     LOOK_BITS = FAST_BITS,
@@ -201,6 +202,8 @@ static int window_open(struct entropy *entropy, const struct mark *mark, size_t 
     for (int i = 0; i < MAX_COMPS_IN_SCAN; i++)
         entropy->last_dc[i] = mark->dc[i];
     entropy->mcu_next = mark->mcu;
+    entropy->passed = 0;
+    entropy->passed_stuffed = mark->offset;
     return 1;
 }
 
@@ -219,6 +222,43 @@ static int mcu_read(struct entropy *entropy, JBLOCKROW *blocks)
     entropy->mcu_next++;
     /* Bytes in the word are read, but not used. */
     return reader.next - reader.count / 8 <= entropy->window_end;
+}
+
+/* How many bytes of the scan, stuffed zeros among them, make so many of the window. */
+static size_t stuffed_bytes(const uint8_t *scan, size_t end, size_t from, size_t count)
+{
+    while (count > 0 && from < end) {
+        const uint8_t *stuffed = memchr(scan + from, 0xff, count < end - from ? count : end - from);
+        if (stuffed == NULL)
+            return from + count < end ? from + count : end;
+        size_t after = (size_t)(stuffed - scan) + 1;
+        count -= after - from;
+        from = after;
+        while (from < end && scan[from] == 0xff)
+            from++;
+        from++;
+    }
+    return from < end ? from : end;
+}
+
+static void mark_note(struct entropy *entropy)
+{
+    const struct reader *reader = &entropy->reader;
+    size_t bits = (size_t)(reader->next - entropy->window) * 8 - reader->count;
+    entropy->passed_stuffed = stuffed_bytes(entropy->scan, entropy->scan_bytes,
+                                            entropy->passed_stuffed, bits / 8 - entropy->passed);
+    entropy->passed = bits / 8;
+    struct mark mark = {.offset = entropy->passed_stuffed, .bit = (int)(bits % 8)};
+    memcpy(mark.dc, entropy->last_dc, sizeof mark.dc);
+    trail_note(entropy, &mark);
+}
+
+/* As mcu_read; where a mark is due, it is noted. */
+INLINE int mcu_pass(struct entropy *entropy, JBLOCKROW *blocks)
+{
+    if (__builtin_expect(entropy->mcu_next == entropy->mcu_due, 0))
+        mark_note(entropy);
+    return mcu_read(entropy, blocks);
 }
 
 enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks)
@@ -247,9 +287,9 @@ enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks)
         entropy->mcu_covered = next < entropy->mark_count ? entropy->marks[next].mcu : INT64_MAX;
     }
     while (entropy->mcu_next < mcu)
-        if (!mcu_read(entropy, NULL))
+        if (!mcu_pass(entropy, NULL))
             return ENTROPY_BROKEN;
-    return mcu_read(entropy, blocks) ? ENTROPY_FINE : ENTROPY_BROKEN;
+    return mcu_pass(entropy, blocks) ? ENTROPY_FINE : ENTROPY_BROKEN;
 }
 
 static void mark_first(struct mark *mark, int64_t mcu, size_t offset)
@@ -305,6 +345,8 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
     entropy->mcu_rows = cinfo->MCU_rows_in_scan;
     entropy->mcu_asked = entropy->mcu_next = entropy->mcu_covered = 0;
     entropy->window_end = NULL;
+    entropy->mcu_due = INT64_MAX;
+    memset(&entropy->noting, 0, sizeof entropy->noting);
     entropy->block_count = cinfo->blocks_in_MCU;
     for (int i = 0; i < cinfo->blocks_in_MCU; i++) {
         int component = cinfo->MCU_membership[i];
@@ -325,46 +367,6 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
     mark_first(entropy->marks, 0, 0);
     entropy->mark_count = 1;
     return 1;
-}
-
-/* How many bytes of the scan, stuffed zeros among them, make so many of the window. */
-static size_t stuffed_bytes(const uint8_t *scan, size_t end, size_t from, size_t count)
-{
-    for (; count > 0 && from < end; count--)
-        if (scan[from++] == 0xff) {
-            while (from < end && scan[from] == 0xff)
-                from++;
-            from++;
-        }
-    return from < end ? from : end;
-}
-
-size_t entropy_survey(struct entropy *entropy, int64_t step)
-{
-    int64_t per_row = (entropy->mcus_per_row + step - 1) / step;
-    size_t found = 0, known = 0, known_stuffed = 0;
-    struct mark first;
-    mark_first(&first, 0, 0);
-    struct mark *marks = entropy_room_for_marks(entropy, (size_t)(per_row * entropy->mcu_rows));
-    if (marks == NULL || !window_open(entropy, &first, entropy->scan_bytes))
-        return 0;
-    for (int64_t row = 0; row < entropy->mcu_rows; row++)
-        for (int64_t column = 0; column < entropy->mcus_per_row; column++) {
-            if (column % step == 0) {
-                const struct reader *reader = &entropy->reader;
-                size_t bits = (size_t)(reader->next - entropy->window) * 8 - reader->count;
-                known_stuffed = stuffed_bytes(entropy->scan, entropy->scan_bytes, known_stuffed,
-                                              bits / 8 - known);
-                known = bits / 8;
-                struct mark *mark = marks + found++;
-                mark_first(mark, entropy->mcu_next, known_stuffed);
-                mark->bit = (int)(bits % 8);
-                memcpy(mark->dc, entropy->last_dc, sizeof mark->dc);
-            }
-            if (!mcu_read(entropy, NULL))
-                return 0;
-        }
-    return entropy->mark_count = found;
 }
 
 void entropy_free(struct entropy *entropy)

@@ -39,6 +39,14 @@ struct block_plan {
     int component;
 };
 
+/* A trail under way: see trail.c. */
+struct noting {
+    uint8_t *bytes;
+    int components, mark_bytes;
+    int64_t step, per_row, all; /* MCUs from mark to mark; marks of a row, and of the image */
+    int64_t known, noted;       /* how many there were, and are */
+};
+
 /* The bits that were read ahead, and where more come from. */
 struct reader {
     uint64_t word;
@@ -59,11 +67,14 @@ struct entropy {
     struct mark *marks;
     size_t mark_count, mark_at, marks_bytes;
     int is_restarting;
+    struct noting noting;
+    int64_t mcu_due; /* before which a mark is to be noted */
 
     uint8_t *window; /* part of the scan, without stuffed zeros */
     const uint8_t *window_end;
     size_t window_bytes;
     int64_t mcu_next, mcu_covered; /* that the reader is at; the first that the window may lack */
+    size_t passed, passed_stuffed; /* a byte of the window, and where it is in the scan */
     struct reader reader;
     int last_dc[COMPONENTS_MAX];
 
@@ -75,12 +86,6 @@ void entropy_prepare(void);
 
 /* A scan that libjpeg has just begun. Returns 0 where libjpeg must decode it itself. */
 int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo);
-
-/*
- * Decode every MCU to nowhere, and tell where each `step`-th of a row begins, from the first row's
- * first on. Returns how many marks there are, in entropy->marks; 0 where the scan is broken.
- */
-size_t entropy_survey(struct entropy *entropy, int64_t step);
 
 /* After entropy_begin, and where it is known what is needed: use these marks beside the start. */
 struct mark *entropy_room_for_marks(struct entropy *entropy, size_t count);

@@ -16,7 +16,6 @@ enum {
     EOI = 0xd9,
     SOS = 0xda,
     APP1 = 0xe1,
-    INDEX = 0xef, /* APP15 */
     TEM = 0x01,
     RST0 = 0xd0,
     ORIENTATION = 0x0112,
@@ -122,7 +121,6 @@ enum outcome jpeg_header(const struct image *image, struct header *header, char 
         if (size < 2 || at + size > length)
             break;
         const uint8_t *segment = bytes + at + 2;
-        header->frame_at = at - 2;
         if (is_frame(marker))
             return frame_read(marker, segment, size - 2, header, reason);
         if (marker == APP1 && !is_exif_seen && size - 2 >= EXIF_HEADER_BYTES &&
@@ -130,11 +128,6 @@ enum outcome jpeg_header(const struct image *image, struct header *header, char 
             is_exif_seen = 1;
             header->orientation =
                 orientation_of(segment + EXIF_HEADER_BYTES, size - 2 - EXIF_HEADER_BYTES);
-        }
-        if (marker == INDEX && size - 2 >= INDEX_NAME_BYTES &&
-            memcmp(segment, INDEX_NAME, INDEX_NAME_BYTES) == 0) {
-            header->index = segment;
-            header->index_bytes = size - 2;
         }
         at += size;
     }

@@ -16,9 +16,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "index.h"
 #include "jpeg.h"
 #include "pixels.h"
+#include "trail.h"
 
 #include "libjpeg/jerror.h"
 
@@ -121,7 +121,8 @@ static void progress_check(j_common_ptr cinfo)
         fail_saying(cinfo, "unsupported: more than 500 scans");
 }
 
-int decoder_make(struct decoder *decoder)
+/* Returns 0, and the reason, where libjpeg cannot be used. */
+static int decoder_make(struct decoder *decoder)
 {
     decoder->cinfo.err = libjpeg.std_error(&decoder->errors);
     decoder->cinfo.client_data = decoder;
@@ -176,15 +177,6 @@ EXPORT int64_t pixels_open(const char *path, char *reason)
         {"jpeg_crop_scanline", &libjpeg.crop},
         {"jpeg_has_multiple_scans", &libjpeg.has_scans},
         {"jpeg_resync_to_restart", &libjpeg.resync},
-        {"jpeg_save_markers", &libjpeg.save_markers},
-        {"jpeg_read_coefficients", &libjpeg.read_coefficients},
-        {"jpeg_CreateCompress", &libjpeg.create_writer},
-        {"jpeg_destroy_compress", &libjpeg.destroy_writer},
-        {"jpeg_mem_dest", &libjpeg.write_to_memory},
-        {"jpeg_copy_critical_parameters", &libjpeg.copy_parameters},
-        {"jpeg_write_coefficients", &libjpeg.write_coefficients},
-        {"jpeg_write_marker", &libjpeg.write_marker},
-        {"jpeg_finish_compress", &libjpeg.finish_writer},
     };
     void *opened = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (opened == NULL) {
@@ -269,7 +261,7 @@ static int are_of_libjpeg(struct decoder *decoder, void *const *functions)
 }
 
 /* Let our own functions decode the MCUs that hold these pixels, of the image as it is decoded. */
-static void entropy_take_over(struct decoder *decoder, const struct header *header, int top,
+static void entropy_take_over(struct decoder *decoder, const struct trail *trail, int top,
                               int bottom, int left, int right)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
@@ -289,13 +281,13 @@ static void entropy_take_over(struct decoder *decoder, const struct header *head
     entropy->column_last = (right - 1) / width;
     if (entropy->column_last >= entropy->mcus_per_row)
         entropy->column_last = entropy->mcus_per_row - 1;
-    if (header->index != NULL)
-        index_use(entropy, cinfo->num_components, header->index, (size_t)header->index_bytes);
+    int whole_width = is_lone ? DCTSIZE : DCTSIZE * cinfo->max_h_samp_factor;
+    trail_follow(entropy, cinfo->num_components, whole_width, trail);
     methods->decode_mcu = mcu_decode;
 }
 
 /* Decode what the resize needs, and no more. */
-static void rows_read(struct decoder *decoder, const struct header *header)
+static void rows_read(struct decoder *decoder, const struct trail *trail)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
     struct resize *resize = &decoder->resize;
@@ -305,7 +297,7 @@ static void rows_read(struct decoder *decoder, const struct header *header)
     first = first < 0 ? 0 : first;
     end = end > (int)cinfo->output_width ? (int)cinfo->output_width : end;
     JDIMENSION from = (JDIMENSION)first, width = (JDIMENSION)(end - first);
-    entropy_take_over(decoder, header, resize->rows.first - margin, resize->rows.end + margin,
+    entropy_take_over(decoder, trail, resize->rows.first - margin, resize->rows.end + margin,
                       first, end);
     if (width < cinfo->output_width)
         libjpeg.crop(cinfo, &from, &width);
@@ -343,7 +335,7 @@ static void rows_read(struct decoder *decoder, const struct header *header)
     }
 }
 
-void decoder_begin(struct decoder *decoder, const struct image *image)
+static void decoder_begin(struct decoder *decoder, const struct image *image)
 {
     decoder->is_single_scan = decoder->is_end_given = 0;
     decoder->source.next_input_byte = image->bytes;
@@ -353,8 +345,9 @@ void decoder_begin(struct decoder *decoder, const struct image *image)
 }
 
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
-                         const struct header *header, const struct box *box,
-                         const struct view *view, uint8_t *out, char *reason)
+                         const struct trail *trail, const struct header *header,
+                         const struct box *box, const struct view *view, uint8_t *out,
+                         char *reason)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
     decoder->reason = reason;
@@ -376,7 +369,10 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     if (!resize_begin(&decoder->resize, header, (int)cinfo->output_height,
                       (int)cinfo->output_width, shrink, box, view, out))
         fail_saying((j_common_ptr)cinfo, "no memory for its resize");
-    rows_read(decoder, header);
+    /* Of the image before; where libjpeg decodes by itself, nothing is noted. */
+    decoder->entropy.noting.noted = decoder->entropy.noting.known = 0;
+    rows_read(decoder, trail);
+    trail_leave(&decoder->entropy);
     libjpeg.abort(cinfo);
     return DONE;
 }

@@ -23,15 +23,6 @@ struct library {
     void (*crop)(j_decompress_ptr, JDIMENSION *from, JDIMENSION *width);
     boolean (*has_scans)(j_decompress_ptr);
     boolean (*resync)(j_decompress_ptr, int);
-    void (*save_markers)(j_decompress_ptr, int marker, unsigned bytes_max);
-    jvirt_barray_ptr *(*read_coefficients)(j_decompress_ptr);
-    void (*create_writer)(j_compress_ptr, int version, size_t struct_bytes);
-    void (*destroy_writer)(j_compress_ptr);
-    void (*write_to_memory)(j_compress_ptr, unsigned char **, unsigned long *);
-    void (*copy_parameters)(j_decompress_ptr, j_compress_ptr);
-    void (*write_coefficients)(j_compress_ptr, jvirt_barray_ptr *);
-    void (*write_marker)(j_compress_ptr, int marker, const JOCTET *, unsigned bytes);
-    void (*finish_writer)(j_compress_ptr);
 };
 
 extern struct library libjpeg;
@@ -51,11 +42,5 @@ struct decoder {
     void *rows;
     size_t rows_bytes;
 };
-
-/* Returns 0, and the reason, where libjpeg cannot be used. */
-int decoder_make(struct decoder *decoder);
-
-/* Begin with the header of an image; what fails from here on comes back to decoder->failed. */
-void decoder_begin(struct decoder *decoder, const struct image *image);
 
 #endif

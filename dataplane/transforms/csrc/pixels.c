@@ -36,8 +36,8 @@ EXPORT int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *
 }
 
 static enum outcome render(struct decoder *decoder, const struct image *image,
-                           const struct box *box, const struct view *view, uint8_t *out,
-                           char *reason)
+                           const struct trail *trail, const struct box *box,
+                           const struct view *view, uint8_t *out, char *reason)
 {
     struct header header;
     enum outcome outcome = jpeg_header(image, &header, reason);
@@ -48,12 +48,12 @@ static enum outcome render(struct decoder *decoder, const struct image *image,
                  header.height, header.width);
         return FAILED;
     }
-    return jpeg_render(decoder, image, &header, box, view, out, reason);
+    return jpeg_render(decoder, image, trail, &header, box, view, out, reason);
 }
 
-EXPORT int64_t pixels_render(const struct image *images, int64_t count, const double *boxes,
-                             const uint8_t *flips, const struct view *view, int64_t view_bytes,
-                             uint8_t *out, uint8_t *outcomes, char *reason)
+EXPORT int64_t pixels_render(const struct image *images, const struct trail *trails, int64_t count,
+                             const double *boxes, const uint8_t *flips, const struct view *view,
+                             int64_t view_bytes, uint8_t *out, uint8_t *outcomes, char *reason)
 {
     struct decoder *decoder = decoder_new();
     int64_t failed = -1;
@@ -61,8 +61,8 @@ EXPORT int64_t pixels_render(const struct image *images, int64_t count, const do
     for (int64_t i = 0; i < count && failed < 0; i++) {
         struct box box = box_at(boxes, flips, i);
         outcomes[i] = decoder == NULL ? FAILED
-                                      : (uint8_t)render(decoder, images + i, &box, view,
-                                                        out + i * view_bytes, reason);
+                                      : (uint8_t)render(decoder, images + i, trails + i, &box,
+                                                        view, out + i * view_bytes, reason);
         if (outcomes[i] == FAILED)
             failed = i;
     }
@@ -93,21 +93,6 @@ EXPORT int64_t pixels_resize(const uint8_t *pixels, int32_t height, int32_t widt
     resize_free(&resize);
     free(row);
     return failed;
-}
-
-/* A JPEG with an index, to be given back to pixels_release; 0 where it would gain nothing. */
-EXPORT int64_t pixels_rewritten(const uint8_t *bytes, int64_t length, uint8_t **out, char *reason)
-{
-    struct image image = {bytes, length};
-    struct decoder *decoder = decoder_new();
-    int64_t written = decoder == NULL ? 0 : jpeg_rewritten(decoder, &image, out, reason);
-    decoder_free(decoder);
-    return written;
-}
-
-EXPORT void pixels_release(uint8_t *rewritten)
-{
-    free(rewritten);
 }
 
 /* Of the sources that this was made from: pixels_library.py takes no other's. */

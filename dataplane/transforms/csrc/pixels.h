@@ -27,8 +27,6 @@
 #endif
 
 enum { REASON_BYTES = 256, PIXEL_BYTES = 4, PIXELS_MAX = 178956970 /* as Pillow refuses */ };
-#define INDEX_NAME "dataplane" /* and its zero, in an APP15 segment */
-enum { INDEX_NAME_BYTES = sizeof INDEX_NAME };
 enum dtype { BYTE, HALF, BFLOAT, FLOAT };
 enum outcome { DONE, NO_JPEG, FAILED };
 
@@ -43,6 +41,12 @@ struct image {
     int64_t length;
 };
 
+/* Memory in which marks of its scan are noted, and found: see trail.c. NULL where there is none. */
+struct trail {
+    uint8_t *bytes;
+    int64_t length;
+};
+
 /* Of an image as it is seen, in pixels, and whether it is mirrored left-right afterwards. */
 struct box {
     double top, left, height, width;
@@ -53,9 +57,6 @@ struct box {
 struct header {
     int32_t height, width; /* as stored */
     int orientation;       /* EXIF's, 1..8 */
-    int64_t frame_at;      /* where the frame's marker is, in bytes */
-    const uint8_t *index;  /* of rewrite.c, or NULL: not to be trusted */
-    int64_t index_bytes;
 };
 
 /* One direction of a resize: result i is the sum of `taps` pixels from starts[i] on, weighted. */
@@ -118,17 +119,11 @@ struct decoder; /* One thread's: what libjpeg and the resize keep from image to 
 struct decoder *decoder_new(void);
 void decoder_free(struct decoder *decoder);
 
-/*
- * A copy of a JPEG with an index of its scan, in memory to be freed; its length, or 0 and NULL where
- * it gains nothing, or cannot be decoded.
- */
-int64_t jpeg_rewritten(struct decoder *decoder, const struct image *image, uint8_t **out,
-                       char *reason);
-
 /* Of an image that has this header, what lies in the box: DONE, or FAILED and the reason. */
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
-                         const struct header *header, const struct box *box,
-                         const struct view *view, uint8_t *out, char *reason);
+                         const struct trail *trail, const struct header *header,
+                         const struct box *box, const struct view *view, uint8_t *out,
+                         char *reason);
 
 /* 0 where the box does not lie in an image of this seen size. */
 int is_box_within(const struct header *header, const struct box *box);

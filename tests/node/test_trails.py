@@ -1,0 +1,168 @@
+"""Where trails lie, and which blocks have some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels import without
+from pictures import drawn, encoded
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import JobSpec
+from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, Region
+from dataplane.node.blocks import BlockTable
+from dataplane.node.columns import open_block
+from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.pictures import Pictures
+from dataplane.node.rows import rows_of
+from dataplane.node.trails import places, trail_bytes
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import Shard
+from dataplane.rpc import tasks
+from dataplane.transforms.pixels_library import maker
+
+BLOCK_BYTES = 1 << 20
+COUNT = 8
+
+
+@given(st.lists(st.lists(st.integers(0, 5000), max_size=20), min_size=1, max_size=4))
+def test_trails_are_within_those_of_their_block_and_apart(blocks: list[list[int]]) -> None:
+    regions, place = [], 1 << 20
+    for sizes in blocks:
+        regions.append((place, trail_bytes(sum(sizes))))
+        place += 1 << 20
+    of = np.repeat(np.arange(len(blocks)), [len(sizes) for sizes in blocks])
+    lengths = np.array([size for sizes in blocks for size in sizes], np.int64)
+    starts = np.array(
+        [start for sizes in blocks for start in np.cumsum([0, *sizes])[:-1]], np.int64
+    )
+    found = places(np.array(regions, np.int64), of, starts, lengths)
+    assert (found[:, 1] >= lengths // 16 - 16).all()
+    for block, (first, room) in enumerate(regions):
+        end = first
+        for address, length in found[of == block].tolist():
+            if not length:
+                continue
+            assert address % 8 == 0
+            assert first <= end <= address <= address + length <= first + room
+            end = address + length
+
+
+def test_whoever_has_no_trails_gets_none_for_its_images() -> None:
+    regions = np.array([(0, 0), (4096, 64)], np.int64)
+    of = np.array([0, 1, 1])
+    starts, lengths = np.array([0, 0, 900]), np.array([900, 900, 900])
+    assert places(regions, of, starts, lengths).tolist() == [[0, 0], [4096, 56], [0, 0]]
+
+
+def test_crops_find_what_crops_of_other_epochs_and_columns_left() -> None:
+    if not maker().has_jpeg:
+        without(maker().missing)
+    rows, specs = 6, [ColumnSpec(name, Kind.BYTES, "") for name in "ab"]
+    images = [
+        ImageSpec(name, 16, 16, Cut.RANDOM, scale=(0.08, 1.0), ratio=(0.75, 1.3)) for name in "ab"
+    ]
+    batch = pa.record_batch(
+        [
+            pa.array([encoded(drawn(200, 300, seed=seed + i)) for i in range(rows)], "large_binary")
+            for seed in (0, rows)
+        ],
+        names=["a", "b"],
+    )
+    block, index = open_block(batch, specs), np.array([(0, row) for row in range(rows)], np.int32)
+    kept = np.zeros(trail_bytes(batch.nbytes), np.uint8)
+
+    def drawn_in(epoch: int, trails: Sequence[np.ndarray | None]) -> list[bytes]:
+        render = tasks.Render(tuple(images), 1, epoch)
+        pictures = Pictures(render, specs, [tasks.Origin("s3://shard", 0, 0)], trails)
+        out = np.zeros((2, rows * 16 * 16 * 3), np.uint8)
+        for at in range(2):
+            pictures.write(at, [block], index, rows_of([block], index), out[at])
+        return [bytes(each) for each in out]
+
+    alone = [drawn_in(epoch, [None]) for epoch in range(4)]
+    assert [drawn_in(epoch, [kept]) for epoch in range(4)] == alone
+    for column, before in ((0, 0), (1, block.values[0].length)):
+        sizes = np.array([len(value.as_py()) for value in batch.column(column)])
+        regions = np.array([(kept.ctypes.data, len(kept))])
+        starts = before + np.cumsum(sizes) - sizes
+        for address, length in places(regions, np.zeros(rows, np.int64), starts, sizes).tolist():
+            first = address - kept.ctypes.data
+            assert 0 < kept[first : first + 4].view(np.uint32)[0] * 11 < length
+
+
+class Wanting:
+    """An engine over one dataset, and workers, who do nothing."""
+
+    def __init__(self, *, crops: bool) -> None:
+        self._crops = crops
+
+    def crops(self, dataset: object) -> bool:
+        return self._crops
+
+    def walks(self, dataset: object) -> tuple[()]:
+        return ()
+
+    def spare(self) -> tuple[()]:
+        return ()
+
+    def block_ready(self, dataset: object, index: int) -> None: ...
+
+    def block_gone(self, dataset: object, index: int) -> None: ...
+
+    def forget_block(self, key: int) -> None: ...
+
+
+def _dataset(column: pa.DataType, url: str) -> Dataset:
+    sizes = np.full(COUNT, BLOCK_BYTES)
+    manifest = Manifest(
+        ("all",),
+        "arrow",
+        pa.schema([("x", column)]).serialize().to_pybytes(),
+        (Shard(url, 1 << 40, "tag", COUNT, Region(0, 0), zero_copy=True),),
+        np.zeros(COUNT, np.int32),
+        np.ones(COUNT, np.int64),
+        np.cumsum(sizes) - sizes,
+        sizes,
+        sizes,
+    )
+    return dataset_of(1, manifest, JobSpec(manifest.fingerprint))
+
+
+@pytest.mark.parametrize(
+    ("column", "arena_bytes", "crops", "expected"),
+    [
+        (pa.large_binary(), 1 << 20, True, COUNT),
+        (pa.large_binary(), 1 << 20, False, 0),
+        (pa.int32(), 1 << 20, True, 0),
+        (pa.large_binary(), 1 << 19, True, 0),  # they would not stay
+    ],
+)
+def test_blocks_of_images_that_stay_have_trails_while_somebody_crops(
+    column: pa.DataType, arena_bytes: int, crops: bool, expected: int
+) -> None:
+    wanting: Any = Wanting(crops=crops)
+    with_arena = Arena.create("test", arena_bytes)
+    try:
+        with_arena.buffer[:] = b"x" * arena_bytes
+        blocks = BlockTable(with_arena, wanting, wanting, 4, wanting)
+        dataset = _dataset(column, "file:///shard")
+        for index in range(COUNT):
+            assert blocks.start(dataset, index, greedy=False)
+        found = [blocks.source(int(key)).trails for key in dataset.marks.keys]
+        given = [region for region in found if region is not None]
+        assert len(given) == expected
+        assert len({region.offset for region in given}) == expected
+        for region in given:
+            assert region.length == trail_bytes(BLOCK_BYTES)
+            assert not np.frombuffer(with_arena.view(region.offset, region.length), "u1").any()
+        blocks.forget_dataset(dataset)
+        assert blocks.room_for_slab(arena_bytes, ()) == Region(0, arena_bytes)
+    finally:
+        with_arena.close()
