@@ -41,7 +41,7 @@ class Trainer:
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the trainer died with status {self.process.wait(10)}"
+        assert line, f"the trainer died with status {self.process.wait(60)}"
         self.told = json.loads(line)
         return self.told
 
@@ -214,7 +214,7 @@ class Service:
         self.ready = []
         while len(self.ready) < expected:
             line = process.stdout.readline()
-            assert line, f"`dataplane serve` ended with status {process.wait(10)}"
+            assert line, f"`dataplane serve` ended with status {process.wait(60)}"
             self.ready.append(line.strip())
 
     @property

@@ -64,7 +64,7 @@ class Node:
     ) -> None:
         if kind is not None:
             self.process.kill()
-        status = self.process.wait(30)
+        status = self.process.wait(60)
         if kind is None:
             assert status in {0, -signal.SIGKILL}, self.errors.read_text()
             assert "Traceback" not in self.errors.read_text(), self.errors.read_text()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,15 @@ def start(started, *options):
     )
     started.append(demo)
     return demo
+
+
+def no_new_sockets(before):
+    """Whether none stays: a server that another test ends just now has one for a moment."""
+    for _ in range(1000):
+        if stale_sockets() <= before:
+            return True
+        threading.Event().wait(0.01)
+    return False
 
 
 def stale_sockets():
@@ -94,7 +104,7 @@ def test_the_proof_of_the_demo_holds_and_nothing_of_it_remains(started, tmp_path
     assert found["losses"]["last"] < found["losses"]["first"]
     assert found["service_exit_status"] == 0
     assert not (tmp_path / "not-used").exists()
-    assert stale_sockets() <= sockets
+    assert no_new_sockets(sockets)
 
 
 def test_ctrl_c_in_the_middle_of_training_leaves_nothing(started):
@@ -110,7 +120,7 @@ def test_ctrl_c_in_the_middle_of_training_leaves_nothing(started):
     assert demo.returncode == 128 + signal.SIGINT
     assert "nothing remains" in told
     assert not errors
-    assert stale_sockets() <= sockets
+    assert no_new_sockets(sockets)
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "3"], ["--ranks", "99"]])

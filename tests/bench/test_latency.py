@@ -92,20 +92,26 @@ def large(connection):
 
 def test_a_request_waits_once_and_its_answer_does_not(tmp_path):
     with far(echo, tmp_path) as (port, _), connect(port) as connection:
-        for _ in range(2):
+        took = []
+        for _ in range(4):
             began = time.monotonic()
             connection.sendall(b"x" * 100_000)
             assert received(connection, 100_000) == b"x" * 100_000
-            assert DELAY_MS / 1000 <= time.monotonic() - began < 10 * DELAY_MS / 1000
+            took.append(time.monotonic() - began)
+        # Whatever a busy machine adds, it does not add to each of them.
+        assert DELAY_MS / 1000 <= min(took) < 10 * DELAY_MS / 1000
 
 
 def test_requests_that_are_on_their_way_together_wait_together(tmp_path):
     with far(echo, tmp_path) as (port, _), connect(port) as connection:
-        began = time.monotonic()
-        for number in range(100):
-            connection.sendall(bytes([number]))
-        assert received(connection, 100) == bytes(range(100))
-        assert time.monotonic() - began < 50 * DELAY_MS / 1000
+        took = []
+        for _ in range(3):
+            began = time.monotonic()
+            for number in range(100):
+                connection.sendall(bytes([number]))
+            assert received(connection, 100) == bytes(range(100))
+            took.append(time.monotonic() - began)
+        assert min(took) < 50 * DELAY_MS / 1000
 
 
 def test_every_byte_of_a_large_answer_arrives_and_of_a_large_request(tmp_path):

@@ -115,16 +115,17 @@ def test_the_window_of_a_computing_trainer_ends_within_what_was_seen():
 
     def endless():
         for index in itertools.count():
-            if index == 3:
-                threading.Timer(0.02, stop.set).start()  # while the trainer computes
+            if index == 4:
+                stop.set()  # as the trainer has computed, at the latest
             yield {"x": [0] * 8}
 
     loop = Loop(endless())
     loop.run(stop, 0.1)
     assert len(loop._ends) == 5, "one more is taken after the stop"
-    start, end = loop._ends[0], loop._ends[3] + 0.02
-    found = loop.window(start, end)
-    assert found["sample_count"] == pytest.approx(8 * 3 + 8 * 0.2, rel=0.2)
+    computed = loop._ends[4] - loop._ends[3]
+    assert computed >= 0.1
+    found = loop.window(loop._ends[0], loop._ends[3] + 0.2 * computed)
+    assert found["sample_count"] == pytest.approx(8 * 3 + 8 * 0.2)
 
 
 def test_what_a_step_takes_is_no_waiting():

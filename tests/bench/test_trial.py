@@ -114,7 +114,7 @@ def test_an_epoch_ends_when_its_time_is_over(trial):
     timing = dataclasses.replace(QUICK, epoch_s=0.3)
     found = trial(Mode.EPOCH, timing=timing, settings={"pause_s": 0.1})
     assert 8 <= found["sample_count"] < 100
-    assert found["seconds"] == pytest.approx(0.4, abs=0.3)
+    assert found["seconds"] >= 0.3
 
 
 def test_a_daemon_is_there_before_and_found_by_all(trial, tmp_path):
@@ -281,14 +281,14 @@ def test_nothing_outlives_the_harness(workload, tmp_path, number, does):
         family = psutil.Process(harness.pid).children(recursive=True)
         assert len(family) >= 4
         harness.send_signal(number)
-        _, said = harness.communicate(timeout=30)
+        _, said = harness.communicate(timeout=60)
     finally:
         harness.kill()
         harness.wait()
     if number == signal.SIGINT:
         assert said.rstrip().endswith("KeyboardInterrupt")
         assert not list(tmp_path.glob("trial-*"))
-    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 def test_a_task_goes_over_the_wire_and_back(tmp_path, workload):

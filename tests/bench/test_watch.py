@@ -86,7 +86,7 @@ def running(program, *arguments, below=()):
             yield process, lambda: json.loads(process.stdout.readline())
         finally:
             process.stdin.close()
-            process.wait(10)
+            process.wait(60)
 
 
 def test_cpu_of_a_tree_is_what_its_processes_used_ended_or_not():

@@ -99,7 +99,7 @@ def test_a_generator_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_two_processes_may_generate_at_once(tmp_path):
     command = [sys.executable, "-c", GENERATE, str(tmp_path)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    told = {one.communicate(timeout=60)[0].strip() for one in both}
+    told = {one.communicate(timeout=120)[0].strip() for one in both}
     assert [one.returncode for one in both] == [0, 0]
     assert {str(path) for path in tmp_path.iterdir()} == told
 

@@ -173,7 +173,7 @@ with DataLoader(sys.argv[2], batch_size=4, shuffle=True, seed=rank,
         assert rank.stdout is not None
         told.append(rank.stdout.readline().strip())
     for rank in ranks:
-        rank.communicate(timeout=30)
+        rank.communicate(timeout=60)
     (refused,) = [json.loads(line) for line in told if line != "joined"]
     assert refused[:2] == [SpecMismatch.__name__, "seed"]
     assert "0" in refused[2]
@@ -187,7 +187,7 @@ def test_a_port_that_is_taken():
             [*DATAPLANE, "serve", "--coordinator", "--listen", f"127.0.0.1:{port}"],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
             env={**os.environ, "DATAPLANE_STATE_DIR": os.environ["DATAPLANE_STATE_DIR"] + "-2"},
         )

@@ -195,6 +195,6 @@ def test_ctrl_c_ends_a_command_at_once_though_the_store_is_silent():
         with connection:
             connection.recv(1)
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=10)
+            _, told = process.communicate(timeout=60)
     assert process.returncode == 130
     assert told.strip() == "interrupted"

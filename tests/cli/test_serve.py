@@ -85,7 +85,7 @@ def test_draining_waits_for_the_last_trainer(tmp_path):
             assert process.stderr is not None
             assert "draining" in process.stderr.readline()
             greet(sock)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
@@ -97,7 +97,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
             assert process.stderr is not None
             assert "draining" in process.stderr.readline()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
 
 
 def test_a_node_alone_joins_a_coordinator_elsewhere(tmp_path):

@@ -49,7 +49,7 @@ def test_workers_end_with_a_node_that_is_killed(tmp_path: Path, arrow: str) -> N
         os.kill(node.process.pid, signal.SIGKILL)
         with pytest.raises(PeerLost):
             trainer.call(messages.OpenStream("j", 0, 0))
-        _, alive = psutil.wait_procs(workers, timeout=10)
+        _, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
 
 
@@ -160,7 +160,7 @@ def test_a_store_that_falls_silent_is_a_stall_that_names_the_shard(
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            with Node(tmp_path, stall_timeout_s=1) as node, Trainer(node) as trainer:
+            with Node(tmp_path, stall_timeout_s=4) as node, Trainer(node) as trainer:
                 url = f"http://127.0.0.1:{server.server_port}/0.parquet"
                 trainer.open(url)
                 _Silent.is_silent.set()

@@ -68,7 +68,7 @@ def test_a_leader_that_is_killed_leaves_the_others_right(shards: str) -> None:
         assert said(other, 5) == first
         leader.send_signal(signal.SIGKILL)
         leader.wait()
-        rest = other.communicate("go\n", timeout=60)[0].split()
+        rest = other.communicate("go\n", timeout=120)[0].split()
     crop = {"jpg": [RandomResizedCrop(16)]}
     with DataLoader(shards, 4, shuffle=True, transforms=crop) as alone:
         expected = [hashlib.blake2b(batch["jpg"].numpy().tobytes()).hexdigest() for batch in alone]

@@ -46,7 +46,7 @@ class FakeDevice:
         return self.is_busy
 
     def synchronize(self) -> None:
-        assert self.done.wait(20)
+        assert self.done.wait(60)
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether all of a tensor lies in registered memory."""
@@ -118,7 +118,7 @@ def ends(device: FakeDevice) -> None:
     """Wait until nothing is registered any more."""
     pause = threading.Event()
     gc.collect()
-    for _ in range(500):
+    for _ in range(3000):
         if not device.registered:
             return
         pause.wait(0.01)
