@@ -50,4 +50,6 @@ def expect_nothing_left(device: FakeDevice) -> None:
     device.finish()
     gc.collect()
     wait_until(lambda: not device.pinned)
-    assert (device.failures, device.live) == ([], {})
+    left = sum(block.memory.nbytes for block in device.live.values())
+    assert not device.failures, device.failures[:3]
+    assert not left, f"{left} bytes of the device are held"

@@ -48,9 +48,10 @@ class Stream:
 
 
 class Block:
-    """Memory of the device. `busy_until` are the places in streams at which it is free again."""
+    """Memory of one stream. `busy_until` are the places in others at which it is free again."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, stream: Stream, size_bytes: int) -> None:
+        self.stream = stream
         self.memory = np.full(size_bytes, _STALE, np.uint8)
         self.recorded: set[Stream] = set()
         self.busy_until: list[tuple[Stream, int]] = []
@@ -58,6 +59,10 @@ class Block:
     @property
     def address(self) -> int:
         return self.memory.ctypes.data
+
+    def forget(self) -> bool:
+        self.memory[:] = _STALE
+        return True
 
 
 class FakeDevice:
@@ -70,7 +75,7 @@ class FakeDevice:
         self.streams = [self.lane, Stream("compute"), Stream("another")]
         self.current = self.streams[1]
         self.pinned: dict[int, int] = {}
-        self.free: dict[int, list[Block]] = {}
+        self.free: dict[tuple[Stream, int], list[Block]] = {}
         self.live: dict[int, Block] = {}
         self.failures: list[str] = []
         self.copies = self.pageable = 0
@@ -101,18 +106,21 @@ class FakeDevice:
             if not size:
                 return torch.empty_like(source)
             block, self.copies = self._allocated(size), self.copies + 1
+            staged = None
             if not self._is_pinned(address, size):
                 self.pageable += 1
-                ctypes.memmove(block.address, address, size)
-                return self._tensor(block, source)
+                staged = ctypes.string_at(address, size)
 
             def copy() -> bool:
-                if not self._is_pinned(address, size):
-                    self.failures.append("the source went away before it was copied")
-                else:
+                if staged is not None:
+                    ctypes.memmove(block.address, staged, size)
+                elif self._is_pinned(address, size):
                     ctypes.memmove(block.address, address, size)
+                else:
+                    self.failures.append("the source went away before it was copied")
                 return True
 
+            self.current.add(block.forget)
             self.current.add(copy)
             return self._tensor(block, source)
 
@@ -165,15 +173,14 @@ class FakeDevice:
         return any(start <= address and address + size <= start + span for start, span in spans)
 
     def _allocated(self, size: int) -> Block:
-        blocks = self.free.setdefault(size, [])
+        blocks = self.free.setdefault((self.current, size), [])
         for block in reversed(blocks):
             if all(stream.done >= place for stream, place in block.busy_until):
                 blocks.remove(block)
-                block.memory[:] = _STALE
                 block.recorded, block.busy_until = set(), []
                 break
         else:
-            block = Block(size)
+            block = Block(self.current, size)
         self.live[block.address] = block
         return block
 
@@ -186,7 +193,7 @@ class FakeDevice:
         with self.lock:
             del self.live[block.address]
             block.busy_until = [(stream, stream.given) for stream in block.recorded]
-            self.free[block.memory.nbytes].append(block)
+            self.free[block.stream, block.memory.nbytes].append(block)
 
 
 class FakeLane:

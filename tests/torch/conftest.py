@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_device import FakeDevice, FakeTarget
 from fake_node import FakeNode, Script, serving
 
 from dataplane.rpc import names
@@ -45,3 +46,18 @@ def small_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
     monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
     monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+
+
+@pytest.fixture
+def onto(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDevice]:
+    """Loaders that are asked for a device get this one."""
+
+    def use(seed: int = 0) -> FakeDevice:
+        device = FakeDevice(seed)
+        monkeypatch.setattr(
+            "dataplane_torch.loader.find_target",
+            lambda given: None if given is None else FakeTarget(device),
+        )
+        return device
+
+    return use

@@ -10,7 +10,6 @@ import torch
 from dataplane_torch import DataLoader
 from dataplane_torch.device import find_target
 from device_steps import content, expect_nothing_left, leaves, step, wait_until
-from fake_device import FakeDevice, FakeTarget
 
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.errors import ClosedError, ConfigError, DataStallError
@@ -21,21 +20,6 @@ STEPS = -(-COUNT // SIZE)
 
 
 @pytest.fixture
-def onto(monkeypatch):
-    """Loaders that are asked for a device get this one."""
-
-    def use(seed: int = 0) -> FakeDevice:
-        device = FakeDevice(seed)
-        monkeypatch.setattr(
-            "dataplane_torch.loader.find_target",
-            lambda given: None if given is None else FakeTarget(device),
-        )
-        return device
-
-    return use
-
-
-@pytest.fixture
 def epochs(fake):
     """A node with six slots, of which a trainer may hold two; what the first two epochs are."""
     fake(sample_count=COUNT, arena_bytes=6 * 4096)
@@ -43,7 +27,7 @@ def epochs(fake):
         return [[content(batch) for batch in loader] for _ in range(2)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_batch_is_the_hosts_own_however_late_the_device_is(epochs, onto, seed) -> None:
     device = onto(seed)
     with DataLoader(URL, SIZE, device="cuda") as loader:
@@ -76,9 +60,8 @@ def test_the_next_batch_is_copied_ahead_if_it_is_here_and_no_other(epochs, onto)
     expect_nothing_left(device)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_state_counts_what_was_yielded_and_not_what_was_copied_ahead(epochs, onto, seed) -> None:
-    device = onto(seed)
+def test_a_state_counts_what_was_yielded_and_not_what_was_copied_ahead(epochs, onto) -> None:
+    device = onto()
     with DataLoader(URL, SIZE, device="cuda") as loader:
         batches, states = iter(loader), []
         for want in epochs[0]:
@@ -181,8 +164,8 @@ def test_a_slab_that_is_not_here_is_waited_for_when_it_is_due(fake, onto, monkey
 def test_many_passes_at_once_over_little_memory_never_starve_each_other(epochs, onto) -> None:
     device = onto()
     with DataLoader(URL, SIZE, device="cuda") as loader:
-        passes = [iter(loader) for _ in range(9)]
-        for want, batches in itertools.product(epochs[0], passes):
+        passes = [iter(loader) for _ in range(7)]
+        for want, batches in itertools.product(epochs[0][:15], passes):
             step(device, batches, want)
         del passes, batches
     expect_nothing_left(device)
