@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import signal
 import socket
 import stat
@@ -41,7 +42,7 @@ async def main():
     version, database, address = sys.argv[1:]
     started = asyncio.get_running_loop().create_future()
     started.add_done_callback(lambda done: print(done.result(), flush=True))
-    config = CoordinatorConfig(version, database, lease_s=2.0)
+    config = CoordinatorConfig(version, database, lease_s=20.0)
     await serve_coordinator(config, address, asyncio.Event(), started=started)
 
 asyncio.run(main())
@@ -71,8 +72,10 @@ async def kill(process):
 def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
     async def main():
         database = tmp_path / "c.db"
-        process, address = await start_process(database, LOCAL)
-        client = CoordinatorClient(address)
+        # Nobody else picks a port of this very host of 127.0.0.0/8 while the process is gone.
+        host = ".".join(map(str, (127, *os.urandom(2), 1)))
+        process, address = await start_process(database, f"{host}:0")
+        client = CoordinatorClient(address, patience_s=60.0)
         for rank in range(2):
             assert (await client.join(join(rank))).generation == 1
         await kill(process)
@@ -259,9 +262,11 @@ def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(cap
     async def main():
         service, server = Slow(), GrpcServer(LOCAL)
         address = await server.start(service)
-        client = CoordinatorClient(address, timeout_s=0.2, patience_s=0.0)
+        hasty = CoordinatorClient(address, timeout_s=0.2, patience_s=0.0)
         with pytest.raises(PeerLost, match=r"no answer from .* in time"):
-            await client.join(join(0))
+            await hasty.join(join(0))
+        await hasty.close()
+        client = CoordinatorClient(address, patience_s=0.0)
         with pytest.raises(PeerLost, match="has stopped"):
             await client.register_node(node())
         with pytest.raises(DataplaneError, match="a defect in Status: ZeroDivisionError: oh"):

@@ -87,8 +87,8 @@ def test_each_failure_of_a_read_has_its_error(
 
 @pytest.mark.parametrize("mood", [Mood.HANG, Mood.STALL])
 def test_a_server_that_hangs_is_given_up_at_the_deadline(awry: Awry, mood: Mood) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
     store = open_store("s3://bucket", request_timeout_s=0.3)
-    etag = store.head(URL).etag
     awry.be(mood)
 
     with pytest.raises(StoreUnavailable, match="did not answer in time") as raised:

@@ -149,7 +149,7 @@ def test_a_slab_that_is_not_here_is_waited_for_when_it_is_due(fake, onto, monkey
         return ask(stream, at)
 
     monkeypatch.setattr(SlabStream, "batches_from", counted)
-    with DataLoader(URL, SIZE, device="cuda", timeout=0.3) as loader:
+    with DataLoader(URL, SIZE, device="cuda", timeout=1.5) as loader:
         batches = iter(loader)
         taken = [next(batches) for _ in range(4)]
         assert asked == [0, 1]
