@@ -38,7 +38,7 @@ def step(device: FakeDevice, batches: Iterator[Any], expected: list[bytes]) -> N
 def wait_until(is_so: Callable[[], Any]) -> None:
     """For what other threads and processes do."""
     pause = threading.Event()
-    for _ in range(1000):
+    for _ in range(6000):
         if is_so():
             return
         pause.wait(0.01)

@@ -148,15 +148,20 @@ def test_an_interrupted_installation_leaves_nothing(tmp_path) -> None:
 def test_two_that_install_at_once_make_one_environment(tmp_path) -> None:
     made = environment(Peer((wheel(tmp_path, "tiny-loader", "1"),)), tmp_path / "peers")
     lines: list[str] = []
-    begun = threading.Event()
+    begun, other_waits = threading.Event(), threading.Event()
+
+    def say_slowly(line: str) -> None:
+        lines.append(line)
+        begun.set()
+        other_waits.wait(60)
 
     def say(line: str) -> None:
         lines.append(line)
-        begun.set()
+        other_waits.set()
 
-    first = threading.Thread(target=made.install, args=(say,))
+    first = threading.Thread(target=made.install, args=(say_slowly,))
     first.start()
-    assert begun.wait(30)
+    assert begun.wait(60)
     made.install(say)
     first.join()
     assert run(made.python, "import tiny_loader; print(tiny_loader.NUMBER)") == "1"

@@ -15,7 +15,7 @@ from dataplane.node.fetch import Fetcher
 
 BODY = bytes(range(256)) * 4
 PREAMBLE = Region(0, 16)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Shard:

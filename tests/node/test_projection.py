@@ -264,7 +264,7 @@ def test_pieces_lie_one_after_the_other_behind_the_preamble() -> None:
         memory = bytearray(8 + 41)
         end: asyncio.Future[object] = asyncio.Future()
         fetcher.fetch("u", "tag", Region(0, 8), pieces, memoryview(memory), end.set_result)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await end is None
         fetcher.close()
         return bytes(memory)
