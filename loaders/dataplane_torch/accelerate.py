@@ -60,8 +60,10 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
         )
     prepared = _Prepared.__new__(_Prepared)
     prepared.__dict__.update(vars(found))
-    every = getattr(loader, "snapshot_every_n_steps", 1)
-    return _registered(accelerator, prepared, _as_ours(found.base_dataloader, every))
+    given: dict[str, Any] = {}
+    if issubclass(type(loader), DataLoader):
+        given = {name: getattr(loader, name) for name in ("snapshot_every_n_steps", "device")}
+    return _registered(accelerator, prepared, _as_ours(found.base_dataloader, given))
 
 
 class _Prepared(DataLoaderShard):  # type: ignore[misc]
@@ -109,15 +111,15 @@ def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[An
     )
 
 
-def _as_ours(loader: torch.utils.data.DataLoader[Any], every: int) -> DataLoader[Any]:
-    """A loader of torch's as one of dataplane's."""
+def _as_ours(loader: torch.utils.data.DataLoader[Any], ours: Mapping[str, Any]) -> DataLoader[Any]:
+    """A loader of torch's as one of dataplane's, with arguments that torch's does not have."""
     given: dict[str, Any] = {name: getattr(loader, name) for name in _OF_TORCH}
     if loader.batch_sampler is not None and loader.batch_size is None:
         given["batch_sampler"] = loader.batch_sampler
     else:
         given |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         given["sampler"] = None if _is_iterable(loader) else loader.sampler
-    return DataLoader(loader.dataset, snapshot_every_n_steps=every, **given)
+    return DataLoader(loader.dataset, **given, **ours)
 
 
 def _is_iterable(loader: torch.utils.data.DataLoader[Any]) -> bool:

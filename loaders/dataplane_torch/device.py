@@ -57,7 +57,8 @@ class CudaLane:
     @contextlib.contextmanager
     def copying(self) -> Iterator[Copy]:
         """As in Lane."""
-        with torch.cuda.stream(self._stream):
+        # A batch that is copied ahead in inference mode may be due when that is over.
+        with torch.inference_mode(mode=False), torch.cuda.stream(self._stream):
             yield functools.partial(moved, device=self.device)
 
     def mark(self) -> Any:
