@@ -11,13 +11,23 @@ from device_steps import content, leaves, wait_until
 from local_datasets import LONG
 from torch.utils.data import Dataset
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
 
 URL = "s3://bucket/shards/*.parquet"
 COUNT, SIZE = 2000, 4
 # Six slots of small slabs. The node overwrites what it has back.
 NODE = {"sample_count": COUNT, "arena_bytes": 6 * 4096}
 _LATE = 2_000_000  # cycles: about a millisecond
+
+
+@pytest.fixture(scope="module", autouse=True)
+def context() -> None:
+    """What CUDA keeps for good is made before the first test is watched."""
+    if torch.cuda.is_available():
+        torch.ones(8).pin_memory().to("cuda", non_blocking=True).sum().item()
 
 
 class Rows(Dataset[Any]):
@@ -113,7 +123,7 @@ def test_memory_of_the_host_goes_back_while_a_long_step_computes(expected) -> No
     want = expected("urls")
     with DataLoader(URL, SIZE, device="cuda", timeout=20) as loader:
         next(batches := iter(loader))
-        torch.cuda._sleep(1_000_000_000)  # about half a second
+        torch.cuda._sleep(4_000_000_000)  # seconds
         end = torch.cuda.current_stream().record_event()
         found = [next(batches) for _ in range(60)]
         assert loader.statistics().copied_slabs == 0

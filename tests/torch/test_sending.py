@@ -209,6 +209,47 @@ def test_structure_is_kept_and_what_is_no_tensor_stays_the_object_it_is() -> Non
     assert batch["user"]["a"] is tensor
 
 
+LEAVES = st.sampled_from([torch.arange(3), torch.zeros(0, 2), 1, 2.5, "x", b"y", None, np.ones(2)])
+ANY_BATCH = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.lists(inner, max_size=3).map(deque),
+    ),
+    max_leaves=12,
+)
+
+
+@given(ANY_BATCH)
+@settings(max_examples=60)
+def test_any_structure_comes_again_with_other_tensors_and_the_same_of_all_else(batch) -> None:
+    device = FakeDevice()
+    out = sent(batch, device)
+    device.finish()
+    same_but_tensors(batch, out)
+
+
+def same_but_tensors(before: Any, after: Any) -> bool:
+    """Whether there is no tensor in it; then it is the very object."""
+    assert type(before) is type(after)
+    if isinstance(before, torch.Tensor):
+        assert after is not before
+        assert torch.equal(after, before)
+        return False
+    parts: list[bool] = []  # of all, since each is looked at
+    if isinstance(before, dict):
+        assert list(before) == list(after)
+        parts = [same_but_tensors(before[key], after[key]) for key in before]
+    elif isinstance(before, list | tuple | deque):
+        both = zip(before, after, strict=True)
+        parts = [same_but_tensors(one, other) for one, other in both]
+    assert (before is after) is all(parts)
+    return all(parts)
+
+
 def test_objects_that_record_streams_go_ahead_and_others_when_they_are_due() -> None:
     device = FakeDevice()
     lane = FakeLane(device)

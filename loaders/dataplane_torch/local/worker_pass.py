@@ -248,7 +248,7 @@ class WorkerPass(_BaseDataLoaderIter):
         batch = unpack(made.parcel, self._crew.mapped[worker_id])
         if made.kind == "error":
             batch.reraise()
-        if self._pin_memory:
+        if self._pin_memory and self._lane is None:  # for a lane it is pinned as it lies
             batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return batch
 
