@@ -10,9 +10,9 @@ from pathlib import Path
 import hygiene
 import pytest
 from hypothesis import HealthCheck, settings
-from servers import careless_s3_server, s3_server
+from servers import careless_s3_server, port_of_nobody, s3_server
 
-__all__ = ["careless_s3_server", "s3_server"]
+__all__ = ["careless_s3_server", "port_of_nobody", "s3_server"]
 
 ROOT = Path(__file__).resolve().parents[1]
 

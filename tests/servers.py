@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +117,14 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Pat
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def port_of_nobody() -> Iterator[int]:
+    """A port of 127.0.0.1 that refuses connections, and that nobody else can take meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ import ssl
 import threading
 import time
 import urllib.parse
+import weakref
 from collections.abc import Callable, Mapping
 
 from dataplane.errors import StoreThrottled, StoreUnavailable, TruncatedRead
@@ -37,6 +38,9 @@ _REFUSALS_MAX = 8
 _PAUSE_S = 60.0
 
 
+_Idle = dict[str, list[tuple[float, http.client.HTTPConnection]]]
+
+
 class Refused(Exception):
     """The answer is not the bytes; nothing is said about why."""
 
@@ -49,7 +53,9 @@ class DirectReads:
         self._timeout_s = request_timeout_s
         self._tls: ssl.SSLContext | None = None
         self._lock = threading.Lock()
-        self._idle: dict[str, list[tuple[float, http.client.HTTPConnection]]] = {}
+        self._idle: _Idle = {}
+        # Not by __del__: in a cycle the sockets could be finalized first, and complain.
+        weakref.finalize(self, _close_all, self._idle).atexit = False
         self._refusals = 0
         self._off_until = 0.0
 
@@ -95,13 +101,7 @@ class DirectReads:
     def close(self) -> None:
         """Close what is idle. May be called twice."""
         with self._lock:
-            for each in self._idle.values():
-                for _, connection in each:
-                    connection.close()
-            self._idle.clear()
-
-    def __del__(self) -> None:
-        self.close()
+            _close_all(self._idle)
 
     def _asked(
         self, base: str, target: str, headers: Mapping[str, str], deadline: float
@@ -148,6 +148,13 @@ class DirectReads:
                 waiting.append((time.monotonic(), connection))
                 return
         connection.close()
+
+
+def _close_all(idle: _Idle) -> None:
+    for each in idle.values():
+        for _, connection in each:
+            connection.close()
+    idle.clear()
 
 
 def is_possible(environment: Mapping[str, str]) -> bool:

@@ -138,10 +138,9 @@ def test_a_close_is_passed_on_both_ways(tmp_path):
         assert received(connection, 100) == b"you said all"
 
 
-def test_a_server_that_is_gone_closes_its_clients(tmp_path):
-    (port_of_none,) = processes.free_ports(1)
+def test_a_server_that_is_gone_closes_its_clients(tmp_path, port_of_nobody):
     log = tmp_path / "latency.log"
-    command = [sys.executable, "-m", "dataplane_bench.workloads.latency", str(port_of_none), "1"]
+    command = [sys.executable, "-m", "dataplane_bench.workloads.latency", str(port_of_nobody), "1"]
     with processes.running(command, os.environ, log) as process:
         processes.wait_until(lambda: log.read_text().endswith("\n"), process, log, 20)
         for _ in range(2):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import http.client
 import socket
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from awry import Awry, Mood, awry_server
@@ -151,3 +155,21 @@ def test_no_connection_of_ours_goes_past_a_proxy_or_is_signed_unasked(
 ) -> None:
     assert direct.is_possible({})
     assert not direct.is_possible({name.lower(): value})
+
+
+def test_a_store_that_the_collector_finds_closes_its_idle_connections_first() -> None:
+    gc.disable()
+    try:
+        reads: Any = direct.DirectReads(lambda key: key, 1.0)
+        reads.itself = reads
+        gc.collect(0)  # older than its connection, which comes to its end first
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            connection = http.client.HTTPConnection(*server.getsockname())
+            connection.connect()
+            reads._give_back("http://host", connection)
+            closes = weakref.finalize(connection, int)
+            del reads, connection
+            gc.collect()
+        assert not closes.alive
+    finally:
+        gc.enable()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from awry import Awry, Mood, awry_server
-from servers import S3Server, free_ports
+from servers import S3Server
 
 from dataplane.errors import (
     ConfigError,
@@ -159,9 +159,9 @@ def test_a_server_that_ignores_the_pin_is_caught_by_its_own_etag(awry: Awry) -> 
     ids=["list", "head"],
 )
 def test_nobody_at_the_endpoint_is_said_so(
-    monkeypatch: pytest.MonkeyPatch, ask: Callable[[object], object]
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[object], object], port_of_nobody: int
 ) -> None:
-    (port,) = free_ports(1)
+    port = port_of_nobody
     _only(
         monkeypatch,
         {
@@ -190,10 +190,9 @@ def test_a_host_without_an_address_is_said_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_missing_credentials_are_said_so(
-    awry: Awry, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    awry: Awry, monkeypatch: pytest.MonkeyPatch, tmp_path: object, port_of_nobody: int
 ) -> None:
-    (port,) = free_ports(1)
-    nowhere = f"http://127.0.0.1:{port}"
+    nowhere = f"http://127.0.0.1:{port_of_nobody}"
     _only(monkeypatch, {"AWS_ENDPOINT_URL": awry.endpoint, "AWS_METADATA_ENDPOINT": nowhere})
     monkeypatch.setenv("HOME", str(tmp_path))
 
