@@ -143,9 +143,17 @@ def test_pixels_are_the_same_whether_or_not_images_stay_in_memory(
             str(folder), batch_size=8, shuffle=True, seed=3, window=1, lanes=1,
             transforms={"jpg": CROP},
         ) as loader:  # fmt: skip
-            found.append([list(drawn(loader)) for _ in range(3)])
+            epochs = [list(drawn(loader)) for _ in range(2)]
+            # Others read the same blocks: their pixels, and the images as they are.
+            with DataLoader(
+                str(folder), name="other", batch_size=8, transforms={"jpg": [CenterCrop(100)]}
+            ) as other:
+                middles = list(drawn(other))
+            with DataLoader(str(folder), name="raw", batch_size=8) as raw:
+                assert [image for batch in raw for image in batch["jpg"]] == images
+            found.append([*epochs, list(drawn(loader)), middles])
     assert found[0] == found[1]
-    assert len({hashed for epoch in found[0] for _, hashed in epoch}) == 3 * count
+    assert len({hashed for epoch in found[0] for _, hashed in epoch}) == 4 * count
 
 
 VIEWS = {
