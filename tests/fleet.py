@@ -46,7 +46,9 @@ class Trainer:
         return self.told
 
     def batches(self) -> list[Rows]:
-        return [json.loads(line) for line in self.out.read_text(encoding="utf-8").splitlines()]
+        # Whoever was killed may have been in the middle of a line.
+        whole, _, _ = self.out.read_text(encoding="utf-8").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 class Run:

@@ -155,7 +155,8 @@ steps = []
 for batch in loader:
     steps.append(batch["i"].tolist())
 node = loader._shards._session.mount().node_id
-print(json.dumps({"steps": steps, "state": loader.state_dict(), "node": node}))
+print(json.dumps({"steps": steps, "state": loader.state_dict(), "node": node}), flush=True)
+sys.stdin.read()
 """
 
 
@@ -166,12 +167,17 @@ def launch(shards: str, size: int, state: dict) -> list[dict]:
         subprocess.Popen(
             [sys.executable, "-c", RANK, shards, json.dumps(state)],
             env={**os.environ, **launched, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(size)
     ]
-    found = [json.loads(rank.communicate()[0]) for rank in ranks]
+    # Nobody ends before all have read: with its last rank a node ends, and late ones start another.
+    told = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
+    for rank in ranks:
+        rank.communicate()
+    found = [json.loads(line) for line in told]
     assert len({one["node"] for one in found}) == 1
     assert all(one["state"] == found[0]["state"] for one in found)
     return found
