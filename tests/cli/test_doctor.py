@@ -46,7 +46,7 @@ def table(rows: int, width: int) -> pa.Table:
 
 def test_a_loop_with_long_steps_is_bound_by_itself(capsys, tmp_path):
     pq.write_table(table(2_000, 64), tmp_path / "a.parquet")
-    asked = ("--batch-size", "100", "--step-ms", "20", "--seconds", "1")
+    asked = ("--batch-size", "100", "--step-ms", "100", "--seconds", "2")
     found = examined(capsys, str(tmp_path), *asked)
     assert found["bound"]["stage"] == "consumer"
     assert found["bound"]["samples_per_s_without"] > found["bound"]["samples_per_s"]
