@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -183,16 +184,12 @@ def bench(**given: Any) -> None:
 
 
 def _needs_extra() -> None:
-    try:
-        import boto3  # type: ignore[import-untyped]  # noqa: F401
-        import cv2  # noqa: F401
-        import plotly  # type: ignore[import-untyped]  # noqa: F401
-        import simplejpeg  # type: ignore[import-untyped]  # noqa: F401
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"the benchmark needs {error.name}: install the extras, pip install '.[torch,bench]'"
-        ) from error
+    # Found, not imported: that takes seconds, and a mistake in the arguments should not.
+    for name in ("boto3", "cv2", "plotly", "simplejpeg", "torch"):
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"the benchmark needs {name}: install the extras, pip install '.[torch,bench]'"
+            )
 
 
 def _run(given: dict[str, Any]) -> None:
