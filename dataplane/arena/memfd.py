@@ -28,6 +28,15 @@ _PIECE_BYTES = 64 << 10
 """What is mapped is remembered in pieces of this size."""
 
 
+def populate(mapping: mmap.mmap, offset: int, length: int) -> None:
+    """Map the pages of bytes [offset, offset + length) for reading, as one piece, in place of a
+    page fault for every few of them.
+    """
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    with contextlib.suppress(OSError):  # Linux before 5.14 does not know how
+        mapping.madvise(_MADV_POPULATE_READ, start, offset + length - start)
+
+
 class Arena:
     """One memfd and this process's shared, writable mapping of it."""
 
@@ -93,26 +102,19 @@ class Arena:
             raise IndexError(f"[{offset}, {offset + length}) is outside of {self.size_bytes} bytes")
         return self.buffer[offset : offset + length]
 
-    def populate(self, offset: int, length: int) -> None:
-        """Map what is allocated of bytes [offset, offset + length), a whole number of pages, at
-        once, so that no access pays for a page fault later.
-        """
-        if self._mapping is not None:
-            with contextlib.suppress(OSError):  # Linux before 5.14 does not know how
-                # For reading costs half of what it costs for writing, and here it is the same:
-                # nobody has to be told of what is written into a memfd.
-                self._mapping.madvise(_MADV_POPULATE_READ, offset, length)
-
     def populate_once(self, offset: int, length: int) -> None:
-        """As `populate`, of whatever lies there and was not mapped so before. It takes a quarter of
-        the time that a page fault for each page does, and nothing from the second time on.
+        """Map what is allocated of bytes [offset, offset + length) at once, unless that was done
+        before. It takes a quarter of the time that a page fault for each page does.
         """
+        if self._mapping is None:
+            return
         first, end = -(-offset // _PIECE_BYTES), (offset + length) // _PIECE_BYTES
         if len(self._mapped) < end:
             self._mapped.extend(bytes(end - len(self._mapped)))
         if length and (first >= end or self._mapped.find(0, first, end) >= 0):
-            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self.populate(start, offset + length - start)
+            # For reading costs half of what it costs for writing, and here it is the same: nobody
+            # has to be told of what is written into a memfd.
+            populate(self._mapping, offset, length)
             self._mapped[first:end] = b"\1" * max(end - first, 0)
 
     def reserve(self, end: int) -> None:

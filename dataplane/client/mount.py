@@ -76,7 +76,6 @@ class Mount:
         self.asked_ahead: set[int | None] = set()
         self._held: dict[int, int] = {}
         self._unread: dict[int, int] = {}  # those of them that are dead, and that a device may read
-        self._mapped: set[int] = set()
         self._dead: deque[int] = deque()
         self._left_streams: deque[int] = deque()
         self._retired = False
@@ -104,11 +103,9 @@ class Mount:
             memory: Bytes = np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)
         except IndexError as error:
             raise PeerLost(f"the node gave a slab outside of its arena: {error}") from error
-        if region.offset not in self._mapped:
-            # Once for each slot, and only for those that are used: of all of them together the
-            # first batch would have to wait for a tenth of a second.
-            self._mapped.add(region.offset)
-            self._arena.populate(region.offset, region.length)
+        # Only of slots that are used: of all of them together the first batch would have to wait
+        # for a tenth of a second.
+        self._arena.populate_once(region.offset, region.length)
         weakref.finalize(memory, self._died, slab.slab_id).atexit = False
         self._held[slab.slab_id] = region.length
         return memory

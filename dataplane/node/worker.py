@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import mmap
 import os
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from dataplane.arena.memfd import Arena
+from dataplane.arena.memfd import Arena, populate
 from dataplane.errors import (
     ConfigError,
     CorruptShard,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from dataplane.node.pictures import Pictures
 
 _OPEN_SHARDS_MAX = 256
-_MADV_POPULATE_READ = 22
 _FAULT_S_MAX = 0.02
 """A page that is read from a disk takes no longer, as a rule."""
 
@@ -62,11 +60,8 @@ class _Dataset:
     plan: StackedPlan
     fill_null: Mapping[str, float]
     packing: Packing | None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all columns of its shards are needed."""
-        return set(self.plan.leaves.top_level).issuperset(self.schema.names)
+    is_whole: bool
+    """Whether all columns of its shards are needed."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -188,6 +183,7 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
         plan,
         dict(body.fill_null),
         packing.plan_packing(plan.specs) if body.pack else None,
+        set(plan.leaves.top_level).issuperset(schema.names),
     )
     return tasks.Done()
 
@@ -237,24 +233,17 @@ def _raw_views(
         return whole[:cut], whole[cut : cut + length]
     mapping = _mapped_shard(state, raw).mapping
     for piece in raw.pieces or ((raw.place,) if is_whole else ()):
-        _populate(mapping, piece)
+        populate(mapping, piece.offset, piece.length)
     shard = memoryview(mapping)
     return _cut(shard, raw.preamble_place), _cut(shard, raw.place)
 
 
-def _populate(mapping: mmap.mmap, place: Region) -> None:
-    """Read a block of a mapped file as one piece, in place of a page fault for every few rows."""
-    start = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
-    with contextlib.suppress(OSError):  # Linux before 5.14 does not know how
-        mapping.madvise(_MADV_POPULATE_READ, start, place.offset + place.length - start)
-
-
 def _populate_columns(mapping: mmap.mmap, columns: BlockColumns) -> None:
-    """The same for the columns of a block alone that lie in the file."""
+    """Map the columns of a block, as far as they lie in the file, and nothing else of it."""
     start = np.frombuffer(mapping, np.uint8).ctypes.data
     for part in columns.values:
         if start <= part.address < start + len(mapping):
-            _populate(mapping, Region(part.address - start, part.length))
+            populate(mapping, part.address - start, part.length)
 
 
 def _cut(view: memoryview, region: Region) -> memoryview:

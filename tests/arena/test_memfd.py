@@ -31,7 +31,7 @@ def test_memory_is_used_only_once_reserved_and_two_mappings_share_it():
     arena.reserve(SIZE // 4)
     assert os.fstat(arena.fd).st_blocks * 512 == SIZE // 2
     other = Arena.attach(os.dup(arena.fd), SIZE)
-    other.populate(0, SIZE // 2)
+    other.populate_once(0, SIZE // 2)
     assert os.fstat(arena.fd).st_blocks * 512 == SIZE // 2
     arena.view(100, 3)[:] = b"abc"
     assert bytes(other.view(100, 3)) == b"abc"

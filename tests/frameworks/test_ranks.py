@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small_nodes import alone_and_small
 
 COUNT, STEPS = 48, 6
 RANKS = Path(__file__).parent / "ranks"
@@ -19,14 +20,7 @@ RANKS = Path(__file__).parent / "ranks"
 @pytest.fixture(autouse=True)
 def small_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A real node, embedded, with little memory, and loaders that no launch of ours is in."""
-    for name in ("DATAPLANE_SERVICE", "RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
-    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
-    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
-    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
-    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+    alone_and_small(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -83,6 +83,24 @@ def test_preamble_and_block_are_asked_for_at_once() -> None:
     assert _fetched(Shard(lambda _: both.wait()), [40]) == [_whole(40)]  # type: ignore[arg-type]
 
 
+def test_the_pieces_of_a_block_are_asked_for_at_once_and_lie_behind_the_preamble() -> None:
+    pieces = [Region(20, 10), Region(50, 1), Region(100, 30)]
+    all_of_them = threading.Barrier(4, timeout=TIMEOUT_S)
+    shard = Shard(lambda _: all_of_them.wait())  # type: ignore[arg-type,return-value]
+
+    async def run() -> bytes:
+        fetcher = Fetcher(4, lambda _: shard)
+        memory = bytearray(PREAMBLE.length + 41)
+        end: asyncio.Future[DataplaneError | None] = asyncio.Future()
+        fetcher.fetch("url", "tag", PREAMBLE, pieces, memoryview(memory), end.set_result)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await end is None
+        fetcher.close()
+        return bytes(memory)
+
+    assert asyncio.run(run()) == BODY[:16] + BODY[20:30] + BODY[50:51] + BODY[100:130]
+
+
 def test_a_preamble_that_failed_fails_who_waits_for_it_and_is_read_anew() -> None:
     left = iter([StoreUnavailable("url: gone")])
 

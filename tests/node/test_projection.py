@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from shards import NESTED, NESTED_ROWS, MemoryShard, parquet_bytes, raw_block
 from dataplane.errors import ConfigError
 from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.parquet import Parquet
-from dataplane.model import ObjectInfo, Region
+from dataplane.model import Region
 from dataplane.node import projection
-from dataplane.node.fetch import Fetcher
 from dataplane.node.index import index_dataset
 from dataplane.node.projection import HOLE_BYTES_MIN, Projection
 from dataplane.plan.column_places import ColumnPlaces
@@ -241,33 +239,3 @@ def test_of_a_mapped_arrow_file_the_columns_of_a_job_are_touched_alone(
             touched.append(mapped_bytes(node, path))
     assert touched[0] < 2_000_000
     assert touched[1] > 12_000_000
-
-
-class Halves:
-    """A store whose every read waits until another one is under way."""
-
-    def __init__(self) -> None:
-        self.content = bytes(range(200))
-
-    def read(self, url: str, offset: int, length: int, etag: str) -> bytes:
-        return self.content[offset : offset + length]
-
-    def head(self, url: str) -> ObjectInfo:
-        return ObjectInfo(url, len(self.content), "tag")
-
-
-def test_pieces_lie_one_after_the_other_behind_the_preamble() -> None:
-    pieces = [Region(20, 10), Region(50, 1), Region(100, 30)]
-
-    async def run() -> bytes:
-        fetcher = Fetcher(2, lambda _: Halves())  # type: ignore[arg-type,return-value]
-        memory = bytearray(8 + 41)
-        end: asyncio.Future[object] = asyncio.Future()
-        fetcher.fetch("u", "tag", Region(0, 8), pieces, memoryview(memory), end.set_result)
-        async with asyncio.timeout(60):
-            assert await end is None
-        fetcher.close()
-        return bytes(memory)
-
-    content = bytes(range(200))
-    assert asyncio.run(run()) == content[:8] + content[20:30] + content[50:51] + content[100:130]

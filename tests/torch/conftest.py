@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from fake_device import FakeDevice, FakeTarget
 from fake_node import FakeNode, Script, serving
+from small_nodes import LAUNCHED, alone_and_small
 
 from dataplane.rpc import names
-
-LAUNCHED = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @pytest.fixture
@@ -38,14 +37,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeNode]]:
 @pytest.fixture
 def small_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A real node, embedded and alone, with budgets that a test can fill."""
-    for name in ("DATAPLANE_SERVICE", *LAUNCHED):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("DATAPLANE_WORKER_COUNT", "1")
-    monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "64MiB")
-    monkeypatch.setenv("DATAPLANE_DELIVERY_BYTES_PER_RANK", "2MiB")
-    monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "64KiB")
-    monkeypatch.setenv("DATAPLANE_LINGER_S", "0.2")
+    alone_and_small(monkeypatch, tmp_path)
 
 
 @pytest.fixture
