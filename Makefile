@@ -15,10 +15,11 @@ IN_C := dataplane/node/kernel.c dataplane/plan/loops.c $(wildcard dataplane/tran
 PROTOC := -m grpc_tools.protoc -I proto
 TEST_ARGS ?=
 JOBS ?= 2
+DIST ?= dist
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup lock test test-slow lint format types imports protos protos-check check demo clean
+.PHONY: help setup wheel lock test test-slow lint format types imports protos protos-check check demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -27,7 +28,7 @@ setup: $(READY) ## everything that the others need, into .venv (quick when nothi
 	@:
 
 # The project itself is installed last, as a plain path, without asking a registry for anything.
-# That compiles what is in C, where there is a C compiler.
+# That compiles what is in C; the last line says what is missing if it could not.
 $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
@@ -39,7 +40,14 @@ $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	  || "$(PYTHON)" -m venv --clear $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PY) -m dataplane.build_kernels
 	@touch $@
+
+wheel: setup ## a wheel for other machines, which carries libjpeg-turbo, into dist/
+	@raw="$$(mktemp -d)"; trap 'rm -rf "$$raw"' EXIT; \
+	PORTABLE_WHEEL=1 $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps \
+	  --no-build-isolation -w "$$raw" .; \
+	PATH="$$PWD/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair -w "$(DIST)" "$$raw"/*.whl
 
 lock: ## choose the newest versions that pyproject.toml allows, and write requirements.lock
 	fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \

@@ -22,13 +22,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pyarrow as pa
 
-from dataplane.model import ListPolicy
+from dataplane.model import ColumnOptions, ListPolicy
 from dataplane.node.columns import BlockColumns, Packing, RowIndex, open_block
 from dataplane.node.gather import Gather
 from dataplane.node.packing import open_stored, plan_packing, store, stored_bytes
 from dataplane.node.rows import NumpyRows, Open, rows_of
 from dataplane.rpc.messages import Batch
-from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
+from dataplane.transforms.canonical import canonical
+from dataplane.transforms.columns import ColumnPlan, plan_columns
 
 ROUNDS = 7
 SLAB_BYTES = 4 << 20
@@ -100,14 +101,12 @@ class Slabs:
     def __init__(self, case: Case) -> None:
         random = np.random.default_rng(0)
         first = pa.record_batch(case.make(random, case.block_rows))
-        self.plan: ColumnPlan = plan_columns(first.schema, [], ListPolicy.RAGGED)
+        self.plan: ColumnPlan = plan_columns(first.schema, ColumnOptions(lists=ListPolicy.RAGGED))
         self.packing = plan_packing(self.plan.specs)
         self.blocks: list[BlockColumns] = []
         self._packed: list[BlockColumns] = []
         for _ in range(BLOCKS):
-            batch = canonical(
-                pa.record_batch(case.make(random, case.block_rows)), self.plan, {}, ""
-            )
+            batch = canonical(pa.record_batch(case.make(random, case.block_rows)), self.plan, "")
             self.blocks.append(open_block(batch, self.plan.specs))
             if self.packing is not None:
                 region = memoryview(bytearray(stored_bytes(batch, self.packing)))

@@ -1,4 +1,4 @@
-"""How many random resized crops does one core make of JPEGs a second, by which library?
+"""How many crops of JPEGs does one core make a second, by which library?
 
     python benchmarks/pixels.py FOLDER [--json]
 
@@ -7,6 +7,9 @@ at a quality of 95. The same crops are made by all, in turns, so that a busy nei
 them; the best round of each counts. Exit status 1 says that ours missed its bar: a multiple of what
 simplejpeg (libjpeg-turbo, whole images) and OpenCV's resize reach. "Ours, again" are crops of
 images of which others were made before, as in later epochs of what stays in memory.
+
+Random resized crops to 224 are for training. Evaluation is a resize and a center crop: to 256 and
+224, for which these photographs are too small to be decoded at a reduced size, and to 128 and 112.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ ATTEMPTS = 10
 BARS = {"ours": 1.4, "ours, again": 1.9}
 TRAIL_PARTS = 16
 VIEW = pixels.PixelView(SIDE, SIDE, "HWC", "uint8", None, None)
+HALF_VIEW = pixels.PixelView(SIDE // 2, SIDE // 2, "HWC", "uint8", None, None)
 
 Crops = NDArray[np.float64]
 Maker = Callable[[Crops], None]
@@ -55,6 +59,7 @@ class Photographs:
         ]
         self._trails = _places(self._kept)
         self.sizes = pixels.sizes(self._places)
+        self._centres = centred_boxes(self.sizes)
         self._flips = np.zeros(len(self.encoded), np.uint8)
         self._out = np.zeros((len(self.encoded), SIDE, SIDE, 3), np.uint8)
 
@@ -77,11 +82,41 @@ class Photographs:
                 self._out[row] = np.asarray(part)
 
     def by_us(self, boxes: Crops) -> None:
-        pixels.render(self._places, boxes, self._flips, VIEW, self._out.reshape(-1))
+        out = self._out.reshape(-1)
+        pixels.render(self._places, boxes, self._flips, VIEW, out, may_reduce=True)
 
     def by_us_again(self, boxes: Crops) -> None:
         out = self._out.reshape(-1)
-        pixels.render(self._places, boxes, self._flips, VIEW, out, trails=self._trails)
+        pixels.render(
+            self._places, boxes, self._flips, VIEW, out, trails=self._trails, may_reduce=True
+        )
+
+    def evaluation_by_pillow(self, _boxes: Crops) -> None:
+        """As torchvision does it."""
+        self.by_pillow(self._centres)
+
+    def evaluation(self, _boxes: Crops) -> None:
+        out = self._out.reshape(-1)
+        pixels.render(self._places, self._centres, self._flips, VIEW, out)
+
+    def small_evaluation(self, _boxes: Crops) -> None:
+        self._evaluate_small(may_reduce=False)
+
+    def fast_small_evaluation(self, _boxes: Crops) -> None:
+        self._evaluate_small(may_reduce=True)
+
+    def _evaluate_small(self, *, may_reduce: bool) -> None:
+        out = self._out.reshape(-1)[: len(self.encoded) * HALF_VIEW.bytes]
+        pixels.render(
+            self._places, self._centres, self._flips, HALF_VIEW, out, may_reduce=may_reduce
+        )
+
+
+def centred_boxes(sizes: NDArray[np.int32]) -> Crops:
+    """The middle of a resize to 256, or to 128.   Shapes:  result: float64[n, 4]."""
+    whole = sizes.astype(np.float64)
+    kept = whole.min(1, keepdims=True) * SIDE / 256
+    return np.concatenate([(whole - kept) / 2, np.repeat(kept, 2, axis=1)], axis=1)
 
 
 def _places(memory: Sequence[NDArray[np.uint8]]) -> pixels.Ints:
@@ -120,6 +155,10 @@ def measure(photographs: Photographs) -> dict[str, float]:
         "Pillow": photographs.by_pillow,
         "ours": photographs.by_us,
         "ours, again": photographs.by_us_again,
+        "evaluation to 224, Pillow": photographs.evaluation_by_pillow,
+        "evaluation to 224": photographs.evaluation,
+        "evaluation to 112": photographs.small_evaluation,
+        "evaluation to 112, fast": photographs.fast_small_evaluation,
     }
     random = np.random.default_rng(0)
     best = dict.fromkeys(makers, float("inf"))

@@ -1,17 +1,17 @@
-"""Compiles what is in C when the project is installed or built: a build hook of hatchling.
+"""Compiles the C sources when the project is installed or built: a build hook of hatchling.
 
-Nothing imports this module but hatchling and tests. Where there is no C compiler the build goes on
-without the libraries: numpy sorts and gathers, and images are made by Pillow.
+Nothing imports this module but hatchling, `make setup` and tests. If something cannot be compiled,
+the build goes on without it: numpy sorts and gathers, and Pillow makes images.
 """
 
-# No annotations from __future__: hatchling runs this file as no module, where a dataclass cannot
-# look up annotations that are text.
+# No annotations from __future__: hatchling does not run this file as a module, and a dataclass
+# cannot look up annotations that are text then.
 import os
 import shlex
 import subprocess
+import sys
 import sysconfig
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,36 @@ from typing import Any
 from hatchling.builders.config import BuilderConfig
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
+# No contraction: a fused multiply-add would round otherwise on machines that have one.
+_FLAGS = (
+    *("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-Wall", "-Wextra"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A library of the platform: pkg-config's name, its header, how it is linked, what to install
+    for it, and where distributions put its licence.
+    """
+
+    name: str
+    header: str
+    link: str
+    install: str
+    licences: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
     """`sources` is a C file, or a folder of them and of their headers; `instead` takes its place
-    where it cannot be compiled.
+    if it cannot be compiled.
     """
 
     sources: Path
     path: Path
     instead: str
+    needs: Package | None = None
 
     def sources_in(self, root: Path) -> tuple[Path, ...]:
         """In the order in which the modules that load a library sum them up."""
@@ -40,56 +58,151 @@ class Library:
         return tuple(sorted(path for path in there.iterdir() if path.suffix in {".c", ".h"}))
 
 
+LIBJPEG = Package(
+    "libjpeg",
+    "jpeglib.h",
+    "-ljpeg",
+    "the headers of libjpeg-turbo 2.0.90 or newer are missing: apt-get install libjpeg-dev "
+    "(Debian, Ubuntu), dnf install libjpeg-turbo-devel (Fedora, RHEL), or conda install -c "
+    "conda-forge libjpeg-turbo",
+    (
+        "/usr/share/doc/libjpeg*turbo*/copyright",
+        "/usr/share/licenses/libjpeg-turbo*/LICENSE*",
+        f"{sys.base_prefix}/share/doc/libjpeg-turbo/LICENSE*",
+    ),
+)
 KERNEL = Library(Path("dataplane/node/kernel.c"), Path("dataplane/node/libkernel.so"), "numpy")
 PIXELS = Library(
-    Path("dataplane/transforms/csrc"), Path("dataplane/transforms/libpixels.so"), "Pillow"
+    Path("dataplane/transforms/csrc"),
+    Path("dataplane/transforms/libpixels.so"),
+    "Pillow",
+    LIBJPEG,
 )
 LOOPS = Library(Path("dataplane/plan/loops.c"), Path("dataplane/plan/libloops.so"), "numpy")
 LIBRARIES = (KERNEL, PIXELS, LOOPS)
 
 
+class NotCompiled(Exception):
+    """One line: what is missing, or the compiler's words."""
+
+
 class BuildKernels(BuildHookInterface[BuilderConfig]):
-    """Beside their sources for an editable installation, and from there into a wheel."""
+    """Beside their sources for an editable installation, and from there into a wheel.
+
+    A wheel for other machines, which `make wheel` asks for by setting PORTABLE_WHEEL, must have all
+    libraries, and the licences of the packages that it will carry.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """As hatchling calls it before each build."""
         del version
         root = Path(self.root)
+        is_portable = bool(os.environ.get("PORTABLE_WHEEL"))
         for library in LIBRARIES:
             path = root / library.path
             try:
-                compile_library(library.sources_in(root), path)
-            except (OSError, subprocess.CalledProcessError) as fault:
+                compile_library(library, root)
+            except NotCompiled as fault:
                 path.unlink(missing_ok=True)
-                said = getattr(fault, "stderr", None) or fault
-                told = f"{library.sources} is not compiled, {library.instead} takes its place"
-                self.app.display_warning(f"{told}: {said}")
+                if is_portable:
+                    self.app.abort(_told(library, fault))
+                self.app.display_warning(_told(library, fault))
                 continue
+            if is_portable and library.needs is not None:
+                place = f"{library.path.parent}/{library.needs.name}.LICENSE"
+                build_data["force_include"][str(self._licence_of(library.needs))] = place
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["artifacts"].append(str(library.path))
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
 
+    def _licence_of(self, package: Package) -> Path:
+        """What has to go along with a copy of a library."""
+        patterns = [os.environ.get("CARRIED_LICENCE", ""), *package.licences]
+        for pattern in filter(None, patterns):
+            for path in sorted(Path("/").glob(pattern.lstrip("/"))):
+                return path
+        self.app.abort(
+            f"the licence of {package.name} is not at {', '.join(package.licences)}: a wheel that "
+            "carries the library needs it; name the file in CARRIED_LICENCE"
+        )
+        raise AssertionError
 
-def compile_library(sources: Sequence[Path], library: Path) -> None:
+
+def main() -> None:
+    """Compile what is not there yet, and say on standard error what cannot be."""
+    root = Path(__file__).resolve().parents[1]
+    for library in LIBRARIES:
+        if not (root / library.path).exists():
+            try:
+                compile_library(library, root)
+            except NotCompiled as fault:
+                sys.stderr.write(f"{_told(library, fault)}; then run make -B setup\n")
+
+
+def _told(library: Library, fault: NotCompiled) -> str:
+    return f"{library.sources} is not compiled, {library.instead} takes its place: {fault}"
+
+
+def compile_library(library: Library, root: Path) -> None:
     """Put a new library in the place of an old one, which processes may have mapped.
 
-    `CC` and `CFLAGS` mean what they mean to make.
+    `CC`, `CFLAGS` and `LDFLAGS` mean what they mean to make.
 
-    Raises:  OSError: there is no such compiler.  CalledProcessError: it failed, and says why.
+    Raises:  NotCompiled: there is no such compiler, a package is missing, or it failed.
     """
+    sources, path = library.sources_in(root), root / library.path
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    flags = [*_FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
-    crc = f"-DSOURCE_CRC={zlib.crc32(b''.join(path.read_bytes() for path in sources))}u"
-    compiled = [path for path in sources if path.suffix == ".c"]
-    fresh = library.with_suffix(f".{os.getpid()}")
+    search, link = _flags_for(library.needs) if library.needs else ([], [])
+    crc = f"-DSOURCE_CRC={zlib.crc32(b''.join(source.read_bytes() for source in sources))}u"
+    compiled = [source for source in sources if source.suffix == ".c"]
+    fresh = path.with_suffix(f".{os.getpid()}")
+    flags = [*_FLAGS, *shlex.split(os.environ.get("CFLAGS", "")), crc, *search]
+    linked = [*link, "-lm", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    command = [*compiler, *flags, "-o", str(fresh), *map(str, compiled), *linked]
     try:
-        subprocess.run(
-            [*compiler, *flags, crc, "-o", fresh, *compiled, "-lm"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        fresh.replace(library)
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        fresh.replace(path)
+    except OSError as fault:
+        raise NotCompiled(f"install a C compiler ({compiler[0]}: {fault.strerror})") from fault
+    except subprocess.CalledProcessError as fault:
+        raise NotCompiled(_reason(fault.stderr, library.needs)) from fault
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _flags_for(package: Package) -> tuple[list[str], list[str]]:
+    """How a compiler finds a package: in conda's environment, where pkg-config says, or by itself.
+
+    What is found in a folder that the loader does not search is looked for there at run time too.
+    """
+    for prefix in (os.environ.get("CONDA_PREFIX", ""), sys.base_prefix):
+        if prefix and prefix not in {"/usr", "/usr/local"}:
+            include, folder = Path(prefix, "include"), Path(prefix, "lib")
+            if (include / package.header).is_file():
+                return [f"-I{include}"], [f"-L{folder}", f"-Wl,-rpath,{folder}", package.link]
+    try:
+        said = [
+            subprocess.run(
+                ["pkg-config", what, package.name], check=True, capture_output=True, text=True
+            ).stdout
+            for what in ("--cflags", "--libs")
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return [], [package.link]
+    search, link = shlex.split(said[0]), shlex.split(said[1])
+    folders = [flag.removeprefix("-L") for flag in link if flag.startswith("-L")]
+    return search, [*link, *(f"-Wl,-rpath,{folder}" for folder in folders)]
+
+
+def _reason(stderr: str, package: Package | None) -> str:
+    if package is not None and any(
+        word in stderr for word in (package.header, package.link, "#error")
+    ):
+        return package.install
+    errors = [line for line in stderr.splitlines() if "error" in line]
+    return (errors or stderr.splitlines() or ["the compiler failed"])[0].strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ comes only with --debug, or for a bug.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 
 import click
 
+from dataplane import trace
 from dataplane.commands import output
 from dataplane.commands.config import config
 from dataplane.commands.doctor.command import doctor
@@ -64,11 +64,7 @@ def cli(manner: Manner, /, *, debug: bool, config_file: str | None) -> None:
     """
     manner.debug = debug
     del config_file  # the commands that read settings ask for it
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    trace.configure("debug" if debug else "info", "text")
 
 
 for command in (index, inspect, verify, plan, doctor, serve, status, config):
@@ -93,11 +89,11 @@ def run(arguments: Sequence[str]) -> int:
         return output.EXIT_PIPE_CLOSED
     except DataplaneError as error:
         if manner.debug:
-            output.stderr().print_exception()
+            output.write_traceback()
         output.write_error(error)
         return output.exit_code(error)
     except Exception as error:  # noqa: BLE001 - the outermost door: whatever else comes is a bug
-        output.stderr().print_exception()
+        output.write_traceback()
         output.write_error(error)
         output.stderr().print("  this is a bug in dataplane: please report it with the above")
         return output.EXIT_BUG

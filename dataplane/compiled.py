@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+INSTALL_AGAIN = "install a C compiler, then Dataplane once more"
+
 Signature = tuple[type | None, tuple[type, ...]]
 """What a function gives, and what it takes."""
 
@@ -28,7 +30,7 @@ def load(
 ) -> Compiled:
     """A library, if it is there and `crc_function` says that it was made from these sources."""
     if not path.exists():
-        return Compiled(None, "there was no C compiler when Dataplane was installed")
+        return Compiled(None, f"{path.name} could not be compiled when Dataplane was installed")
     try:
         library = ctypes.CDLL(str(path))
         crc = getattr(library, crc_function)
@@ -39,7 +41,12 @@ def load(
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as fault:
         return Compiled(None, f"{path.name} cannot be loaded: {fault}")
-    if made_from != zlib.crc32(b"".join(source.read_bytes() for source in sources)):
+    if made_from != crc_of(sources):
         names = sources[0].name if len(sources) == 1 else f"{sources[0].parent.name}/"
         return Compiled(None, f"{path.name} was made from another {names}")
     return Compiled(library)
+
+
+def crc_of(sources: Sequence[Path]) -> int:
+    """What a library that was made from these sources says."""
+    return zlib.crc32(b"".join(source.read_bytes() for source in sources))

@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from dataplane.model import End, ImageSpec, ListPolicy, StackSpec
+from dataplane.model import ColumnOptions, End, ImageSpec, StackSpec
 
 # The build reads the version here; clients, nodes and coordinators of one service must be equal.
 VERSION = "0.1.0"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+Fact = bool | int | str
+_FACT_LENGTH_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """All that decides which samples, in what order, in what form. Compared at every join.
 
-    `fingerprint` is the manifest's; `columns` are leaf columns in batch order; `ragged` names the
-    list columns that arrive as values and offsets; `fill_null` replaces nulls, per column;
-    `transforms` say which columns are images, and what becomes of them; `stack` which columns come
-    as one.
+    `fingerprint` is the manifest's; `transforms` say which columns are images, and what becomes of
+    them; `column_options` what all columns come as.
     """
 
     fingerprint: str
@@ -31,40 +34,119 @@ class JobSpec:
     window: int = 1
     global_batch: int = 1
     end: End = End.RAGGED
-    columns: tuple[str, ...] = ()
-    lists: ListPolicy = ListPolicy.PADDED
-    fill_null: tuple[tuple[str, float], ...] = ()
     transforms: tuple[ImageSpec, ...] = ()
-    stack: tuple[StackSpec, ...] = ()
+    column_options: ColumnOptions = field(default_factory=ColumnOptions)
 
     def digest(self) -> str:
         """32 hex digits over everything but `global_batch`.
 
         The cursor counts samples, so a run may be resumed with another global batch; every other
-        difference would change what the remaining samples are, or how they look. A job without
-        transforms or stacks has the digest that it had before there were any.
+        difference would change what the remaining samples are, or how they look. A new field with
+        a default, here or in a value that this one contains, changes no digest by itself: see
+        `_FIRST_FIELDS`.
         """
-        fields = dataclasses.asdict(self)
+        fields = _digested(self)
         del fields["global_batch"]
-        for later in ("transforms", "stack"):
-            if not fields[later]:
-                del fields[later]
-        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+        # They were fields of the spec itself once.
+        fields |= fields.pop("column_options")
+        return hashlib.blake2b(_json(fields).encode(), digest_size=16).hexdigest()
+
+    def facts(self) -> dict[str, Fact]:
+        """What a saved state records of the job: each option that has not its default, by name.
+
+        Numbers, flags and short texts stand as they are, anything longer as "#" and 16 hex digits
+        of its hash. The dataset's fingerprint and `global_batch` are left out. At most about 50
+        bytes an option.
+        """
+        return {
+            name: _fact(value)
+            for name, (value, default) in self.options().items()
+            if value != default
+        }
+
+    def options(self) -> dict[str, tuple[Any, Any]]:
+        """(value, default) of every option by name, those of contained values included."""
+        found = dict(_options(self))
+        del found["fingerprint"], found["global_batch"]
+        return found
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
-        """(field, mine, other's) for every field that differs; of transforms, what differs."""
-        found = {
-            field.name: (getattr(self, field.name), getattr(other, field.name))
-            for field in dataclasses.fields(self)
-        }
+        """(field, mine, other's) for every field that differs, column options each by itself; of
+        transforms, what differs.
+        """
+        others = {name: value for name, (value, _) in _options(other)}
         return tuple(
-            (name, _images_shown(mine, others), _images_shown(others, mine))
+            (name, _images_shown(mine, others[name]), _images_shown(others[name], mine))
             if name == "transforms"
-            else (name, str(mine), str(others))
-            for name, (mine, others) in found.items()
-            if mine != others
+            else (name, str(mine), str(others[name]))
+            for name, (mine, _) in _options(self)
+            if mine != others[name]
         )
+
+
+# The fields that each class had when digests that contain it were first saved. They are part of
+# every digest. A field that was added later is left out while it has its default, so that older
+# checkpoints stay valid. Never change these: tests/test_digests.py has digests of each.
+_FIRST_FIELDS: Mapping[type, frozenset[str]] = {
+    JobSpec: frozenset(
+        (
+            *("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end"),
+            "column_options",
+        )
+    ),
+    ColumnOptions: frozenset(("columns", "lists", "fill_null")),
+    ImageSpec: frozenset(
+        (
+            *("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout"),
+            *("dtype", "mean", "std"),
+        )
+    ),
+    StackSpec: frozenset(("name", "columns", "dtype")),
+}
+
+
+def _digested(value: Any) -> Any:
+    """A value as a digest sees it: dataclasses as dicts, without later fields at their default."""
+    if isinstance(value, tuple):
+        return [_digested(part) for part in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    first = _FIRST_FIELDS.get(type(value), frozenset())
+    found = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {
+        field.name: _digested(part)
+        for field, part in found.items()
+        if field.name in first or part != _default_of(field)
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _fact(value: Any) -> Fact:
+    if isinstance(value, int):
+        return value
+    text = str(value) if isinstance(value, str) else _json(_digested(value))
+    if len(text) <= _FACT_LENGTH_MAX:
+        return text
+    return f"#{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def _options(value: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for each in dataclasses.fields(value):
+        part = getattr(value, each.name)
+        if dataclasses.is_dataclass(part):
+            yield from _options(part)
+        else:
+            yield each.name, (part, _default_of(each))
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    """The declared default, or MISSING, which equals no value."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) -> str:
@@ -85,7 +167,8 @@ def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
-    workers, and up to `worker_count_max` where more of them help.
+    workers, and up to `worker_count_max` where more of them help. Each may take
+    `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
     """
 
     socket_name: str
@@ -102,3 +185,7 @@ class NodeConfig:
     embedded: bool = False
     linger_s: float = 2.0
     worker_count_max: int = 0
+    worker_memory_bytes: int = 1 << 30
+    worker_memory_bytes_max: int = 0
+    log_level: str = "info"
+    log_format: str = "text"

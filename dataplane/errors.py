@@ -25,11 +25,14 @@ DataplaneError
 
 The nouns of an error (shard, offset, field, …) are keyword arguments and become attributes, so
 that they survive a wire: an error travels as class name, message and nouns, never as a pickle.
+Neither the message nor a noun ever has a password or a signature of a url in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from dataplane.redact import redacted
 
 Noun = str | int | None
 
@@ -40,8 +43,10 @@ class DataplaneError(Exception):
     nouns: Mapping[str, Noun]
 
     def __init__(self, message: str, **nouns: Noun) -> None:
-        super().__init__(message)
-        self.nouns = nouns
+        super().__init__(redacted(message))
+        self.nouns = {
+            name: redacted(noun) if isinstance(noun, str) else noun for name, noun in nouns.items()
+        }
 
     def __getattr__(self, name: str) -> Noun:
         nouns = self.__dict__.get("nouns", {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,49 @@ def cpu_limit(root: Path) -> int | None:
         if len(quota) == 2 and all(text.isdigit() for text in quota) and int(quota[1]):
             counts.append(max(1, int(quota[0]) // int(quota[1])))
     return min(counts, default=None)
+
+
+def limit_memory(size_bytes: int) -> None:
+    """Let this process have so much memory of its own: heap, stacks of threads and private
+    mappings. Shared memory and mapped files do not count.
+
+    Source: getrlimit(2), RLIMIT_DATA since Linux 4.7.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = size_bytes if hard == resource.RLIM_INFINITY else min(size_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def own_memory_limit() -> int | None:
+    """What `limit_memory` set for this process; None where nothing did."""
+    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def kill_count_for_memory() -> int:
+    """How many processes of this machine the kernel has killed because memory ran out; 0 where it
+    does not say.
+
+    Source: mm/oom_kill.c, and mm/vmstat.c (oom_kill).
+    """
+    for line in _text(Path("/proc/vmstat")).splitlines():
+        name, _, number = line.partition(" ")
+        if name == "oom_kill":
+            return int(number)
+    return 0
+
+
+def waited_for_processor_s(pid: int) -> float:
+    """Seconds that the threads of a process could have run and had no processor, added up; 0.0
+    where the kernel does not say, or the process is gone.
+
+    Source: Documentation/scheduler/sched-stats.rst (/proc/<pid>/schedstat).
+    """
+    waited_ns = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        words = _words(thread)
+        waited_ns += int(words[1]) if len(words) > 1 else 0
+    return waited_ns / 1e9
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

@@ -21,6 +21,17 @@ class ListPolicy(enum.StrEnum):
     RAGGED = "ragged"
 
 
+class NullPolicy(enum.StrEnum):
+    """What becomes of nulls.
+
+    FILL  a value takes their place, NaN, an empty list or None; a job is refused that has none
+    MASK  the same, and a column of bools beside each that may have nulls says where they were
+    """
+
+    FILL = "fill"
+    MASK = "mask"
+
+
 class Kind(enum.StrEnum):
     """How the values of one batch column lie in a slab.
 
@@ -48,6 +59,20 @@ class Cut(enum.StrEnum):
     RANDOM = "random"
 
 
+class Decoding(enum.StrEnum):
+    """Whether a JPEG may be decoded at a half, a quarter or an eighth, where that leaves at least
+    as many pixels as are wanted.
+
+    AUTO   random cuts only
+    EXACT  never
+    FAST   always
+    """
+
+    AUTO = "auto"
+    EXACT = "exact"
+    FAST = "fast"
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
     """One column of every batch of a job. `dtype` is a numpy dtype name ("int32") or "bfloat16", ""
@@ -73,7 +98,7 @@ class ImageSpec:
     `resize` is () for none, (shorter side,), or (height, width), in pixels; then comes the cut.
     `scale` is the share of an image's area that a random cut takes, `ratio` its width by its height
     (lowest, highest). The share `flip` of the images is mirrored. `mean` and `std` are of values in
-    0..1, one a colour, () for none.
+    0..1, one a colour, () for none. `decode` says at which size JPEGs are decoded.
     """
 
     column: str
@@ -88,6 +113,13 @@ class ImageSpec:
     dtype: str = "uint8"
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    decode: Decoding = Decoding.AUTO
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether JPEGs may be decoded at a reduced size."""
+        is_random = self.cut is Cut.RANDOM
+        return self.decode is Decoding.FAST or (self.decode is Decoding.AUTO and is_random)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +131,27 @@ class StackSpec:
     dtype: str = ""
 
 
+ColumnValue = tuple[str, float]
+"""A column's name, and a number for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOptions:
+    """What a job says about its columns: which it wants, and what they come as.
+
+    `columns` are leaf columns in batch order, none for all of them. `lists` says what list columns
+    become. `fill_null` replaces nulls, per column, and `fill_null_all` in every column of which it
+    is a value. `stack` makes one column of several. `nulls` says whether nulls are marked.
+    """
+
+    columns: tuple[str, ...] = ()
+    lists: ListPolicy = ListPolicy.PADDED
+    fill_null: tuple[ColumnValue, ...] = ()
+    stack: tuple[StackSpec, ...] = ()
+    fill_null_all: float | None = None
+    nulls: NullPolicy = NullPolicy.FILL
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One object as a store lists it. `etag` pins its content: two equal etags, equal bytes."""
@@ -106,6 +159,18 @@ class ObjectInfo:
     url: str
     size_bytes: int
     etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetIdentity:
+    """A dataset wherever it lies, as two hashes of 32 hex digits.
+
+    `layout` covers format, schema, and the shards in order: names relative to their common root,
+    sizes, and the rows and places of their blocks. `content` covers the shards' ETags as well.
+    """
+
+    content: str
+    layout: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataplane import units
+from dataplane import trace, units
 from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, pwd_home, this_machine
@@ -29,6 +29,8 @@ CONFIG_VARIABLE = "DATAPLANE_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_WORKERS"})
 MIB = 1 << 20
 GIB = 1 << 30
+WORKER_BYTES_MIN = 256 * MIB
+"""A worker that has imported what it may need has taken about 100 MiB."""
 
 
 def _address(given: object) -> str:
@@ -88,6 +90,10 @@ def _fixed(value: Value) -> Callable[[Machine, Mapping[str, str]], Value]:
 
 def _within(value: int, least: int, most: int) -> int:
     return max(least, min(value, most)) // MIB * MIB
+
+
+def _worker_count(machine: Machine) -> int:
+    return max(1, min(machine.cpu_count, 8))
 
 
 def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, str]], Value]:
@@ -169,7 +175,17 @@ SETTINGS: tuple[Setting, ...] = (
         "worker_count",
         units.COUNT,
         "processes of a node that decode and assemble; more come where they help, if not set",
-        lambda machine, _environ: max(1, min(machine.cpu_count, 8)),
+        lambda machine, _environ: _worker_count(machine),
+    ),
+    Setting(
+        "worker_memory_bytes",
+        units.BYTES,
+        "memory of its own that a worker process may take; more for datasets with larger blocks, if"
+        " not set",
+        # All workers together take half of the machine at most.
+        lambda machine, _environ: _within(
+            machine.memory_bytes // (2 * _worker_count(machine)), WORKER_BYTES_MIN, GIB
+        ),
     ),
     Setting(
         "fetch_count",
@@ -201,6 +217,18 @@ SETTINGS: tuple[Setting, ...] = (
         units.SECONDS,
         "how long an embedded node waits for another trainer after the last has gone",
         _fixed(2.0),
+    ),
+    Setting(
+        "log_level",
+        units.choice(*trace.LEVELS, metavar="LEVEL"),
+        "which lines are logged; an embedded node logs from warning on, if this is not set",
+        _fixed("info"),
+    ),
+    Setting(
+        "log_format",
+        units.choice(*trace.FORMATS, metavar="FORM"),
+        "lines for people, or one JSON object a line",
+        _fixed("text"),
     ),
 )
 
@@ -304,18 +332,31 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
     """The node's part of the settings. The socket's name is not among them: it follows from the
     service, or from the run that starts the node.
 
-    Raises:  BudgetTooSmall: no slab fits into a rank's delivery memory; needed, budget.
+    Raises:  BudgetTooSmall: no slab fits into a rank's delivery memory, or a worker could not even
+    start; needed, budget.
     """
     values = {name: resolved.value for name, resolved in settings.items()}
     fields = {field.name for field in dataclasses.fields(NodeConfig)}
     chosen: dict[str, Any] = {name: value for name, value in values.items() if name in fields}
-    is_chosen = settings["worker_count"].source != "default"
+    machine = this_machine()
+    is_chosen = {name: found.source != "default" for name, found in settings.items()}
     config = NodeConfig(
         **chosen,
         socket_name="",
         coordinator=str(values["join"]),
-        worker_count_max=0 if is_chosen else this_machine().cpu_count,
+        worker_count_max=0 if is_chosen["worker_count"] else machine.cpu_count,
+        worker_memory_bytes_max=(
+            0 if is_chosen["worker_memory_bytes"] else machine.memory_bytes // 2 // MIB * MIB
+        ),
     )
+    if config.worker_memory_bytes < WORKER_BYTES_MIN:
+        raise BudgetTooSmall(
+            f"worker_memory_bytes ({settings['worker_memory_bytes'].source}) is "
+            f"{config.worker_memory_bytes}, and a worker needs {WORKER_BYTES_MIN} to start and to "
+            "decode small blocks",
+            needed=WORKER_BYTES_MIN,
+            budget=config.worker_memory_bytes,
+        )
     if config.slab_bytes > config.delivery_bytes_per_rank:
         raise BudgetTooSmall(
             f"slab_bytes ({settings['slab_bytes'].source}) is larger than "
@@ -333,5 +374,9 @@ def default_node_config() -> NodeConfig:
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
-    file = find_file(None, os.environ)
-    return node_config(resolve({}, os.environ, file, this_machine()))
+    settings = resolve({}, os.environ, find_file(None, os.environ), this_machine())
+    config = node_config(settings)
+    if settings["log_level"].source == "default":
+        # It writes to the trainer's own stderr.
+        config = dataclasses.replace(config, log_level="warning")
+    return config

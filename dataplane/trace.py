@@ -1,33 +1,167 @@
-"""What a process did, as started / completed / failed lines on its log."""
+"""What a process did, as lines on its log: text for people, JSON for whatever collects it.
+
+A line is an event and its facts. In text that is `event name=value …`, in JSON an object with
+`timestamp`, `level`, `room` and `event`, and the facts beside them. No line has a secret of a url
+in it. Of one event at most LINES_A_MINUTE are written, and the next one says how many were
+suppressed: whatever a peer or a store does, it cannot fill a disk.
+"""
 
 from __future__ import annotations
 
+import datetime as dt
+import json
 import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from dataplane.redact import redacted
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+LINES_A_MINUTE = 30
+_PLAIN = re.compile(r"[^\s\"=]+")
 
 
 class Trace:
-    """One room's voice. Facts are keyword arguments and appear as `name=value`."""
+    """One room's voice. Facts are keyword arguments."""
 
-    def __init__(self, room: str) -> None:
+    def __init__(self, room: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = logging.getLogger(f"dataplane.{room}")
+        self._limits = _Limits(clock)
 
-    def started(self, what: str, **facts: object) -> None:
-        """Something began that may take a while."""
-        self._say(logging.DEBUG, "started", what, facts)
+    def started(self, event: str, **facts: object) -> None:
+        """Something began that may take a while: of interest to developers."""
+        self._say(logging.DEBUG, event, facts)
 
-    def completed(self, what: str, **facts: object) -> None:
+    def completed(self, event: str, **facts: object) -> None:
         """It ended well."""
-        self._say(logging.DEBUG, "completed", what, facts)
+        self._say(logging.DEBUG, event, facts)
 
-    def noted(self, what: str, **facts: object) -> None:
+    def noted(self, event: str, **facts: object) -> None:
         """Something that a person who runs the service wants to know."""
-        self._say(logging.INFO, "noted", what, facts)
+        self._say(logging.INFO, event, facts)
 
-    def failed(self, what: str, **facts: object) -> None:
+    def failed(self, event: str, **facts: object) -> None:
         """It ended badly, and somebody will see an error or a delay."""
-        self._say(logging.WARNING, "failed", what, facts)
+        self._say(logging.WARNING, event, facts)
 
-    def _say(self, level: int, verb: str, what: str, facts: dict[str, object]) -> None:
-        if self._log.isEnabledFor(level):
-            told = " ".join(f"{name}={value}" for name, value in facts.items())
-            self._log.log(level, "%s %s %s", verb, what, told)
+    def broke(self, event: str, **facts: object) -> None:
+        """Dataplane itself is wrong: with the traceback of the exception that is handled."""
+        self._say(logging.ERROR, event, facts, with_traceback=True)
+
+    def _say(
+        self, level: int, event: str, facts: Mapping[str, object], *, with_traceback: bool = False
+    ) -> None:
+        if not self._log.isEnabledFor(level):
+            return
+        if level > logging.DEBUG:
+            suppressed = self._limits.suppressed(event)
+            if suppressed is None:
+                return
+            if suppressed:
+                facts = {**facts, "suppressed": suppressed}
+        self._log.log(level, Line(event, facts), exc_info=with_traceback)
+
+
+class Line:
+    """An event and its facts."""
+
+    def __init__(self, event: str, facts: Mapping[str, object]) -> None:
+        self.event = event
+        self.facts = facts
+
+    def __str__(self) -> str:
+        told = (f"{name}={_shown(value)}" for name, value in self.facts.items())
+        return " ".join([self.event, *told])
+
+
+class _Limits:
+    """How many lines of each event were written in its present minute. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._minutes: dict[str, tuple[float, int]] = {}
+
+    def suppressed(self, event: str) -> int | None:
+        """How many lines were left out before this one; None if this one is to be left out."""
+        now = self._clock()
+        with self._lock:
+            began, count = self._minutes.get(event, (now, 0))
+            left_out = 0
+            if now - began >= 60:
+                left_out = max(0, count - LINES_A_MINUTE)
+                began, count = now, 0
+            self._minutes[event] = (began, count + 1)
+            return left_out if count < LINES_A_MINUTE else None
+
+
+def configure(level: str, form: str) -> None:
+    """Write the lines of this process to stderr, from this level on and in this form. The lines of
+    libraries are written from "warning" on, and all of them at "debug".
+    """
+    log, ours = logging.getLogger(), logging.getLogger("dataplane")
+    for one in [one for one in log.handlers if isinstance(one, _ToStderr)]:
+        log.removeHandler(one)
+    written = _ToStderr()
+    written.setFormatter(_Json() if form == "json" else _Text())
+    log.addHandler(written)
+    log.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    ours.setLevel(level.upper())
+
+
+class _ToStderr(logging.Handler):
+    """To what is stderr at the moment: tests and progress bars put something else in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError, AttributeError):
+            return  # there is no stderr, or nobody reads it any more
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = f"{_timestamp(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        if record.exc_info:
+            text = f"{text}\n{self.formatException(record.exc_info)}"
+        return redacted(text)
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        said = record.msg
+        line = said if isinstance(said, Line) else Line(record.getMessage(), {})
+        facts = {name: _plain(value) for name, value in line.facts.items()}
+        if record.exc_info:
+            facts["traceback"] = redacted(self.formatException(record.exc_info))
+        about = {
+            "timestamp": _timestamp(record),
+            "level": record.levelname.lower(),
+            "room": record.name.removeprefix("dataplane."),
+            "event": redacted(line.event),
+        }
+        return json.dumps({**about, **facts, **about}, ensure_ascii=False)
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    """As ISO 8601 has it, in UTC."""
+    when = dt.datetime.fromtimestamp(record.created, dt.UTC)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _plain(value: object) -> object:
+    """A value that JSON has, or its text."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return redacted(str(value))
+
+
+def _shown(value: object) -> str:
+    """A value in a line of text: with quotes where it would not be one word."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -1,7 +1,8 @@
-"""What a setting may be, as people write it: sizes, durations, counts, folders."""
+"""What a setting may be, as people write it: sizes, durations, counts, folders; whole numbers."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,8 +83,32 @@ def text(given: object) -> str:
     return given
 
 
+def whole(given: object) -> int | None:
+    """The number that anything is which counts as a whole one, numpy's too; None of all else, and
+    of bools.
+    """
+    if isinstance(given, bool):
+        return None
+    try:
+        return operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def _folder(given: object) -> str:
     return str(Path(text(given)).expanduser().absolute())
+
+
+def choice(*names: str, metavar: str) -> Kind:
+    """One of these words."""
+
+    def parse(given: object) -> str:
+        word = text(given).lower()
+        if word not in names:
+            raise ValueError(given)
+        return word
+
+    return Kind(f"{', '.join(names[:-1])} or {names[-1]}", metavar, parse)
 
 
 BYTES = Kind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)

@@ -18,11 +18,11 @@ import pyarrow as pa
 from dataplane.arena.allocator import rounded
 from dataplane.arena.memfd import Arena
 from dataplane.config import JobSpec
-from dataplane.errors import StoreUnavailable
+from dataplane.errors import StoreDenied, StoreError, StoreUnavailable
 from dataplane.model import End, Region
 from dataplane.node.dataset import dataset_of
 from dataplane.node.fetch import Report
-from dataplane.node.pool import Job
+from dataplane.node.pool_worker import Job
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.rpc import messages, tasks
@@ -121,6 +121,10 @@ class Outside:
         self.loads = 0
         self.assembled: list[bytes] = []
         self.copied = 0
+        self.chance = random.Random(0)
+        self.away = 0.0
+        """How many of the reads end with the store still away."""
+        self.troubles: dict[str, StoreError] = {}
 
     # -- as Fetcher --------------------------------------------------------------------------
 
@@ -140,12 +144,18 @@ class Outside:
 
         def end() -> None:
             if block in self.worlds[dataset_id].broken:
+                report(StoreDenied(f"block {block}", shard=url))
+                return
+            if self.chance.random() < self.away:
                 report(StoreUnavailable(f"block {block}", shard=url))
                 return
             _mark(into, block)
             report(None)
 
         self.pending.append(end)
+
+    def trouble(self, url: str) -> StoreError | None:
+        return self.troubles.get(url)
 
     # -- as WorkerPool -----------------------------------------------------------------------
 
@@ -172,7 +182,7 @@ class Outside:
         if body.raw.arena is None:
             self.loads += 1
             if block in world.broken:
-                return StoreUnavailable(f"block {block}", shard=body.raw.url)
+                return StoreDenied(f"block {block}", shard=body.raw.url)
         else:
             _check_mark(self.arena.view(body.raw.arena.offset, body.raw.arena.length), block)
         size = world.true_bytes(block)

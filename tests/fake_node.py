@@ -27,7 +27,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
-from dataplane.model import ColumnSpec, Kind, Region, Topology
+from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region, Topology
 from dataplane.plan.slices import Slice
 from dataplane.rpc import local
 from dataplane.rpc.messages import (
@@ -92,6 +92,7 @@ class Script:
     copy_out: bool = False
     open_error: str = ""
     salt: str = ""
+    pixels: str = ""
     linger_s: float = 0.1
 
 
@@ -233,13 +234,13 @@ class FakeNode:
             raise ConfigError(self.script.open_error)
         spec = JobSpec(
             f"fake{self.script.salt}", body.seed, body.shuffle, body.lanes or 1, body.window or 1,
-            body.global_batch, body.end, body.columns, body.lists, body.fill_null,
+            body.global_batch, body.end, column_options=body.column_options,
         )  # fmt: skip
         peer.job = body
         layout = self.slots.layout
         opened = JobOpened(
-            spec, spec.digest(), self.script.sample_count, SPECS, layout.arena_bytes,
-            layout.held_bytes_max, 1, self.script.stall_timeout_s,
+            spec, spec.digest(), DatasetIdentity("c", "l"), self.script.sample_count, SPECS, layout.arena_bytes,
+            layout.held_bytes_max, 1, self.script.stall_timeout_s, self.script.pixels,
         )  # fmt: skip
         self._send(peer, request_id, opened, (self.arena.fd,))
 

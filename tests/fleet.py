@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +27,31 @@ ANSWER_S = 60
 Rows = list[list[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What processes write to a file: their own lines, and those of a node that they started."""
+
+    path: Path
+
+    def read(self) -> str:
+        return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+
+    def wait_for(self, words: str, count: int = 1) -> list[str]:
+        """Until so many lines have these words."""
+        deadline = time.monotonic() + ANSWER_S
+        while len(found := [line for line in self.read().splitlines() if words in line]) < count:
+            assert time.monotonic() < deadline, f"no {words!r} in: {self.read()}"
+            threading.Event().wait(0.02)
+        return found
+
+
 @dataclass(slots=True)
 class Trainer:
     """One rank."""
 
     process: subprocess.Popen[str]
     out: Path
+    log: Log
     told: dict[str, Any] = field(default_factory=dict)
 
     def order(self, line: str) -> None:
@@ -41,7 +62,7 @@ class Trainer:
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the trainer died with status {self.process.wait(60)}"
+        assert line, f"the trainer died with status {self.process.wait(60)}: {self.log.read()}"
         self.told = json.loads(line)
         return self.told
 
@@ -62,9 +83,12 @@ class Run:
         options: Mapping[str, Any],
         state: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
+        """`within`: what the command of each rank is put behind, such as `nsenter …`."""
         folder.mkdir(parents=True)
-        self.size = size
+        self.size, self.within = size, within
+        self.log = Log(folder / "stderr.log")
         self.launch = f"{folder.name}-{os.getpid()}"
         self.trainers = [
             self._trainer(folder, rank, url, options, state, environ) for rank in range(size)
@@ -92,14 +116,16 @@ class Run:
             "TORCHELASTIC_RUN_ID": self.launch,
             "OMP_NUM_THREADS": "1",
         }
-        process = subprocess.Popen(
-            [sys.executable, str(TRAINER), json.dumps(told)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **launched, **(environ or {})},
-        )
-        return Trainer(process, out)
+        with self.log.path.open("ab") as stderr:
+            process = subprocess.Popen(
+                [*self.within, sys.executable, str(TRAINER), json.dumps(told)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**os.environ, **launched, **(environ or {})},
+            )
+        return Trainer(process, out, self.log)
 
     def __enter__(self) -> Self:
         return self

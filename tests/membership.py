@@ -30,11 +30,14 @@ def join(
     member=None,
     node_id="n0",
     rank=None,
+    pixels="",
 ):
     rank = dp_rank if rank is None else rank
     place = Topology(dp_rank=dp_rank, dp_size=dp_size, rank=rank, world_size=max(dp_size, rank + 1))
     member = f"m{rank}-{incarnation}" if member is None else member
-    return JoinRequest(job, "s3://b/*.parquet", spec, place, incarnation, member, node_id, 1000)
+    return JoinRequest(
+        job, "s3://b/*.parquet", spec, place, incarnation, member, node_id, 1000, pixels
+    )
 
 
 def beat(*members, node_id="n0", version=VERSION):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from dataplane.transforms import pixels
+from dataplane.transforms.images import CenterCrop, Resize, Transform
 from dataplane.transforms.pixels import Doubles, Ints, PixelView, render
 
 
@@ -76,6 +77,32 @@ def expected(image: bytes, box: Sequence[float], flip: bool, view: PixelView) ->
     return found[:, ::-1] if flip else found
 
 
+def by_torchvision(image: bytes, steps: Sequence[Transform]) -> NDArray[np.int64]:
+    """What torchvision makes of an image that Pillow decoded.
+
+    Source:  torchvision.transforms.functional: resize, _compute_resized_image_output_size and
+             center_crop; of a PIL image, resize is PIL's, bilinear, with the whole image as box.
+    """
+    picture = seen(image)
+    for step in steps:
+        if isinstance(step, Resize):
+            if isinstance(step.size, int):
+                short, long = sorted(picture.size)
+                new = (step.size, int(step.size * long / short))
+                width, height = new if picture.width <= picture.height else new[::-1]
+            else:
+                height, width = step.size
+            picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+        else:
+            assert isinstance(step, CenterCrop)
+            size = step.size
+            height, width = (size, size) if isinstance(size, int) else size
+            top = round((picture.height - height) / 2.0)
+            left = round((picture.width - width) / 2.0)
+            picture = picture.crop((left, top, left + width, top + height))
+    return np.asarray(picture, np.int64)
+
+
 def sizes(images: Sequence[bytes], by: Any = None) -> NDArray[np.int32]:
     """Shapes:  result: int32[n, 2]."""
     there = Encoded.of(images)
@@ -83,13 +110,20 @@ def sizes(images: Sequence[bytes], by: Any = None) -> NDArray[np.int32]:
 
 
 def made(
-    images: Sequence[bytes], boxes: Any, flips: Any, view: PixelView, by: Any = None
+    images: Sequence[bytes],
+    boxes: Any,
+    flips: Any,
+    view: PixelView,
+    by: Any = None,
+    *,
+    may_reduce: bool = False,
 ) -> NDArray[np.uint8]:
     """Shapes:  result: uint8[n, view.bytes]."""
     there = Encoded.of(images)
     out = np.full((len(images), view.bytes), 0xAA, np.uint8)
     all_boxes: Doubles = np.asarray(boxes, np.float64).reshape(-1, 4)
-    render(there.places, all_boxes, np.asarray(flips, np.uint8), view, out.reshape(-1), by)
+    all_flips = np.asarray(flips, np.uint8)
+    render(there.places, all_boxes, all_flips, view, out.reshape(-1), by, may_reduce=may_reduce)
     return out
 
 

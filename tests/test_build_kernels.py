@@ -1,9 +1,11 @@
-"""What is in C compiles, is found again, and is not missed where it cannot be."""
+"""The C sources compile, are found again, and are replaced where they cannot be compiled."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from hatchling.builders.config import BuilderConfig
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin.utils import load_plugin_from_script
+from kernels import without
 
 from dataplane.build_kernels import (
     KERNEL,
@@ -21,6 +24,7 @@ from dataplane.build_kernels import (
     PIXELS,
     BuildKernels,
     Library,
+    NotCompiled,
     compile_library,
 )
 from dataplane.node import kernel
@@ -61,12 +65,9 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def compiler() -> None:
-    """CI must have one."""
-    if shutil.which("cc") is None:
-        told = "no C compiler: install one, and run `make setup`"
-        if os.environ.get("CI"):
-            pytest.fail(told)
-        pytest.skip(told)
+    """A compiler and libjpeg-turbo's headers, which CI must have."""
+    if pixels_library.maker().library is None or shutil.which("cc") is None:
+        without("no C compiler, or no headers of libjpeg-turbo")
 
 
 def _hook(root: Path) -> BuildHookInterface[BuilderConfig]:
@@ -85,7 +86,7 @@ def test_the_sources_compile_without_a_warning(
     monkeypatch.setenv("CFLAGS", "-O1 -Werror -Wpedantic -Wshadow")
     library = which.library
     before = sorted((project / library.path).parent.iterdir())
-    compile_library(library.sources_in(project), project / library.path)
+    compile_library(library, project)
     assert which.load(project / library.path, project / library.sources) == ""
     assert sorted((project / library.path).parent.iterdir()) == sorted(
         [*before, project / library.path]
@@ -99,9 +100,8 @@ def test_a_library_of_other_sources_is_not_used(
 ) -> None:
     monkeypatch.setenv("CFLAGS", "-O0")
     library = which.library
-    sources = library.sources_in(project)
-    compile_library(sources, project / library.path)
-    with sources[-1].open("a") as source:
+    compile_library(library, project)
+    with library.sources_in(project)[-1].open("a") as source:
         source.write("\n")
     missing = which.load(project / library.path, project / library.sources)
     assert f"was made from another {which.another}" in missing
@@ -110,7 +110,7 @@ def test_a_library_of_other_sources_is_not_used(
 @pytest.mark.parametrize("which", ALL)
 def test_what_is_no_library_is_not_used(project: Path, which: Loaded) -> None:
     path, sources = project / which.library.path, project / which.library.sources
-    assert "no C compiler" in which.load(path, sources)
+    assert "could not be compiled" in which.load(path, sources)
     path.write_bytes(b"something else")
     assert which.load(path, sources).startswith(f"{path.name} cannot be loaded")
 
@@ -149,3 +149,75 @@ def test_a_build_without_a_compiler_says_so_and_has_no_library(
     for library in LIBRARIES:
         said = f"{library.sources} is not compiled, {library.instead} takes its place"
         assert said.replace(" ", "") in told
+
+
+# A compiler that finds no header of a library, and one whose header is of something else.
+_NO_HEADER = "#!/bin/sh\necho 'jpeg.h:9:10: fatal error: jpeglib.h: No such file' >&2\nexit 1\n"
+_NO_LIBRARY = "#!/bin/sh\necho '/usr/bin/ld: cannot find -ljpeg' >&2\nexit 1\n"
+_OTHER_LIBJPEG = "#!/bin/sh\necho 'jpeg.h:14:2: error: #error \"the headers\"' >&2\nexit 1\n"
+
+
+@pytest.mark.parametrize("script", [_NO_HEADER, _NO_LIBRARY, _OTHER_LIBJPEG])
+def test_missing_headers_are_one_line_that_says_what_to_install(
+    project: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    compiler = project / "compiler"
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(NotCompiled) as caught:
+        compile_library(PIXELS, project)
+    assert "\n" not in str(caught.value)
+    for package in ("libjpeg-dev", "libjpeg-turbo-devel", "conda-forge"):
+        assert package in str(caught.value)
+    with pytest.raises(NotCompiled, match=r"error|-ljpeg") as caught:
+        compile_library(KERNEL, project)
+    assert "libjpeg-dev" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_libjpeg_of_conda_is_found_and_loaded_from_there(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = tmp_path / "conda"
+    (environment / "include").mkdir(parents=True)
+    (environment / "include" / "jpeglib.h").write_text('#error "the one of conda"\n')
+    monkeypatch.setenv("CONDA_PREFIX", str(environment))
+    with pytest.raises(NotCompiled, match="libjpeg-dev"):
+        compile_library(PIXELS, project)
+    # Its header is the platform's now, and its library a copy of the platform's.
+    (environment / "include" / "jpeglib.h").write_text("#include_next <jpeglib.h>\n")
+    path = project / PIXELS.path
+    monkeypatch.delenv("CONDA_PREFIX")
+    compile_library(PIXELS, project)
+    (environment / "lib").mkdir()
+    linked = subprocess.run(["ldd", path], check=True, capture_output=True, text=True).stdout
+    (found,) = [line.split()[2] for line in linked.splitlines() if "libjpeg" in line]
+    (name,) = [line.split()[0] for line in linked.splitlines() if "libjpeg" in line]
+    shutil.copy(found, environment / "lib" / name)
+    (environment / "lib" / "libjpeg.so").symlink_to(name)
+    monkeypatch.setenv("CONDA_PREFIX", str(environment))
+    compile_library(PIXELS, project)
+    linked = subprocess.run(["ldd", path], check=True, capture_output=True, text=True).stdout
+    assert str(environment / "lib" / name) in linked
+    assert pixels_library.load(path, project / PIXELS.sources).missing == ""
+
+
+def test_setup_says_what_it_could_not_compile(tmp_path: Path) -> None:
+    """`make setup` asks for it in a checkout: here in a copy of one."""
+    package = tmp_path / "dataplane"
+    shutil.copytree(
+        ROOT / "dataplane", package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    compiler = tmp_path / "compiler"
+    compiler.write_text(_NO_HEADER)
+    compiler.chmod(0o755)
+    environment = os.environ | {"CC": str(compiler), "PYTHONPATH": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-m", "dataplane.build_kernels"],
+        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
+    ).stderr  # fmt: skip
+    (line,) = [one for one in told.splitlines() if "Pillow takes its place" in one]
+    assert "libjpeg-dev" in line
+    assert "make -B setup" in line
+    assert not list(package.rglob("*.so"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dataplane_bench import bounds
+from dataplane_bench import bounds, machine
 from dataplane_bench.model import Case, Mode, Place, Settings, Store, Workload
 from dataplane_bench.peers.registry import HARNESS, REFERENCE, adapter
 from dataplane_bench.prepared import Prepared
@@ -101,6 +101,7 @@ class Contest:
                 self._choose(one, case, workload)
                 self._check(one, case, workload)
         limits: dict[str, list[float]] = {}
+        before = machine.look()
         for round_index in range(self._rounds):
             self._bounds(case, workload, limits)
             for one in runners:
@@ -110,7 +111,8 @@ class Contest:
         for one in runners:
             one.now(trials=tuple(one.trials))
         measured = tuple(Bound(name, tuple(values)) for name, values in limits.items())
-        return CaseResult(case, tuple(one.result for one in runners), measured)
+        load = machine.load_between(before, machine.look())
+        return CaseResult(case, tuple(one.result for one in runners), measured, load)
 
     def _rounds_of(self, one: _Runner) -> int:
         return 1 if one.entry.name == HARNESS else self._rounds

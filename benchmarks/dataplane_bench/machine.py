@@ -4,10 +4,58 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+
+from dataplane_bench.trial import watch
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Seconds since the machine started, of all cores that this process may use: in all, at work,
+    and taken by the hypervisor; and CPU seconds of our own processes.
+    """
+
+    total_s: float
+    busy_s: float
+    steal_s: float
+    own_s: float
+
+
+def look(own: Sequence[int] | None = None) -> Look:
+    """Now. Processes below those of `own` are ours; without it, below this one.
+
+    Source:  the lines "cpuN" of proc_stat(5).
+    """
+    own_s = watch.cpu_s((os.getpid(),) if own is None else own)
+    usable = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    total = busy = steal = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in usable:
+            user, nice, system, idle, iowait, irq, softirq, stolen = map(int, fields[:8])
+            at_work = user + nice + system + irq + softirq
+            busy, steal = busy + at_work, steal + stolen
+            total += at_work + idle + iowait + stolen
+    return Look(total / _TICKS_PER_S, busy / _TICKS_PER_S, steal / _TICKS_PER_S, own_s)
+
+
+def load_between(before: Look, after: Look) -> dict[str, float]:
+    """What others did meanwhile, as shares of the time of all cores: "others", processes that are
+    not ours; "steal", the hypervisor.
+    """
+    total = after.total_s - before.total_s
+    if total <= 0:
+        return {}
+    others = after.busy_s - before.busy_s - (after.own_s - before.own_s)
+    steal = after.steal_s - before.steal_s
+    return {"others": round(max(0.0, others / total), 4), "steal": round(steal / total, 4)}
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataplane.redact import unsigned
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -102,7 +104,7 @@ def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
     """
     if name is not None:
         return name
-    content = short_hash(*urls)
+    content = short_hash(*map(unsigned, urls))
     counter = _counters.setdefault((launch.run_id, content), itertools.count())
     return f"{launch.run_id}/{content}-{next(counter)}"
 

@@ -20,9 +20,17 @@ from dataplane.arena.memfd import Arena
 from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
+from dataplane.client.state import State
 from dataplane.client.statistics import Statistics, Tally, sum_of
 from dataplane.client.wire import Wire
-from dataplane.errors import ClosedError, DatasetChangedError, DataStallError, PeerLost
+from dataplane.errors import (
+    ClosedError,
+    DataplaneError,
+    DatasetChangedError,
+    DataStallError,
+    PeerLost,
+    SpecMismatch,
+)
 from dataplane.rpc.messages import JobOpened, OpenJob
 
 # Opening a job may index a dataset, which for formats without an index reads all of it once.
@@ -47,6 +55,7 @@ class Session:
         self._stall_timeout_s, self._open_timeout_s = stall_timeout_s, open_timeout_s
         self._mount: Mount | None = None
         self._job: JobOpened | None = None
+        self._state: tuple[JobOpened, State] | None = None
         self._closed = False
         self._pid = os.getpid()
         self._making = threading.Lock()
@@ -60,6 +69,14 @@ class Session:
     def job(self) -> JobOpened:
         """The job as every rank has it; opens it when needed."""
         return self.mount().job
+
+    def state(self, epoch: int, cursor: int) -> State:
+        """The state of the job at this place. Costs the same whatever the job's options are."""
+        job, (known, state) = self.job, self._state or (None, None)
+        if state is None or known is not job:
+            state = State.of(job, 0, 0)
+            self._state = job, state
+        return dataclasses.replace(state, epoch=epoch, cursor=cursor)
 
     def tally(self) -> Tally:
         """For a new stream; what those that were closed have counted is kept as one sum."""
@@ -137,18 +154,34 @@ class Session:
         except BaseException:
             wire.close()
             raise
-        known, self._job = self._job, mount.job
-        if known is not None and known.digest != mount.job.digest:
-            self._job = known
-            mount.retire()
+        if self._job is not None:
+            try:
+                self._check_same(self._job, mount.job)
+            except DataplaneError:
+                mount.retire()
+                raise
+        self._job = mount.job
+        return mount
+
+    def _check_same(self, known: JobOpened, found: JobOpened) -> None:
+        """Check that a node goes on with the job that the node before it had."""
+        if known.digest != found.digest:
             raise DatasetChangedError(
                 "the dataset changed while the node was away: its job is another one now. Put the "
                 "old shards back, or start a new run",
                 shard=", ".join(self.request.source.urls),
                 expected=known.digest,
-                found=mount.job.digest,
+                found=found.digest,
             )
-        return mount
+        if known.pixels != found.pixels:
+            raise SpecMismatch(
+                f"the node was away, and now makes images with {found.pixels}; it made them with "
+                f"{known.pixels}. Put back what was installed, or end this run and resume it from "
+                "its checkpoint",
+                field="pixels",
+                expected=known.pixels,
+                found=found.pixels,
+            )
 
     def _mounted(self, wire: Wire, node_id: str, request: OpenJob) -> Mount:
         urls = ", ".join(request.source.urls)

@@ -1,35 +1,64 @@
-"""The whole resume state of a loader: small, plain, and the same on every rank."""
+"""The whole resume state of a loader: small, plain, and the same on every rank.
+
+A state belongs to a job: its dataset, its options, its seed. It fits a loader whose spec digest is
+equal, and also one whose options and dataset are equal although its digest is not, because the
+digest covers the dataset's urls: a dataset keeps its identity in another bucket or folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dataplane.config import JobSpec
+from dataplane.config import Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
-from dataplane.model import End
+from dataplane.model import DatasetIdentity, End
+from dataplane.rpc.messages import JobOpened
+from dataplane.units import whole
 
 STATE_VERSION = 1
+_SHOWN_LENGTH_MAX = 120
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a run stands: `cursor` samples of `epoch` are consumed, by all ranks together."""
+    """Where a run stands: `cursor` samples of `epoch` are consumed, by all ranks together.
+
+    `options` are those of the job that have not their default (see `JobSpec.facts`). They and
+    `dataset` are None in states that were saved before states recorded them. `pixels` names what
+    made the images, "" if there are none or the state does not tell.
+    """
 
     spec_digest: str
     epoch: int
     cursor: int
     sample_count: int
+    options: Mapping[str, Fact] | None = None
+    dataset: DatasetIdentity | None = None
+    pixels: str = ""
 
-    def to_dict(self) -> dict[str, int | str]:
-        """As it is saved."""
-        return {
+    @classmethod
+    def of(cls, job: JobOpened, epoch: int, cursor: int) -> State:
+        """The state of this job at this place."""
+        facts = job.spec.facts()
+        return cls(job.digest, epoch, cursor, job.sample_count, facts, job.dataset, job.pixels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is saved: plain values, under a kilobyte as JSON."""
+        saved: dict[str, Any] = {
             "version": STATE_VERSION,
             "spec_digest": self.spec_digest,
             "epoch": self.epoch,
             "cursor": self.cursor,
             "sample_count": self.sample_count,
         }
+        if self.options is not None and self.dataset is not None:
+            saved["options"] = dict(self.options)
+            saved["dataset"] = {"content": self.dataset.content, "layout": self.dataset.layout}
+        if self.pixels:
+            saved["pixels"] = self.pixels
+        return saved
 
     @classmethod
     def from_dict(cls, saved: object) -> State:
@@ -40,6 +69,12 @@ class State:
         if not isinstance(saved, Mapping):
             raise ConfigError(
                 f"a loader's state is a dict, as state_dict() gives it, and not {saved!r:.80}"
+            )
+        if saved.get("source") in ("map", "iterable"):
+            raise ConfigError(
+                "this is the state of a loader over a torch Dataset, and this loader reads urls: "
+                "load it into a loader over that Dataset",
+                field="state_dict",
             )
         version = _number(saved, "version")
         if version > STATE_VERSION:
@@ -57,39 +92,142 @@ class State:
             raise ConfigError(
                 f"this state is damaged: cursor {cursor} of {count} samples", key="cursor"
             )
-        return cls(digest, epoch, cursor, count)
+        pixels = saved.get("pixels", "")
+        if not isinstance(pixels, str):
+            raise ConfigError(f"this state is damaged: its pixels are {pixels!r:.80}", key="pixels")
+        return cls(digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels)
 
-    def check(self, digest: str, sample_count: int, spec: JobSpec) -> None:
-        """That a job of this digest may go on from here.
+    def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
+        """Check that this job may resume from here. `dataset_moved` accepts a dataset whose ETags
+        differ while its names, sizes, blocks and schema do not. Returns whether that was needed.
 
-        Raises:  SpecMismatch: it would walk other samples, or in another order or form.
+        Raises:  SpecMismatch: the job would read other samples, or in another order or form; names
+        each option that differs with both values.
         """
-        if (self.spec_digest, self.sample_count) == (digest, sample_count):
-            return
-        if self.sample_count != sample_count:
+        if (self.spec_digest, self.sample_count) == (job.digest, job.sample_count):
+            return False
+        problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
+        if any(problem.field == "dataset" for problem in problems):
+            # Their defaults follow from the dataset.
+            problems = [each for each in problems if each.field not in {"lanes", "window"}]
+        if self.dataset is None and not problems:
+            problems = [self._unknown(job)]
+        if problems:
+            sentences = "; ".join(problem.sentence for problem in problems)
+            advice = ", and ".join(dict.fromkeys(problem.advice for problem in problems))
             raise SpecMismatch(
-                f"this state is of a dataset of {self.sample_count} samples, and this loader's has "
-                f"{sample_count}: other urls, or the shards have changed",
-                field="sample_count",
-                expected=self.sample_count,
-                found=sample_count,
+                f"this state does not fit this loader: {sentences}. To resume, {advice}",
+                field=problems[0].field,
+                expected=problems[0].expected,
+                found=problems[0].found,
             )
-        raise SpecMismatch(
-            f"this state was saved with another seed, shuffle, lanes, window, end, columns, lists, "
-            f"fill_null, transforms, stack or content of the {sample_count} samples (digest "
-            f"{self.spec_digest}, not {digest}); this loader has {spec}: make the loader as it was "
-            "then",
-            field="spec_digest",
-            expected=self.spec_digest,
-            found=digest,
+        return self.dataset != job.dataset
+
+    def _dataset_problems(self, job: JobOpened, dataset_moved: bool) -> Iterator[_Problem]:
+        if self.sample_count != job.sample_count:
+            counts = str(self.sample_count), str(job.sample_count)
+            yield _Problem(
+                "dataset", *counts, f"the dataset had {counts[0]} samples and now has {counts[1]}"
+            )
+        elif self.dataset is None or self.dataset.content == job.dataset.content:
+            return
+        elif self.dataset.layout != job.dataset.layout:
+            yield _Problem(
+                "dataset",
+                self.dataset.layout,
+                job.dataset.layout,
+                "the dataset is another one: as many samples, but not the same shards (their names "
+                "below their common folder, their order, sizes, blocks, or schema)",
+            )
+        elif not dataset_moved:
+            yield _Problem(
+                "etags",
+                self.dataset.content,
+                job.dataset.content,
+                "the dataset was copied or rewritten: its shards have the same names, sizes and "
+                "blocks, but other ETags (of local files: modification times)",
+                "pass DataLoader(..., dataset_moved=True) if you know that they were only copied",
+            )
+
+    def _option_problems(self, spec: JobSpec) -> Iterator[_Problem]:
+        if self.options is None:
+            return
+        options, facts = spec.options(), spec.facts()
+        for name in [*options, *sorted(self.options.keys() - options.keys())]:
+            value, default = options.get(name, ("unknown to this version of dataplane", None))
+            saved = self.options.get(name, default)
+            found = facts.get(name, value)
+            if saved != found:
+                texts = _shown(saved), _shown(value if _is_hash(found) else found)
+                yield _Problem(name, *texts, f"{name}: {texts[0]} in the state, {texts[1]} here")
+
+    def _unknown(self, job: JobOpened) -> _Problem:
+        names = ", ".join(job.spec.options())
+        return _Problem(
+            "spec_digest",
+            self.spec_digest,
+            job.digest,
+            f"one of these differs: the shards' urls or ETags, {names} (the state was saved by an "
+            "early version, which recorded only a digest of them)",
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One reason why a state does not fit, and what the user can do."""
+
+    field: str
+    expected: str
+    found: str
+    sentence: str
+    advice: str = "make the loader as it was when the state was saved"
+
+
+def _is_hash(fact: object) -> bool:
+    return isinstance(fact, str) and fact.startswith("#")
+
+
+def _shown(value: object) -> str:
+    if _is_hash(value):
+        return f"another value (hash {str(value)[1:]})"
+    text = str(value) if value not in ((), "") else "not given"
+    return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[:_SHOWN_LENGTH_MAX]}…"
+
+
+def _options(saved: Mapping[object, object]) -> dict[str, Fact] | None:
+    found = saved.get("options")
+    if found is None:
+        return None
+    damaged = ConfigError(f"this state is damaged: its options are {found!r:.80}", key="options")
+    if not isinstance(found, Mapping):
+        raise damaged
+    options: dict[str, Fact] = {}
+    for name, value in found.items():
+        number = whole(value)
+        fact = value if number is None else number
+        if not isinstance(name, str) or not isinstance(fact, bool | int | str):
+            raise damaged
+        options[name] = fact
+    return options
+
+
+def _dataset(saved: Mapping[object, object]) -> DatasetIdentity | None:
+    found = saved.get("dataset")
+    if found is None:
+        return None
+    hashes = [found.get(key) for key in ("content", "layout")] if isinstance(found, Mapping) else []
+    match hashes:
+        case [str(content), str(layout)]:
+            return DatasetIdentity(content, layout)
+    raise ConfigError(f"this state is damaged: its dataset is {found!r:.80}", key="dataset")
+
+
 def _number(saved: Mapping[object, object], key: str) -> int:
-    value = saved.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+    value = whole(saved.get(key))
+    if value is None or not 0 <= value < 1 << 62:
         raise ConfigError(
-            f"this is no loader's state: its {key} is {value!r:.80}, not a count", key=key
+            f"this is not a loader's state: its {key} is {saved.get(key)!r:.80}, not a count",
+            key=key,
         )
     return value
 

@@ -7,10 +7,11 @@ the environment of torchrun, Slurm, Open MPI or a PMI launcher; else the process
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
+from dataplane.units import whole
 
 _LIMIT = 1 << 31
 
@@ -63,7 +64,7 @@ def find_topology(
     Raises:  ConfigError: values that are no topology; names the variable or argument.
     """
     if explicit is not None:
-        found = explicit
+        found = _whole(explicit)
     elif distributed is not None:
         launched = from_environment(environ)
         local = launched if launched.world_size == distributed[1] else Topology()
@@ -79,7 +80,7 @@ def find_topology(
     if (dp_rank is None) != (dp_size is None):
         raise ConfigError("dp_rank and dp_size belong together: pass both, or neither")
     if dp_rank is not None and dp_size is not None:
-        found = replace(found, dp_rank=dp_rank, dp_size=dp_size)
+        found = _whole(replace(found, dp_rank=dp_rank, dp_size=dp_size))
     _check(found)
     return found
 
@@ -149,6 +150,15 @@ def _number(environ: Mapping[str, str], name: str) -> int:
             found=environ[name],
         )
     return int(text)
+
+
+def _whole(given: Topology) -> Topology:
+    """The same in plain ints: ranks may be numpy's."""
+    numbers = {name: whole(value) for name, value in asdict(given).items()}
+    for name, number in numbers.items():
+        if number is None:
+            raise ConfigError(f"{name} is {getattr(given, name)!r:.80}: not a number", field=name)
+    return replace(given, **{name: number or 0 for name, number in numbers.items()})
 
 
 def _check(found: Topology) -> None:

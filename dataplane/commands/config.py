@@ -8,9 +8,11 @@ import click
 
 from dataplane.commands.options import Settings, json_option, setting_options
 from dataplane.commands.output import warn, write_json, write_table
+from dataplane.compiled import INSTALL_AGAIN
 from dataplane.node.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.settings import BY_NAME, unknown_variables
+from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
 
 
@@ -53,15 +55,12 @@ def show(settings: Settings, *, as_json: bool) -> None:
                 for name, one in settings.items()
             ),
         )
-    for slowly, missing in (
-        ("rows are gathered with numpy", kernel().missing),
-        ("epochs are planned with numpy", loops().missing),
-        ("images are made by Pillow", maker().missing),
+    for slowly, missing, advice in (
+        ("rows are gathered with numpy", kernel().missing, INSTALL_AGAIN),
+        ("epochs are planned with numpy", loops().missing, INSTALL_AGAIN),
+        ("images are made by Pillow", maker().missing, INSTALL_LIBJPEG),
     ):
         if missing:
-            warn(
-                f"{slowly}, several times slower than could be: {missing}; "
-                "install a C compiler, then Dataplane once more"
-            )
+            warn(f"{slowly}, several times slower than could be: {missing}; {advice}")
     for name in unknown_variables(os.environ):
         warn(f"the environment has {name}, which is no setting and is not read")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dataplane.commands import output
+from dataplane.commands.stores import STORES
 from dataplane.formats import registry
 from dataplane.formats.base import RawBlock
 from dataplane.model import Region
 from dataplane.node.index import Connect, IndexProgress, open_dataset
 from dataplane.plan.manifest import Manifest
-from dataplane.store.connect import connect
 
 
 def opened(urls: Sequence[str], format_name: str, workers: int, cache_dir: str) -> Manifest:
@@ -32,7 +32,12 @@ def opened(urls: Sequence[str], format_name: str, workers: int, cache_dir: str) 
             )
 
         return open_dataset(
-            urls, format_name=format_name, cache_dir=cache_dir, workers=workers, progress=show
+            urls,
+            format_name=format_name,
+            cache_dir=cache_dir,
+            workers=workers,
+            progress=show,
+            connect=STORES.connect,
         )
 
 
@@ -46,7 +51,7 @@ def read_block(
     block: int,
     schema: pa.Schema,
     columns: Sequence[str],
-    connect_to: Connect = connect,
+    connect_to: Connect = STORES.connect,
 ) -> pa.RecordBatch:
     """One block of the manifest, through the store and the format.
 

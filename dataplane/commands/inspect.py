@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dataplane.plan.manifest import Manifest
 
 CELL_CHARACTERS_MAX = 60
-BYTES_SHOWN = 16
+VALUES_SHOWN = 16
 
 
 @click.command("inspect")
@@ -51,7 +51,8 @@ def inspect(
     """Show a dataset: schema, shards, blocks, samples, and the first samples.
 
     A dataset that was not indexed yet is indexed first. In JSON, the keys are schema (column to
-    type), shards, blocks, samples (counts), rows (the first samples), format, bytes, fingerprint.
+    type), not_supported (column to reason), shards, blocks, samples (counts), rows (the first
+    samples), format, bytes, fingerprint. Values are exact: times in ISO 8601 with all their digits.
 
     \b
     Examples:
@@ -60,57 +61,57 @@ def inspect(
       dataplane inspect train.manifest --json
     """
     from dataplane.commands.datasets import facts, opened, schema_of
+    from dataplane.formats.unsupported import unsupported
 
     manifest = opened(urls, format_name, workers, str(settings["cache_dir"].value))
     schema = schema_of(manifest)
+    refused = {field.name: why for field in schema if (why := unsupported(field))}
     rows = first_rows(manifest, row_count)
     if as_json:
         types = {field.name: str(field.type) for field in schema}
-        shown = [{name: _plain(value) for name, value in row.items()} for row in rows]
-        output.write_json({"schema": types, **facts(manifest), "rows": shown})
+        found = {"schema": types, "not_supported": refused, **facts(manifest), "rows": rows}
+        output.write_json(found)
         return
     output.write_table(("", ""), facts(manifest).items())
     output.stdout().print()
-    output.write_table(("column", "type"), [(field.name, str(field.type)) for field in schema])
+    output.write_table(
+        ("column", "type"),
+        [
+            (field.name, f"{field.type}{', not supported' if field.name in refused else ''}")
+            for field in schema
+        ],
+    )
     if rows:
         output.stdout().print()
-        cells = [[_short(row[name]) for name in schema.names] for row in rows]
-        output.write_table(schema.names, cells, f"first {len(rows)} samples")
+        cells = [[_short(value) for value in row.values()] for row in rows]
+        output.write_table(list(rows[0]), cells, f"first {len(rows)} samples")
 
 
 def first_rows(manifest: Manifest, count: int) -> list[dict[str, object]]:
-    """The first samples in the dataset's own order, each as column -> value."""
+    """The first samples in the dataset's own order, each as column -> value as JSON has it, without
+    the columns that are not supported.
+    """
     from dataplane.commands.datasets import read_block, schema_of
+    from dataplane.commands.values import shown
+    from dataplane.formats.unsupported import supported_names
 
     schema = schema_of(manifest)
+    names = supported_names(schema)
     rows: list[dict[str, object]] = []
     for block in range(manifest.block_count):
-        if len(rows) >= count:
+        if len(rows) >= count or not names:
             break
-        batch = read_block(manifest, block, schema, schema.names)
-        rows += batch.slice(0, count - len(rows)).to_pylist()
+        batch = read_block(manifest, block, schema, names).slice(0, count - len(rows))
+        columns = [shown(column) for column in batch.columns]
+        rows += [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     return rows
-
-
-def _plain(value: object) -> object:
-    """A value that JSON has. Bytes are text where they are UTF-8, and else a length and a start."""
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return {"bytes": len(value), "hex": value[:BYTES_SHOWN].hex()}
-    if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
 
 
 def _short(value: object) -> str:
     """A value's text, cut to what a column of a table has room for."""
-    if isinstance(value, bytes) and len(value) > BYTES_SHOWN:
-        return f"{len(value):,} bytes {value[:BYTES_SHOWN].hex()}…"
-    if isinstance(value, list) and len(value) > BYTES_SHOWN:
+    if isinstance(value, dict) and value.keys() == {"bytes", "hex"}:
+        return f"{value['bytes']:,} bytes {value['hex']}…"
+    if isinstance(value, list) and len(value) > VALUES_SHOWN:
         start = ", ".join(map(str, value[:8]))
         value = f"[{start}, … {len(value):,} values]"
     text = str(value)

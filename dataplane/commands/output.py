@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO, TypeVar
 
@@ -19,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from dataplane import errors
+from dataplane.redact import redacted
 
 EXIT_OK = 0
 EXIT_BAD_DATA = 1
@@ -158,7 +160,7 @@ def warn(message: str) -> None:
 def write_error(error: BaseException) -> None:
     """What, where, what to do: one block on stderr."""
     console = stderr()
-    what = str(error) or type(error).__name__
+    what = redacted(str(error)) or type(error).__name__
     console.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True)
     if isinstance(error, errors.DataplaneError):
         for noun, value in error.nouns.items():
@@ -168,6 +170,11 @@ def write_error(error: BaseException) -> None:
     advice = _first(_ADVICE, error)
     if advice:
         console.print(f"  {'what to do:':<12} {escape(advice)}", soft_wrap=True)
+
+
+def write_traceback() -> None:
+    """Of the exception that is handled, on stderr: those of libraries may tell a whole url."""
+    stderr().print(redacted(traceback.format_exc()), markup=False, soft_wrap=True)
 
 
 def exit_code(error: BaseException) -> int:

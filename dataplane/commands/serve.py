@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
 import signal
 import sys
@@ -22,13 +21,15 @@ from dataplane.errors import ConfigError
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
 from dataplane.settings import node_config
+from dataplane.trace import Trace, configure
 
 DRAIN_S = 5.0
 CANCEL_S = 3.0
 
-log = logging.getLogger("dataplane.serve")
+_trace = Trace("serve")
 
 _COORDINATOR_SETTINGS = ("listen", "insecure_bind", "state_dir", "lease_s")
+_LOG_SETTINGS = ("log_level", "log_format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Service:
 @click.command("serve")
 @click.option("--coordinator", "only_coordinator", is_flag=True, help="Run only a coordinator.")
 @click.option("--node", "only_node", is_flag=True, help="Run only a node; needs --join.")
-@setting_options(*_COORDINATOR_SETTINGS, "join", "service", *NODE_SETTINGS)
+@setting_options(*_COORDINATOR_SETTINGS, "join", "service", *NODE_SETTINGS, *_LOG_SETTINGS)
 @click.pass_context
 def serve(
     context: click.Context, /, settings: Settings, *, only_coordinator: bool, only_node: bool
@@ -71,6 +72,8 @@ def serve(
       dataplane serve --node --join 10.0.0.1:7077 --block-arena-bytes 16GiB
       dataplane serve --listen unix:/run/dataplane/coordinator.sock
     """
+    level = "debug" if context.find_root().params["debug"] else str(settings["log_level"].value)
+    configure(level, str(settings["log_format"].value))
     service = _service(settings, only_coordinator=only_coordinator, only_node=only_node)
     context.exit(asyncio.run(_run(service)))
 
@@ -111,7 +114,7 @@ async def _run(service: Service) -> int:
         except asyncio.CancelledError:
             if len(received) < 2:
                 raise
-            log.warning("stopped at once, as a second signal asked")
+            _trace.failed("stopped at once, as a second signal asked")
     return _exit_status(received)
 
 
@@ -128,7 +131,7 @@ def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
     def on_signal(number: int) -> None:
         received.append(number)
         if len(received) == 1:
-            log.info("%s: draining; a second one stops at once", signal.Signals(number).name)
+            _trace.noted("draining; a second signal stops at once", by=signal.Signals(number).name)
             stop.set()
         elif len(received) == 2:
             task.cancel()

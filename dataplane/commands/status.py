@@ -31,7 +31,7 @@ Ask = Callable[[], Awaitable[StatusResponse]]
 def status(
     settings: Settings, *, address: str | None, job: str, watch: bool, as_json: bool
 ) -> None:
-    """Show jobs, their ranks, and nodes.
+    """Show jobs, their ranks, and nodes; and the stores that do not answer them.
 
     ADDRESS is the coordinator's. Without one it is the `join` setting, and else `listen`: the
     coordinator of this machine.
@@ -77,7 +77,7 @@ async def _watch(ask: Ask) -> None:
 
 
 def render(found: StatusResponse) -> Group:
-    """Three tables: jobs, ranks, nodes."""
+    """Tables of jobs, ranks and nodes, and of the stores that nodes wait for."""
     jobs = output.table(
         ("job", "state", "launch", "ranks", "missing", "epoch", "done", "samples/s", "dataset"),
         [_job_row(job) for job in found.jobs],
@@ -107,8 +107,17 @@ def render(found: StatusResponse) -> Group:
         ],
         "nodes",
     )
+    away = output.table(
+        ("node", "store", "away s", "error"),
+        [
+            (node.node_id, one.store, one.away_s, one.error)
+            for node in found.nodes
+            for one in node.stores_away
+        ],
+        "stores that do not answer",
+    )
     parts: list[Table | Text] = []
-    for one in (jobs, ranks, nodes):
+    for one in (jobs, ranks, nodes, away):
         if one.row_count:
             parts += [one, Text()]
     about = f"coordinator {found.coordinator_id}, dataplane {found.version}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from rich.progress import Progress, TaskID
 
+from dataplane import suffixes
 from dataplane.commands import output
 from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
@@ -19,6 +20,8 @@ from dataplane.commands.options import (
     workers_option,
 )
 from dataplane.errors import DataplaneError
+from dataplane.redact import redacted
+from dataplane.store.unreachable import UNREACHABLE
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from dataplane.plan.manifest import Manifest
 
 ERRORS_SHOWN = 50
+EMPTY_SHOWN = 10
 
 T = TypeVar("T")
 Task = tuple[str, Callable[[], T]]
@@ -42,18 +46,19 @@ class Fault:
 
 @dataclass(slots=True)
 class Findings:
-    """What was read, and what was wrong with it."""
+    """What was read, which shards have no samples, and what was wrong."""
 
     shards: int = 0
     blocks: int = 0
     samples: int = 0
     bytes: int = 0
+    empty: list[str] = field(default_factory=list)
     errors: list[Fault] = field(default_factory=list)
 
     def note(self, shard: str, error: DataplaneError) -> None:
         """Remember an error. A shard that is named by the error itself is the better name."""
         named = str(error.nouns.get("shard") or shard)
-        self.errors.append(Fault(type(error).__name__, named, str(error)))
+        self.errors.append(Fault(type(error).__name__, redacted(named), str(error)))
 
 
 @click.command("verify")
@@ -102,11 +107,15 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
     Raises:  ConfigError, StoreError: there is nothing to check.
     """
     from dataplane.commands.datasets import schema_of
+    from dataplane.plan.shard import no_samples
 
     findings = Findings()
     manifests = list(_manifests(urls, format_name, workers, bar, findings))
+    if not manifests and not findings.errors:
+        raise no_samples(findings.empty)
     if manifests:
         schema = schema_of(manifests[0])
+        _note_unsupported(schema, manifests[0].shards[0].url, findings)
         agreeing = [one for one in manifests if _agrees(one, manifests[0], findings)]
         findings.shards = sum(len(one.shards) for one in agreeing)
         total = sum(int(one.block_length.sum()) for one in agreeing)
@@ -128,37 +137,40 @@ def _manifests(
     urls: Sequence[str], format_name: str, workers: int, bar: Progress, findings: Findings
 ) -> Iterator[Manifest]:
     """One manifest a shard, so that one bad shard hides no other; or the one that was saved."""
-    from dataplane.node.index import MANIFEST_SUFFIX, index_dataset, open_dataset
-    from dataplane.store.connect import connect
+    from dataplane.commands.stores import STORES
+    from dataplane.node.index import index_dataset, open_dataset
 
-    if any(url.endswith(MANIFEST_SUFFIX) for url in urls):
-        yield open_dataset(urls, format_name=format_name, connect=connect)
+    if any(url.endswith(suffixes.MANIFEST) for url in urls):
+        yield open_dataset(urls, format_name=format_name, connect=STORES.connect)
         return
     name, shards = _shards(urls, format_name)
     task: TaskID = bar.add_task("indexing", total=len(shards), note="")
 
     def indexing(url: str) -> Callable[[], Manifest]:
-        return lambda: index_dataset([url], format_name=name, workers=1)
+        return lambda: index_dataset([url], format_name=name, workers=1, connect=STORES.connect)
 
     found = {}
     for url, result in _side_by_side(((url, indexing(url)) for url in shards), workers):
         bar.update(task, advance=1)
         if not isinstance(result, DataplaneError):
             found[url] = result
-        elif result.nouns.get("field") != "block_rows":  # a shard without samples is no fault
+        elif result.nouns.get("field") == "samples":  # among others that is not a fault
+            findings.empty.append(url)
+        else:
             findings.note(url, result)
+    findings.empty.sort()
     yield from (found[url] for url in shards if url in found)
 
 
 def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     """The format's name, and the shards that `urls` stand for."""
+    from dataplane.commands.stores import STORES
     from dataplane.node.index import choose_shards
-    from dataplane.store.connect import connect
     from dataplane.store.expand import expand
     from dataplane.store.urls import normalise
 
     names = [normalise(url) for url in urls]
-    chosen, listed = choose_shards(expand(names, connect), names, format_name)
+    chosen, listed = choose_shards(expand(names, STORES.connect), names, format_name)
     return chosen.name, [one.url for one in listed]
 
 
@@ -175,12 +187,24 @@ def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:
     return True
 
 
+def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:
+    """Columns that cannot be read are not checked, and a job has to leave them out."""
+    from dataplane.formats.unsupported import refusal, supported_names, unsupported
+
+    reasons = {field.name: why for field in schema if (why := unsupported(field))}
+    if reasons:
+        findings.note(url, refusal(reasons, supported_names(schema), url))
+
+
 def _reads(manifests: Iterable[Manifest], schema: pa.Schema) -> Iterator[Task[tuple[int, int]]]:
     from dataplane.commands.datasets import read_block
+    from dataplane.formats.unsupported import supported_names
+
+    names = supported_names(schema)
 
     def reading(manifest: Manifest, block: int) -> Callable[[], tuple[int, int]]:
         def read() -> tuple[int, int]:
-            batch = read_block(manifest, block, schema, schema.names)
+            batch = read_block(manifest, block, schema, names)
             return batch.num_rows, int(manifest.block_length[block])
 
         return read
@@ -191,10 +215,20 @@ def _reads(manifests: Iterable[Manifest], schema: pa.Schema) -> Iterator[Task[tu
             yield url, reading(manifest, block)
 
 
+def _give_up() -> None:
+    """End whoever else waits for a store: they wait in vain."""
+    from dataplane.commands.stores import STORES
+
+    STORES.close()
+
+
 def _side_by_side(
     tasks: Iterable[Task[T]], workers: int
 ) -> Iterator[tuple[str, T | DataplaneError]]:
-    """Each task's result, or our error, as they end; at most twice `workers` are under way."""
+    """Each task's result, or our error, as they end; at most twice `workers` are under way.
+
+    Raises:  StoreUnavailable, StoreThrottled: that says nothing about the data.
+    """
     waiting = iter(tasks)
     running: dict[Future[T], str] = {}
     pool = ThreadPoolExecutor(workers, thread_name_prefix="dataplane-verify")
@@ -212,6 +246,9 @@ def _side_by_side(
                 name = running.pop(future)
                 try:
                     yield name, future.result()
+                except UNREACHABLE:
+                    _give_up()
+                    raise
                 except DataplaneError as error:
                     yield name, error
     finally:
@@ -224,6 +261,12 @@ def _report(findings: Findings) -> None:
         f"{output.counted(findings.blocks, 'block')}"
     )
     size = output.approximate_bytes(findings.bytes)
+    if findings.empty:
+        shown = ", ".join(findings.empty[:EMPTY_SHOWN])
+        more = "" if len(findings.empty) <= EMPTY_SHOWN else ", …"
+        output.warn(
+            f"{output.counted(len(findings.empty), 'shard')} without samples: {shown}{more}"
+        )
     if not findings.errors:
         shards = output.counted(findings.shards, "shard")
         output.stdout().print(f"[green]all well[/]: {read} of {shards}, {size}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -33,8 +32,9 @@ from dataplane.rpc.membership import (
     StatusRequest,
     StatusResponse,
 )
+from dataplane.trace import Trace
 
-log = logging.getLogger("dataplane.coordinator")
+_trace = Trace("coordinator")
 
 T = TypeVar("T")
 LEASE_S_MIN = 0.1
@@ -154,7 +154,7 @@ class Coordinator:
         try:
             await self._journal.commit()
         except DataplaneError as error:
-            log.warning("the coordinator's progress waits to be written: %s", error)
+            _trace.failed("progress waits to be written", error=error)
             raise
 
     async def _keep_ticking(self) -> None:

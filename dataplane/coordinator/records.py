@@ -19,6 +19,7 @@ from dataplane.rpc.membership import (
     RegisterNodeResponse,
     StatusRequest,
     StatusResponse,
+    StoreOutage,
 )
 
 
@@ -38,7 +39,8 @@ class Phase(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Job:
     """One job as its present generation knows it. `epoch` and `cursor` are the furthest that any
-    member of this generation has reported; `active_at` is when a member last came or went.
+    member of this generation has reported; `active_at` is when a member last came or went. `pixels`
+    names what makes them on every node of the job, "" if it has no images.
     """
 
     job_id: str
@@ -51,6 +53,7 @@ class Job:
     epoch: int = 0
     cursor: int = 0
     active_at: float = 0.0
+    pixels: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,11 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as it presented itself, and when it was last heard of."""
+    """A node as it presented itself, when it was last heard of, and what it waited for then."""
 
     request: RegisterNodeRequest
     seen_at: float
+    stores_away: tuple[StoreOutage, ...] = ()
 
 
 Record = Job | Member | Incarnation

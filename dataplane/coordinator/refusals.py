@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
 from dataplane.rpc.membership import JoinRequest, RegisterNodeRequest
+from dataplane.transforms.pixels_advice import how_to_agree
 
 NAME_LENGTH_MAX = 256
+_PIXELS_LENGTH_MAX = 1024
 _RANK_COUNT_MAX = 1 << 20
 _SHOWN_LENGTH_MAX = 160
 
@@ -27,6 +29,11 @@ def check_join(request: JoinRequest) -> None:
                 f"{field} has {len(value)} characters: 1 to {NAME_LENGTH_MAX} are needed",
                 field=field,
             )
+    if len(request.pixels) > _PIXELS_LENGTH_MAX:
+        raise ConfigError(
+            f"pixels has {len(request.pixels)} characters: {_PIXELS_LENGTH_MAX} at most",
+            field="pixels",
+        )
     place = request.topology
     if not 0 <= place.dp_rank < place.dp_size <= _RANK_COUNT_MAX:
         raise ConfigError(
@@ -58,7 +65,9 @@ def spec_mismatch(
             f"{name} ({_shown(asked)}, not {_shown(held)})" for name, held, asked in differences[1:]
         )
         sentence += f"; these differ too: {others}"
-    if request.incarnation == job.incarnation:
+    if request.incarnation == job.incarnation and field == "pixels":
+        sentence += f". {how_to_agree(expected, found)}"
+    elif request.incarnation == job.incarnation:
         sentence += ". Give every rank of the job the same arguments"
     else:
         sentence += (

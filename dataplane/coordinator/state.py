@@ -195,6 +195,7 @@ class State:
     def _heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         self._register(request.node)
         node_id = request.node.node_id
+        self._nodes[node_id] = Node(request.node, self._now, request.stores_away)
         return HeartbeatResponse(tuple(self._renew(node_id, one) for one in request.members))
 
     def _renew(self, node_id: str, progress: MemberProgress) -> MemberVerdict:
@@ -282,12 +283,16 @@ def _first_generation(request: JoinRequest, now: float) -> Job:
         generation=1,
         incarnation=request.incarnation,
         active_at=now,
+        pixels=request.pixels,
     )
 
 
 def _differences(job: Job, request: JoinRequest) -> list[refusals.Difference]:
     """(field, the job's value, the newcomer's); a new launch may have another world and batch."""
     found = list(job.spec.differences(request.spec))
+    # A job that was stored by an older version does not tell.
+    if job.pixels and request.pixels and job.pixels != request.pixels:
+        found.append(("pixels", job.pixels, request.pixels))
     if request.incarnation != job.incarnation:
         return [difference for difference in found if difference[0] != "global_batch"]
     if request.topology.dp_size != job.dp_size:

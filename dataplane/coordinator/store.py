@@ -10,27 +10,27 @@ Calls block; journal.py makes them from one thread.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
+import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dataplane.config import JobSpec
 from dataplane.coordinator.records import (
     Forget,
     Incarnation,
     Job,
     Keep,
     Member,
-    Phase,
     Record,
     Write,
     key_of,
 )
 from dataplane.errors import ConfigError
-from dataplane.model import Cut, End, ImageSpec, ListPolicy, StackSpec, Topology
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
@@ -85,7 +85,7 @@ class Store:
         try:
             for cls, table in _TABLES.items():
                 rows = self._db.execute(f"SELECT body FROM {table}").fetchall()  # noqa: S608 - ours
-                records += [_READERS[cls](json.loads(body)) for (body,) in rows]
+                records += [_read(cls, body) for (body,) in rows]
         except sqlite3.Error as error:
             raise self._refusal(error) from error
         except (ValueError, KeyError, TypeError) as error:
@@ -226,39 +226,38 @@ def _body(write: Keep) -> str:
     return json.dumps(fields, separators=(",", ":"))
 
 
-def _spec(fields: dict[str, Any]) -> JobSpec:
-    fields["end"] = End(fields["end"])
-    fields["lists"] = ListPolicy(fields["lists"])
-    fields["columns"] = tuple(fields["columns"])
-    fields["fill_null"] = tuple((column, value) for column, value in fields["fill_null"])
-    fields["transforms"] = tuple(map(_image, fields.get("transforms", ())))
-    fields["stack"] = tuple(
-        StackSpec(one["name"], tuple(one["columns"]), one["dtype"])
-        for one in fields.get("stack", ())
-    )
-    return JobSpec(**fields)
+def _read(cls: type[Record], body: str) -> Record:
+    fields = json.loads(body)
+    if cls is Job:
+        _gather_column_options(fields["spec"])
+    record: Record = _restored(cls, fields)
+    return record
 
 
-def _image(fields: dict[str, Any]) -> ImageSpec:
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    return ImageSpec(**{**fields, **lists, "cut": Cut(fields["cut"])})
+def _gather_column_options(spec: dict[str, Any]) -> None:
+    """In rows of older versions each option of columns is a field of the spec."""
+    if "column_options" not in spec:
+        names = ("columns", "lists", "fill_null", "stack")
+        spec["column_options"] = {name: spec.pop(name) for name in names if name in spec}
 
 
-def _job(fields: dict[str, Any]) -> Job:
-    return Job(**{**fields, "spec": _spec(fields["spec"])})
+def _restored(hint: Any, plain: Any) -> Any:
+    """The value of this type that JSON keeps as `plain`: dataclasses as objects, tuples as lists,
+    enums as their values.
+    """
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        hints = _hints(hint)
+        return hint(**{name: _restored(hints[name], part) for name, part in plain.items()})
+    if typing.get_origin(hint) is tuple:
+        kinds = typing.get_args(hint)
+        if kinds[-1] is ...:
+            return tuple([_restored(kinds[0], part) for part in plain])
+        return tuple([_restored(kind, part) for kind, part in zip(kinds, plain, strict=True)])
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(plain)
+    return plain
 
 
-def _member(fields: dict[str, Any]) -> Member:
-    topology, phase = Topology(**fields["topology"]), Phase(fields["phase"])
-    return Member(**{**fields, "topology": topology, "phase": phase})
-
-
-def _incarnation(fields: dict[str, Any]) -> Incarnation:
-    return Incarnation(**fields)
-
-
-_READERS: dict[type[Record], Callable[[dict[str, Any]], Record]] = {
-    Job: _job,
-    Member: _member,
-    Incarnation: _incarnation,
-}
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from dataplane.coordinator.records import Member, Node, Phase
 from dataplane.coordinator.roster import Roster
@@ -84,4 +85,5 @@ def _member(member: Member, clock: float) -> MemberStatus:
 
 def _node(node: Node, now: float) -> NodeStatus:
     asked, silent_s = node.request, max(0.0, now - node.seen_at)
-    return NodeStatus(asked.node_id, asked.host, asked.pid, asked.version, silent_s)
+    away = tuple(replace(one, away_s=one.away_s + silent_s) for one in node.stores_away)
+    return NodeStatus(asked.node_id, asked.host, asked.pid, asked.version, silent_s, away)

@@ -10,11 +10,23 @@ Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import pyarrow as pa
 
+from dataplane.formats.arrow_messages import (
+    CONTINUATION,
+    MAGIC,
+    Footer,
+    Message,
+    file_footer,
+    is_legacy,
+    messages_of,
+    read_together,
+    whole_messages,
+)
+from dataplane.formats.arrow_nulls import null_counts
 from dataplane.formats.arrow_size import decoded_estimate
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
@@ -26,21 +38,13 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
-from dataplane.formats.flatbuf import (
-    DICTIONARY,
-    RECORDS,
-    SCHEMA,
-    Head,
-    footer_batches,
-    message_head,
-)
-from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, Memory, Parts, Source, Window
+from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA
+from dataplane.formats.source import Memory, Source, Window
 from dataplane.formats.splice import spliced
+from dataplane.formats.unsupported import refusal
 from dataplane.model import Region
+from dataplane.suffixes import BY_FORMAT
 
-MAGIC = b"ARROW1"
-CONTINUATION = b"\xff\xff\xff\xff"
-METADATA_BYTES_MAX = 256 << 20
 # Record batches smaller than this are grouped, up to the second figure.
 SMALL_BYTES = 256 << 10
 GROUP_BYTES = 4 << 20
@@ -48,44 +52,25 @@ GROUP_BYTES = 4 << 20
 # many times its own size beyond the floor.
 CLAIM_RATIO_MAX = 1024
 CLAIM_FLOOR_BYTES = 64 << 20
-# Of how many record batches the metadata is read at once; and the end-of-stream mark, padded.
-_TOGETHER_MIN, _TOGETHER_MAX = 4, 1 << 14
-_END_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a stream: where it lies, and what its metadata says."""
-
-    offset: int
-    metadata_length: int
-    head: Head
-
-    @property
-    def end(self) -> int:
-        """Where the next message starts."""
-        return self.offset + self.metadata_length + self.head.body_length
 
 
 class ArrowIpc:
     """The Arrow IPC format, file and stream."""
 
     name = "arrow"
-    suffixes = (".arrows", ".arrow", ".feather", ".ipc")
+    suffixes = BY_FORMAT["arrow"]
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: reads the metadata of each message, and no body that it can skip."""
         require_bytes(shard.url, shard.size_bytes, "Arrow IPC")
         window = Window(shard)
         start = bytes(window.view(0, 512))
-        order: list[int] | None = None
+        footer: Footer | None = None
         source: Source = window
-        first, end = 0, shard.size_bytes
         if start.startswith(MAGIC):
-            first, (end, batches) = 8, _file_footer(shard)
-            order = [offset for offset, _ in batches]
-            source = _read_together(shard, window, end, batches)
-        elif not start.startswith(CONTINUATION) and not _is_legacy(start, shard.size_bytes):
+            footer = file_footer(shard)
+            source = read_together(shard, window, footer)
+        elif not start.startswith(CONTINUATION) and not is_legacy(window, shard.size_bytes):
             raise corrupt(
                 shard.url,
                 0,
@@ -93,8 +78,11 @@ class ArrowIpc:
                 found=describe(start),
                 expected="ARROW1",
             )
-        messages = list(_messages(source, first, end, file=order is not None))
-        return _shard_index(window, shard, messages, order)
+        if footer is None:
+            messages = list(messages_of(source, 0, shard.size_bytes, file=False))
+        else:
+            messages = list(messages_of(source, 8, footer.start, file=True))
+        return _shard_index(window, shard, messages, footer)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
@@ -108,125 +96,45 @@ class ArrowIpc:
         rows = sum(batch.num_rows for batch in batches)
         check_rows(url, start, block.rows, rows)
         with foreign_faults(url, start, "the record batches cannot be joined"):
-            batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-            arrays = {name: batch.column(name) for name in columns}
+            arrays = {
+                name: _joined([b.column(name) for b in batches], name, url) for name in columns
+            }
             return batch_of(arrays, schema, columns, rows)
 
 
-def _is_legacy(start: bytes, size: int) -> bool:
-    """Before Arrow 0.15 a message started with its length, without a continuation mark."""
-    length = int.from_bytes(start[:4], "little")
-    if not 16 <= length <= min(size - 4, METADATA_BYTES_MAX) or length + 4 > len(start):
-        return False
+def _joined(pieces: list[pa.Array], name: str, url: str) -> pa.Array:
+    """One column of a block.
+
+    Raises:  ConfigError: Arrow cannot join arrays of this type, such as dictionaries of structs.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
     try:
-        return message_head(memoryview(start)[4 : 4 + length]).kind == SCHEMA
-    except ValueError:
-        return False
-
-
-def _file_footer(shard: ShardReader) -> tuple[int, list[tuple[int, int]]]:
-    """Where a file's messages end; of its record batches, in their order, offset and length of the
-    metadata.
-    """
-    url, size = shard.url, shard.size_bytes
-    # The end of the file is read once: all of the footer is there, but of very many batches.
-    window = Window(shard)
-    window.view(max(0, size - PROBE_BYTES), min(PROBE_BYTES, size))
-    tail = bytes(window.view(max(0, size - 10), 10))
-    if size < 18 or tail[4:] != MAGIC:
-        raise corrupt(
-            url,
-            max(0, size - 6),
-            "the Arrow IPC file is truncated, its footer is missing; upload it again",
-            expected="ARROW1",
-            found=tail[4:].hex(" "),
-        )
-    length = int.from_bytes(tail[:4], "little", signed=True)
-    if not 0 < length <= min(size - 18, METADATA_BYTES_MAX):
-        raise corrupt(url, size - 10, "the length of the footer is wrong", found=length)
-    end = size - 10 - length
-    with foreign_faults(url, end, "the footer of the Arrow IPC file is damaged"):
-        return end, footer_batches(window.view(end, length))
-
-
-def _read_together(
-    shard: ShardReader, window: Window, end: int, batches: Sequence[tuple[int, int]]
-) -> Source:
-    """The metadata of large record batches, read at once and not one after the other: a store takes
-    as long for each of them as for a MiB.
-    """
-    far = len(batches) >= _TOGETHER_MIN and end > len(batches) * NEAR_BYTES
-    if not far or len(batches) > _TOGETHER_MAX:
-        return window
-    places = [(at, length) for at, length in batches if at >= 0 and 0 < length <= PROBE_BYTES]
-    mark = max(0, end - _END_BYTES)
-    return Parts(shard, window, [*places, (mark, end - mark)])
-
-
-def _messages(source: Source, at: int, end: int, *, file: bool) -> Iterator[Message]:
-    """The messages between two offsets, up to the end-of-stream mark.
-
-    Raises:  CorruptShard: damaged, truncated, or more data after the mark.
-    """
-    url = source.url
-    while True:
-        prefix = bytes(source.view(at, 8))
-        marked = prefix.startswith(CONTINUATION)
-        skip = 8 if marked else 4
-        if at + skip > end or len(prefix) < skip:
-            raise corrupt(
-                url,
-                at,
-                "the Arrow IPC stream is truncated: it was not closed, or not uploaded whole",
-                expected="a message or the end-of-stream mark",
-                found="the end of the shard",
-            )
-        length = int.from_bytes(prefix[skip - 4 : skip], "little", signed=True)
-        if length == 0:
-            break
-        if not 8 <= length <= min(METADATA_BYTES_MAX, end - at - skip):
-            raise corrupt(url, at, "the length of a message's metadata is wrong", found=length)
-        with foreign_faults(url, at, "the metadata of an Arrow message is damaged"):
-            head = message_head(source.view(at + skip, length))
-        message = Message(at, skip + length, head)
-        if message.end > end:
-            raise corrupt(
-                url,
-                at,
-                "the Arrow IPC shard is truncated in the middle of a message",
-                expected=f"{message.end} bytes",
-                found=end,
-            )
-        yield message
-        at = message.end
-    if not file and at + skip != end:
-        raise corrupt(
-            url,
-            at + skip,
-            "more data follows the end of the Arrow IPC stream; write one stream to a shard",
-            expected=f"{at + skip} bytes",
-            found=end,
-        )
+        return pa.concat_arrays(pieces)
+    except pa.ArrowNotImplementedError as fault:
+        reason = f"is of type {pieces[0].type}, whose batches cannot be joined ({fault})"
+        raise refusal({name: reason}, url=url) from fault
 
 
 def _shard_index(
-    window: Window, shard: ShardReader, messages: list[Message], order: list[int] | None
+    window: Window, shard: ShardReader, messages: list[Message], footer: Footer | None
 ) -> ShardIndex:
-    url = shard.url
-    if not messages or messages[0].head.kind != SCHEMA:
-        raise corrupt(url, 0, "an Arrow IPC shard starts with a schema message")
-    schema = _schema(window, messages[0])
+    stored = _schema(window, messages)
+    if footer is not None:
+        _check_footer(shard.url, footer, stored, messages)
+    schema = dataset_schema(stored, shard.url)
+    nulls = null_counts(stored, [m.head for m in messages])
     batches = [m for m in messages if m.head.kind == RECORDS]
     start = batches[0].offset if batches else messages[-1].end
     before = [m for m in messages if m.offset < start]
     dictionaries = any(m.head.kind == DICTIONARY for m in messages)
-    in_order = order is None or order == [m.offset for m in batches]
     late = any(m.head.kind == DICTIONARY and m.offset > start for m in messages)
-    if late or not in_order:
-        rows = sum(m.head.rows for m in batches)
-        decoded = shard.size_bytes + sum(_decoded(schema, m) for m in messages)
-        whole = Block(rows, Region(0, shard.size_bytes), decoded)
-        return ShardIndex(schema, (whole,) if rows else (), Region(0, 0), zero_copy=False)
+    one_block = functools.partial(_one_block, shard, schema, messages, nulls)
+    if footer is not None and [at for at, _ in footer.batches] != [m.offset for m in batches]:
+        rows_at = {m.offset: m.head.rows for m in batches}
+        return one_block(sum(rows_at[at] for at, _ in footer.batches))
+    if late:
+        return one_block(sum(m.head.rows for m in batches))
     shared = sum(_decoded(schema, m) for m in before)
     runs = list(_runs([m for m in batches if m.head.rows]))
     blocks = tuple(
@@ -239,13 +147,59 @@ def _shard_index(
     )
     preamble = Region(messages[0].offset, start - messages[0].offset)
     plain = not dictionaries and not any(m.head.compressed for m in batches)
-    return ShardIndex(schema, blocks, preamble, plain and all(len(run) == 1 for run in runs))
+    zero_copy = plain and all(len(run) == 1 for run in runs)
+    return ShardIndex(schema, blocks, preamble, zero_copy, nulls)
 
 
-def _schema(window: Window, message: Message) -> pa.Schema:
-    body = bytes(window.view(message.offset, message.end - message.offset))
-    with foreign_faults(window.url, message.offset, "the schema of the shard is damaged"):
-        return dataset_schema(pa.ipc.read_schema(pa.py_buffer(body)), window.url)
+def _one_block(
+    shard: ShardReader,
+    schema: pa.Schema,
+    messages: list[Message],
+    nulls: Sequence[int],
+    rows: int,
+) -> ShardIndex:
+    decoded = shard.size_bytes + sum(_decoded(schema, m) for m in messages)
+    whole = Block(rows, Region(0, shard.size_bytes), decoded)
+    alone = (whole,) if rows else ()
+    return ShardIndex(schema, alone, Region(0, 0), zero_copy=False, nulls=nulls)
+
+
+def _schema(window: Window, messages: list[Message]) -> pa.Schema:
+    """The schema as the first message has it.
+
+    Raises:  CorruptShard: also where a later message is neither a dictionary nor a record batch.
+    """
+    if not messages or messages[0].head.kind != SCHEMA:
+        raise corrupt(window.url, 0, "an Arrow IPC shard starts with a schema message")
+    for message in messages[1:]:
+        if message.head.kind not in {DICTIONARY, RECORDS}:
+            raise corrupt(
+                window.url,
+                message.offset,
+                "a message is neither a dictionary nor a record batch",
+                expected=f"{DICTIONARY} or {RECORDS}",
+                found=message.head.kind,
+            )
+    first = messages[0]
+    body = bytes(window.view(first.offset, first.end - first.offset))
+    with foreign_faults(window.url, first.offset, "the schema of the shard is damaged"):
+        schema = pa.ipc.open_stream(body).schema
+    for message in messages[1:]:
+        # One that has no arrays says that it has no rows, and would be stepped over.
+        if len(schema) and not message.head.nodes:
+            raise corrupt(window.url, message.offset, "a batch of columns has no arrays")
+    return schema
+
+
+def _check_footer(url: str, footer: Footer, schema: pa.Schema, messages: list[Message]) -> None:
+    """Refuse a file whose footer and messages contradict each other: no reader knows the truth."""
+    is_same = footer.is_big_endian == messages[0].head.is_big_endian
+    if not is_same or not footer.schema.equals(schema):
+        raise corrupt(url, footer.start, "the footer and the first message have different schemas")
+    there = {m.offset for m in messages if m.head.kind == RECORDS}
+    for at, _ in footer.batches:
+        if at not in there:
+            raise corrupt(url, footer.start, f"the footer names a record batch at byte {at}")
 
 
 def _decoded(schema: pa.Schema, message: Message) -> int:
@@ -275,20 +229,27 @@ def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _read(block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> list[pa.RecordBatch]:
-    split = len(block.preamble)
-    file = spliced(split + len(block.body), [(0, block.preamble), (split, block.body)])
-    if split == 0 and bytes(block.body[:6]) == MAGIC:
-        found = pa.ipc.open_file(file).schema
-    else:
-        found = pa.ipc.open_stream(file).schema
+    source = _readable(block)
+    is_file = bytes(block.body[:6]) == MAGIC and not len(block.preamble)
+    found = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).schema
     check_shard(dataset_schema(found, block.url), schema, columns, block.url)
     fields = sorted(found.get_field_index(name) for name in columns)
     options = pa.ipc.IpcReadOptions(included_fields=fields or [0], use_threads=False)
-    file.seek(0)
-    if split == 0 and bytes(block.body[:6]) == MAGIC:
-        opened = pa.ipc.open_file(file, options=options)
+    source.seek(0)
+    if is_file:
+        opened = pa.ipc.open_file(source, options=options)
         return [opened.get_batch(i) for i in range(opened.num_record_batches)]
-    return list(pa.ipc.open_stream(file, options=options))
+    return list(pa.ipc.open_stream(source, options=options))
+
+
+def _readable(block: RawBlock) -> pa.NativeFile:
+    """The block as pyarrow reads it. A file is one piece, and memory to pyarrow: a file of Python's
+    it would read in a thread of its own, which may outlive the interpreter and ends it then.
+    """
+    if not len(block.preamble):
+        return pa.BufferReader(pa.py_buffer(block.body))
+    split = len(block.preamble)
+    return spliced(split + len(block.body), [(0, block.preamble), (split, block.body)])
 
 
 def _check_claims(block: RawBlock) -> None:
@@ -306,9 +267,7 @@ def _check_claims(block: RawBlock) -> None:
     claimed = 0
     limit = CLAIM_FLOOR_BYTES + CLAIM_RATIO_MAX * (len(block.preamble) + len(block.body))
     for piece, at, base in pieces:
-        for message in _whole_messages(
-            Memory(block.url, piece, base), base + at, base + len(piece)
-        ):
+        for message in whole_messages(Memory(block.url, piece, base), base + at, base + len(piece)):
             if not message.head.compressed:
                 continue
             body = message.offset - base + message.metadata_length
@@ -322,14 +281,6 @@ def _check_claims(block: RawBlock) -> None:
                     expected=f"at most {limit} bytes",
                     found=claimed,
                 )
-
-
-def _whole_messages(source: Source, at: int, end: int) -> Iterator[Message]:
-    """The messages of a piece that may end without a mark."""
-    for message in _messages(source, at, end, file=True):
-        yield message
-        if message.end == end:
-            return
 
 
 def _claim(piece: memoryview, at: int, length: int) -> int:

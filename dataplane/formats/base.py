@@ -50,12 +50,17 @@ class ShardIndex:
     """What indexing one shard gives. `preamble` is the byte range that every block of the shard
     needs besides its own (a Parquet footer, Arrow dictionaries); length 0 where there is none.
     `zero_copy`: decode() copies nothing, so that a raw block is as good as a decoded one.
+
+    `nulls`: how many nulls there are, one number for each field node of the schema in depth-first
+    order (see formats.nulls), or UNKNOWN, or NEVER; empty where the format cannot tell. A format
+    that looks at a sample of the shard gives what it saw there, and UNKNOWN instead of 0.
     """
 
     schema: pa.Schema
     blocks: tuple[Block, ...]
     preamble: Region
     zero_copy: bool
+    nulls: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

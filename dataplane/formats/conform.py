@@ -15,13 +15,17 @@ _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
     """A shard's schema in the form that datasets are compared in: everything is nullable.
 
-    Raises:  CorruptShard: two columns of one name.
+    Raises:  ConfigError: two columns of one name.  CorruptShard: a name is not UTF-8.
     """
     # A name that is no UTF-8 shows itself only when it is asked for.
     with foreign_faults(url, 0, "the schema of the shard is damaged"):
         for name in schema.names:
             if len(schema.get_all_field_indices(name)) > 1:
-                raise corrupt(url, 0, f"two columns are named {name!r}; rename one")
+                raise ConfigError(
+                    f"{url}: not supported: two columns are named {name!r}; rename one",
+                    shard=url,
+                    field=name,
+                )
         return pa.schema([_nullable(field) for field in schema], metadata=schema.metadata)
 
 
@@ -41,18 +45,27 @@ def _relaxed(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def same_type(left: pa.DataType, right: pa.DataType) -> bool:
-    """Equal but for nullability, metadata and the names of list children."""
-    if left.equals(right):
+def same_type(expected: pa.DataType, found: pa.DataType) -> bool:
+    """Equal but for nullability, metadata and the names of list children. Where a plain type is
+    expected, an extension of it will do: some writers say that text is JSON, or that 16 bytes are a
+    UUID, and pyarrow tells that of a Parquet file as a whole, not of its footer alone.
+    """
+    if expected.equals(found):
         return True
-    if pa.types.is_struct(left) and pa.types.is_struct(right):
-        return [f.name for f in left.fields] == [f.name for f in right.fields] and all(
-            same_type(a.type, b.type) for a, b in zip(left.fields, right.fields, strict=True)
+    if isinstance(found, pa.BaseExtensionType) and not isinstance(expected, pa.BaseExtensionType):
+        return same_type(expected, found.storage_type)
+    if pa.types.is_struct(expected) and pa.types.is_struct(found):
+        return [f.name for f in expected.fields] == [f.name for f in found.fields] and all(
+            same_type(a.type, b.type) for a, b in zip(expected.fields, found.fields, strict=True)
+        )
+    if pa.types.is_map(expected) and pa.types.is_map(found):
+        return same_type(expected.key_type, found.key_type) and same_type(
+            expected.item_type, found.item_type
         )
     for is_kind in _LISTS:
-        if is_kind(left) and is_kind(right):
-            sizes_equal = getattr(left, "list_size", 0) == getattr(right, "list_size", 0)
-            return sizes_equal and same_type(left.value_type, right.value_type)
+        if is_kind(expected) and is_kind(found):
+            sizes_equal = getattr(expected, "list_size", 0) == getattr(found, "list_size", 0)
+            return sizes_equal and same_type(expected.value_type, found.value_type)
     return False
 
 
@@ -90,7 +103,7 @@ def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url
         at = found.get_field_index(name)
         if at < 0:
             raise mismatch(url, name, str(expected), "no such column")
-        if not same_type(found.field(at).type, expected):
+        if not same_type(expected, found.field(at).type):
             raise mismatch(url, name, str(expected), str(found.field(at).type))
 
 

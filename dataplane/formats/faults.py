@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from dataplane.errors import CorruptShard
+from dataplane.errors import CorruptShard, DataplaneError
 
 # What pyarrow raises on bytes that are not what they claim to be. Memory that runs out is not among
 # them: that is this machine's trouble, not the shard's.
@@ -23,6 +23,20 @@ FOREIGN = (
     EOFError,
     LookupError,
     OverflowError,
+)
+
+# How libraries word it where they raise something else than a MemoryError.
+_MEMORY_WORDS = (
+    "bad_alloc",
+    "malloc of size",
+    "realloc of size",
+    "cannot allocate memory",
+    "can't start new thread",
+    # The dynamic linker, and the interpreter where a MemoryError was lost on its way.
+    "cannot map zero-fill pages",
+    "failed to map segment",
+    "without setting an exception",
+    "without exception set",
 )
 
 _SIGNATURES = (
@@ -64,6 +78,14 @@ def _quoted(head: bytes) -> str:
     return repr(head[:80].decode("utf-8", "replace"))
 
 
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Whether this says that memory ran out, whoever raised it."""
+    if isinstance(fault, MemoryError | DataplaneError):
+        return isinstance(fault, MemoryError)
+    said = str(fault).lower()
+    return any(words in said for words in _MEMORY_WORDS)
+
+
 def corrupt(
     url: str, offset: int, what: str, *, expected: str | int = "", found: str | int = ""
 ) -> CorruptShard:
@@ -80,10 +102,15 @@ def corrupt(
 
 @contextlib.contextmanager
 def foreign_faults(url: str, offset: int, what: str) -> Iterator[None]:
-    """Map what a foreign decoder raises on broken bytes to one CorruptShard."""
+    """Map what a foreign decoder raises on broken bytes to one CorruptShard.
+
+    Raises:  CorruptShard.  MemoryError: it had too little memory, whatever it raised.
+    """
     try:
         yield
     except FOREIGN as fault:
+        if is_out_of_memory(fault):
+            raise MemoryError(f"{what}: {fault}") from fault
         first = str(fault).strip().splitlines() or [type(fault).__name__]
         raise corrupt(url, offset, f"{what} ({first[0][:300]})") from fault
 

@@ -68,8 +68,8 @@ def root(buffer: memoryview) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a message's metadata says. `nodes` are the lengths of the arrays in depth-first order;
-    `buffers` are (offset, length) in the body.
+    """What a message's metadata says. `nodes` are the lengths of the arrays in depth-first order,
+    `nulls` how many nulls each has; `buffers` are (offset, length) in the body.
     """
 
     kind: int
@@ -78,6 +78,8 @@ class Head:
     nodes: tuple[int, ...] = ()
     buffers: tuple[tuple[int, int], ...] = ()
     compressed: bool = False
+    nulls: tuple[int, ...] = ()
+    is_big_endian: bool = False
 
 
 def message_head(metadata: memoryview) -> Head:
@@ -90,21 +92,28 @@ def message_head(metadata: memoryview) -> Head:
     body_length = message.number(3, "<q")
     if body_length < 0:
         raise ValueError(f"a body of {body_length} bytes")
-    batch = message.table(2)
-    if kind == DICTIONARY and batch is not None:
-        batch = batch.table(1)
-    if kind not in {DICTIONARY, RECORDS} or batch is None:
+    header = message.table(2)
+    if header is None:
+        raise ValueError("a message without a header")
+    if kind == SCHEMA:
+        return Head(kind, body_length, is_big_endian=_is_big_endian(header))
+    if kind not in {DICTIONARY, RECORDS}:
         return Head(kind, body_length)
+    batch = header.table(1) if kind == DICTIONARY else header
+    if batch is None:
+        raise ValueError("a dictionary without values")
     rows = batch.number(0, "<q")
-    if rows < 0:
-        raise ValueError(f"a batch of {rows} rows")
+    nodes = batch.structs(1, NODE_STRUCT)
+    if rows < 0 or (nodes and nodes[0][0] != rows):
+        raise ValueError(f"a batch of {rows} rows, whose first array has another length")
     return Head(
         kind,
         body_length,
         rows,
-        tuple(length for length, _ in batch.structs(1, NODE_STRUCT)),
+        tuple(length for length, _ in nodes),
         tuple((offset, length) for offset, length in batch.structs(2, BUFFER_STRUCT)),
         batch.table(3) is not None,
+        tuple(nulls for _, nulls in nodes),
     )
 
 
@@ -115,3 +124,18 @@ def footer_batches(footer: memoryview) -> list[tuple[int, int]]:
     """
     blocks = root(footer).structs(3, BLOCK_STRUCT)
     return [(offset, metadata_length) for offset, metadata_length, _ in blocks]
+
+
+def footer_is_big_endian(footer: memoryview) -> bool:
+    """Whether a file's values are big-endian, as its footer says.
+
+    Raises:  ValueError: not a footer.
+    """
+    schema = root(footer).table(1)
+    if schema is None:
+        raise ValueError("a footer without a schema")
+    return _is_big_endian(schema)
+
+
+def _is_big_endian(schema: Table) -> bool:
+    return schema.number(0, "<h") != 0

@@ -43,4 +43,6 @@ def contradicts(expected: pa.DataType, found: pa.DataType) -> bool:
             field.name not in fields or contradicts(fields[field.name], field.type)
             for field in found.fields
         )
-    return not (pa.types.is_float64(expected) and pa.types.is_int64(found))
+    if pa.types.is_uint64(expected):
+        return not pa.types.is_int64(found)
+    return not (pa.types.is_float64(expected) and pa.types.is_integer(found))

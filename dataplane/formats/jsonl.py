@@ -1,9 +1,10 @@
 """JSON lines: a block is a run of whole lines, about 4 MiB; a .gz shard is one block.
 
-Schema: from the first shard's first block. Integers are int64 and numbers with a fraction double;
-if the first block has only integers and a later line a fraction, that line is a SchemaMismatch: a
-column never changes its type, and never loses precision, behind one's back. Text stays text, dates
-too. A field that a line lacks is null, a field that the schema lacks is a SchemaMismatch.
+Schema: from the first shard's first block. Integers are int64, or uint64 where they need to be, and
+numbers with a fraction double; if the first block has only integers and a later line a fraction,
+that line is a SchemaMismatch: a column never changes its type behind one's back, and an integer is
+exact or refused (see jsonexact.py). Text stays text, dates too. A field that a line lacks is null,
+a field that the schema lacks is a SchemaMismatch.
 
 Source:  https://jsonlines.org
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -22,9 +24,19 @@ import pyarrow.json as pj
 from dataplane.errors import CorruptShard, SchemaMismatch
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import batch_of, check_columns, check_rows
-from dataplane.formats.faults import FOREIGN, corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.faults import (
+    FOREIGN,
+    corrupt,
+    describe,
+    foreign_faults,
+    is_out_of_memory,
+    require_bytes,
+)
 from dataplane.formats.gzipped import is_compressed
 from dataplane.formats.inferred import inferred_schema
+from dataplane.formats.jsonexact import Line, check_exact, exact_types, has_large
+from dataplane.formats.jsonnulls import from_parser, parser_type
+from dataplane.formats.nulls import counted
 from dataplane.formats.source import (
     BLOCK_BYTES,
     Inflated,
@@ -34,6 +46,8 @@ from dataplane.formats.source import (
     holds_compressed,
 )
 from dataplane.model import Region
+from dataplane.plan.null_counts import UNKNOWN
+from dataplane.suffixes import BY_FORMAT
 
 # [1,2] takes two bytes a value and becomes int64.
 GROWTH = 4
@@ -45,13 +59,15 @@ _WHITESPACE = b" \t\r\n"
 _IS_SPACE = np.isin(np.arange(256), list(_WHITESPACE))
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BOM = b"\xef\xbb\xbf"
+# What the parser says of JSON that is sound and does not fit its column.
+_OF_TYPES = ("changed from", "unexpected field", "Failed to convert")
 
 
 class JsonLines:
     """The JSON lines format, plain and gzip."""
 
     name = "jsonl"
-    suffixes = (".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl", ".ndjson")
+    suffixes = BY_FORMAT["jsonl"]
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: one pass that counts lines; only the first block is parsed."""
@@ -59,13 +75,15 @@ class JsonLines:
         window = Window(shard)
         compressed = is_compressed(bytes(window.view(0, 4)))
         source: Source = Inflated(shard) if compressed else window
-        schema = _sampled_schema(source)
+        schema, sample = _sampled(source)
         blocks = tuple(_blocks(source))
+        is_whole = sample.num_rows == sum(block.rows for block in blocks)
         if compressed and blocks:
             rows = sum(block.rows for block in blocks)
             decoded = sum(block.decoded_bytes for block in blocks)
             blocks = (Block(rows, Region(0, shard.size_bytes), decoded),)
-        return ShardIndex(schema, blocks, Region(0, 0), zero_copy=False)
+        nulls = array("q", _sampled_nulls(sample, is_whole=is_whole))
+        return ShardIndex(schema, blocks, Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
@@ -83,6 +101,8 @@ class JsonLines:
             # Two objects on one line, perhaps.
             _find(block.url, body, base, explicit)
         check_rows(block.url, base, block.rows, table.num_rows)
+        if any(has_large(column) for column in table.columns):
+            check_exact(block.url, _lines(body, base), {f.name: f.type for f in explicit})
         with foreign_faults(block.url, base, "the lines cannot be joined"):
             whole = table.combine_chunks().to_batches()
             if len(whole) != 1:
@@ -134,7 +154,8 @@ def _block(rows: int, start: int, end: int) -> Block:
     return Block(rows, Region(start, end - start), GROWTH * (end - start) + ROW_BYTES * rows)
 
 
-def _sampled_schema(source: Source) -> pa.Schema:
+def _sampled(source: Source) -> tuple[pa.Schema, pa.Table]:
+    """The schema, and the first lines, which it is taken from."""
     piece = source.view(0, BLOCK_BYTES)
     lines = bytes(piece)
     while b"\n" not in lines and len(lines) <= LINE_BYTES_MAX:
@@ -145,16 +166,29 @@ def _sampled_schema(source: Source) -> pa.Schema:
     cut = lines.rfind(b"\n") + 1
     lines = lines[: cut or len(lines)]
     if not lines.strip(_WHITESPACE):
-        return inferred_schema({}, closed=True)
+        return inferred_schema({}, closed=True), pa.table({})
     first = lines.removeprefix(_BOM).lstrip(_WHITESPACE)
     if not first.startswith(b"{"):
         raise corrupt(source.url, 0, "not JSON lines", expected="{", found=describe(lines))
     _check_shape(source.url, memoryview(lines), 0)
     try:
-        found = {f.name: _as_text(f.type) for f in _read(memoryview(lines), None).schema}
+        sample = _read(memoryview(lines), None)
+        found = {field.name: _as_text(field.type) for field in sample.schema}
     except FOREIGN as fault:
         _explain(source.url, memoryview(lines), 0, None, fault)
-    return inferred_schema(found, closed=True)
+    if any(has_large(column) for column in sample.columns):
+        found = exact_types(source.url, list(_lines(memoryview(lines), 0)), found)
+    return inferred_schema(found, closed=True), sample
+
+
+def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
+    """As ShardIndex.nulls: those of the sample."""
+    for column in sample.columns:
+        pieces = column.chunks or [pa.array([], column.type)]
+        by_piece = [counted([piece]) for piece in pieces]
+        for found in zip(*by_piece, strict=True):
+            total = sum(found)
+            yield total if total or is_whole else UNKNOWN
 
 
 def _check_shape(url: str, body: memoryview, base: int) -> None:
@@ -176,8 +210,7 @@ def _check_shape(url: str, body: memoryview, base: int) -> None:
         line = bytes(body[starts[i] : ends[i]]).removeprefix(_BOM).strip(_WHITESPACE)
         if not line:
             continue
-        number = int(full[i]) + 1
-        where = f"line {number}" if base == 0 else f"line {number} from byte {base} on"
+        where = _place(int(full[i]) + 1, base)
         if line[:1] != b"{" or line[-1:] != b"}":
             _check_line(url, line, base + int(starts[i]), where)
         elif counts[i] > DEPTH_MAX and _depth(line) > DEPTH_MAX:
@@ -207,21 +240,34 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
     # One piece where it fits: a line may not be longer than the parser's block.
     size = min(len(body) + 1, LINE_BYTES_MAX)
-    return pj.read_json(
+    asked = None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])
+    table = pj.read_json(
         pa.BufferReader(pa.py_buffer(body)),
         read_options=pj.ReadOptions(use_threads=False, block_size=size),
         parse_options=pj.ParseOptions(
-            explicit_schema=schema,
+            explicit_schema=asked,
             newlines_in_values=False,
             unexpected_field_behavior="infer" if schema is None else "error",
         ),
     )
+    if schema is None or schema.equals(asked):
+        return table
+    columns = [
+        pa.chunked_array([from_parser(piece, field.type) for piece in column.chunks], field.type)
+        for field, column in zip(schema, table.columns, strict=True)
+    ]
+    return pa.table(columns, schema=schema)
 
 
 def _explain(
     url: str, body: memoryview, base: int, schema: pa.Schema | None, fault: Exception
 ) -> NoReturn:
-    """Say which line the parser stumbled over."""
+    """Say which line the parser stumbled over.
+
+    Raises:  CorruptShard, SchemaMismatch.  MemoryError: there was too little memory.
+    """
+    if is_out_of_memory(fault):
+        raise MemoryError(str(fault)) from fault
     _find(url, body, base, schema)
     lines = str(fault).splitlines() or [type(fault).__name__]
     raise SchemaMismatch(
@@ -234,14 +280,23 @@ def _explain(
 
 def _find(url: str, body: memoryview, base: int, schema: pa.Schema | None) -> None:
     """Raise for the first line that is broken or does not fit, parsing them one by one."""
+    for line in _lines(body, base):
+        _check_line(url, line.text, line.offset, line.where)
+        _check_types(url, line, schema)
+
+
+def _lines(body: memoryview, base: int) -> Iterator[Line]:
+    """The lines that have content."""
     at = 0
     for number, line in enumerate(bytes(body).split(b"\n"), 1):
-        where = f"line {number}" if base == 0 else f"line {number} from byte {base} on"
         text = line.removeprefix(_BOM) if at == 0 else line
         if text.strip(_WHITESPACE):
-            _check_line(url, text, base + at, where)
-            _check_types(url, text, base + at, where, schema)
+            yield Line(text, base + at, _place(number, base))
         at += len(line) + 1
+
+
+def _place(number: int, base: int) -> str:
+    return f"line {number}" if base == 0 else f"line {number} from byte {base} on"
 
 
 def _check_line(url: str, line: bytes, offset: int, where: str) -> None:
@@ -262,18 +317,31 @@ def _check_line(url: str, line: bytes, offset: int, where: str) -> None:
         raise corrupt(url, offset, where, expected="a JSON object", found=type(value).__name__)
 
 
-def _check_types(url: str, line: bytes, offset: int, where: str, schema: pa.Schema | None) -> None:
+def _check_types(url: str, line: Line, schema: pa.Schema | None) -> None:
     try:
-        _read(memoryview(line), schema)
+        _read(memoryview(line.text), schema).validate(full=True)
     except FOREIGN as fault:
+        if is_out_of_memory(fault):
+            raise MemoryError(str(fault)) from fault
         lines = str(fault).splitlines() or [type(fault).__name__]
+        reason = lines[0][:300]
+        if not any(word in reason for word in _OF_TYPES):
+            raise CorruptShard(
+                f"{url}: byte {line.offset}, {line.where}: broken JSON ({reason}); found "
+                f"{line.text[:80]!r}",
+                shard=url,
+                offset=line.offset,
+                line=line.where,
+                expected="a JSON object",
+                found=repr(line.text[:80]),
+            ) from fault
         raise SchemaMismatch(
-            f"{url}: byte {offset}, {where}: does not fit the dataset's schema, which the first "
-            f"lines of the first shard set ({lines[0][:300]}). Name a shard first whose lines "
+            f"{url}: byte {line.offset}, {line.where}: does not fit the dataset's schema, which "
+            f"the first lines of the first shard set ({reason}). Name a shard first whose lines "
             "show every field and fractions, or rewrite this line",
             shard=url,
-            offset=offset,
-            line=where,
+            offset=line.offset,
+            line=line.where,
             expected="" if schema is None else ", ".join(f"{f.name}: {f.type}" for f in schema),
-            found=repr(line[:80]),
+            found=repr(line.text[:80]),
         ) from fault

@@ -28,9 +28,11 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.parquet_nulls import HISTOGRAM, NULL_COUNT, NullCounter
 from dataplane.formats.splice import spliced
 from dataplane.formats.thrift import Shape, struct
 from dataplane.model import Region
+from dataplane.suffixes import BY_FORMAT
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
@@ -39,12 +41,17 @@ _DEPTH_MAX = 256
 # BYTE_ARRAY. That of FIXED_LEN_BYTE_ARRAY is in the schema.
 _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 8, 4: 4, 5: 8, 6: 0}
 # Of FileMetaData: the schema's types, lengths and child counts; each row group's columns and rows;
-# of each column its file, what its pages hold (number of values, sizes, offsets, bounds) and how it
-# is encrypted.
-_BOUNDS: Shape = {1: None, 2: None, 5: None, 6: None}
-_COLUMN: Shape = {5: None, 6: None, 7: None, 9: None, 11: None, 12: _BOUNDS}
+# of each column its file, what its pages hold (number of values, sizes, offsets, bounds, nulls) and
+# how it is encrypted.
+_BOUNDS = (1, 2, 5, 6)
+_STATISTICS: Shape = {**dict.fromkeys(_BOUNDS), **NULL_COUNT}
+_COLUMN: Shape = {
+    **dict.fromkeys((5, 6, 7, 9, 11)),
+    12: _STATISTICS,
+    16: HISTOGRAM,
+}
 _FOOTER: Shape = {
-    2: {1: None, 2: None, 5: None},
+    2: {1: None, 2: None, 3: None, 5: None},
     4: {1: {1: None, 3: _COLUMN, 8: None}, 3: None},
     8: None,
 }
@@ -54,18 +61,25 @@ class Parquet:
     """The Parquet format."""
 
     name = "parquet"
-    suffixes = (".parquet", ".parq", ".pqt")
+    suffixes = BY_FORMAT["parquet"]
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: reads the footer and nothing else."""
         footer, raw = _footer(shard)
         with foreign_faults(shard.url, footer.offset, "the Parquet footer is damaged"):
             try:
-                blocks = tuple(_blocks(raw, shard.url, footer))
+                facts = struct(raw[:-8], _FOOTER)
+                blocks = tuple(_blocks(facts, shard.url, footer))
+                counter = NullCounter(facts[2])
+                for row_group in facts[4]:
+                    if row_group[3]:
+                        counter.add(row_group[1])
             except (TypeError, AttributeError) as fault:
                 raise ValueError("a field has another type than the format says") from fault
             schema = _metadata(raw)[0].schema.to_arrow_schema()
-        return ShardIndex(dataset_schema(schema, shard.url), blocks, footer, zero_copy=False)
+            nulls = array("q", counter.counts(schema))
+        relaxed = dataset_schema(schema, shard.url)
+        return ShardIndex(relaxed, blocks, footer, zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
@@ -79,7 +93,7 @@ class Parquet:
                 spliced(block.shard_bytes, pieces),
                 metadata=metadata,
                 memory_map=False,
-                pre_buffer=not block.pieces,  # it reads across holes
+                pre_buffer=False,  # in threads of Arrow's, which may outlive the interpreter
                 page_checksum_verification=True,
             )
             check_shard(opened.schema_arrow, schema, columns, url)
@@ -124,8 +138,7 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
     return place, bytes(memoryview(shard.read(place.offset, length)))
 
 
-def _blocks(raw: bytes, url: str, footer: Region) -> Iterator[Block]:
-    facts = struct(raw[:-8], _FOOTER)
+def _blocks(facts: dict[int, Any], url: str, footer: Region) -> Iterator[Block]:
     if 8 in facts:
         raise corrupt(url, footer.offset, "encrypted Parquet files are not supported; decrypt it")
     _check_depth(facts[2])
@@ -226,7 +239,8 @@ def _decoded_bytes(facts: dict[int, Any], width: int) -> int:
         return values * (width + 1)
     size = values * 9 + int(max(0, facts[6]))
     if facts.get(11):
-        longest = max((len(bound) for bound in facts.get(12, {}).values()), default=0)
+        bounds = facts.get(12, {})
+        longest = max((len(bounds.get(bound, b"")) for bound in _BOUNDS), default=0)
         size += values * max(16, longest)
     return size
 

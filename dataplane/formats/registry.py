@@ -12,32 +12,21 @@ import importlib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from dataplane import suffixes
 from dataplane.errors import ConfigError
 from dataplane.formats.base import Format
 
 GROUP = "dataplane.formats"
 # Grows when what `index` returns changes, so that remembered indexes are made again.
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 
-# Where each class is, and how its files are called: who reads one format imports no other.
-BUILT_IN: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "parquet": ("dataplane.formats.parquet", "Parquet", (".parquet", ".parq", ".pqt")),
-    "arrow": (
-        "dataplane.formats.arrow_ipc",
-        "ArrowIpc",
-        (".arrows", ".arrow", ".feather", ".ipc"),
-    ),
-    "tfrecord": (
-        "dataplane.formats.tfrecord",
-        "TfRecord",
-        (".tfrecords.gz", ".tfrecord.gz", ".tfrecords", ".tfrecord", ".tfrec.gz", ".tfrec"),
-    ),
-    "tar": ("dataplane.formats.tar", "Tar", (".tar.gz", ".tgz", ".tar")),
-    "jsonl": (
-        "dataplane.formats.jsonl",
-        "JsonLines",
-        (".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl", ".ndjson"),
-    ),
+# Where each class is: who reads one format imports no other.
+BUILT_IN: Mapping[str, tuple[str, str]] = {
+    "parquet": ("dataplane.formats.parquet", "Parquet"),
+    "arrow": ("dataplane.formats.arrow_ipc", "ArrowIpc"),
+    "tfrecord": ("dataplane.formats.tfrecord", "TfRecord"),
+    "tar": ("dataplane.formats.tar", "Tar"),
+    "jsonl": ("dataplane.formats.jsonl", "JsonLines"),
 }
 
 
@@ -67,7 +56,7 @@ def _others() -> Mapping[str, Format]:
 
 @functools.cache
 def _built_in(name: str) -> Format:
-    module, cls, _ = BUILT_IN[name]
+    module, cls = BUILT_IN[name]
     made: Format = getattr(importlib.import_module(module), cls)()
     return made
 
@@ -88,7 +77,7 @@ def by_name(name: str) -> Format:
 
 def format_of_url(url: str) -> Format | None:
     """The format whose suffix the url's path ends with, the longest one first."""
-    path = url.lower().partition("?")[0].partition("#")[0]
+    path = suffixes.path_of(url)
     fitting = [(len(s), name) for s, name in _by_suffix() if path.endswith(s)]
     return by_name(max(fitting, key=lambda pair: pair[0])[1]) if fitting else None
 
@@ -101,7 +90,7 @@ def shard_suffixes() -> tuple[str, ...]:
 @functools.cache
 def _by_suffix() -> tuple[tuple[str, str], ...]:
     """(suffix, name) of every known format, the built-in ones first."""
-    ours = [(suffix, name) for name, (_, _, known) in BUILT_IN.items() for suffix in known]
+    ours = [(suffix, name) for name, known in suffixes.BY_FORMAT.items() for suffix in known]
     theirs = [(suffix, f.name) for f in _others().values() for suffix in f.suffixes]
     return (*ours, *theirs)
 

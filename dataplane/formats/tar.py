@@ -15,6 +15,8 @@ Source:  https://github.com/webdataset/webdataset (tariterators.py)
 from __future__ import annotations
 
 import re
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +40,8 @@ from dataplane.formats.source import (
 )
 from dataplane.formats.tarheader import Member, members
 from dataplane.model import Region
+from dataplane.plan.null_counts import NEVER
+from dataplane.suffixes import BY_FORMAT
 
 KEY = "__key__"
 INTEGERS = frozenset({"cls", "cls2", "index", "inx", "id"})
@@ -62,7 +66,7 @@ class Tar:
     """The WebDataset tar format, plain and gzip."""
 
     name = "tar"
-    suffixes = (".tar.gz", ".tgz", ".tar")
+    suffixes = BY_FORMAT["tar"]
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: one pass over the headers."""
@@ -73,6 +77,7 @@ class Tar:
         head = Memory(shard.url, source.view(0, BLOCK_BYTES), 0)
         fields: dict[str, bool] = {}
         blocks: list[Block] = []
+        present: Counter[str] = Counter()
         start = end = rows = 0
         for sample in samples(source, 0, None):
             if rows and not compressed and sample.end - start > BLOCK_BYTES:
@@ -85,6 +90,8 @@ class Tar:
             if end <= BLOCK_BYTES or (rows == 1 and not blocks):
                 for field, member in sample.fields.items():
                     fields[field] = fields.get(field, True) and _is_integer(head, member)
+            present.update(fields.keys() & sample.fields.keys())
+        count = rows + sum(block.rows for block in blocks)
         if compressed and rows:
             place = Region(0, shard.size_bytes)
             blocks = [Block(rows, place, end + ROW_BYTES * rows)]
@@ -92,7 +99,8 @@ class Tar:
             blocks.append(_block(rows, start, end))
         columns = {KEY: pa.string()} | {f: _type(f, whole) for f, whole in fields.items()}
         schema = inferred_schema(columns if fields else {})
-        return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False)
+        nulls = array("q", [NEVER, *(count - present[field] for field in fields)] if fields else [])
+        return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""

@@ -16,7 +16,10 @@ Source:  https://www.tensorflow.org/tutorials/load_data/tfrecord
 from __future__ import annotations
 
 import struct
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
@@ -39,6 +42,8 @@ from dataplane.formats.source import (
     holds_compressed,
 )
 from dataplane.model import Region
+from dataplane.plan.null_counts import NEVER, UNKNOWN
+from dataplane.suffixes import BY_FORMAT
 
 SAMPLE_RECORDS = 1000
 RECORD_BYTES_MAX = 1 << 30
@@ -55,7 +60,7 @@ class TfRecord:
     """The TFRecord format, plain and compressed."""
 
     name = "tfrecord"
-    suffixes = (".tfrecords.gz", ".tfrecord.gz", ".tfrecords", ".tfrecord", ".tfrec.gz", ".tfrec")
+    suffixes = BY_FORMAT["tfrecord"]
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: one pass over the record headers."""
@@ -63,15 +68,16 @@ class TfRecord:
         window = Window(shard)
         compressed = _is_compressed(window.view(0, HEADER_BYTES))
         source: Source = Inflated(shard) if compressed else window
-        schema, growth = _sampled_schema(source)
+        sample = _sampled(source)
+        schema, growth = sample.schema, sample.growth
         blocks: list[Block] = []
-        start = end = rows = 0
+        start = end = rows = count = 0
         size = None if compressed else shard.size_bytes
         for _, stop in _records(source, 0, size):
             if rows and not compressed and stop + TRAILER_BYTES - start > BLOCK_BYTES:
                 blocks.append(_block(rows, start, end, growth))
                 start, rows = end, 0
-            rows, end = rows + 1, stop + TRAILER_BYTES
+            rows, end, count = rows + 1, stop + TRAILER_BYTES, count + 1
         if compressed:
             place = Region(0, shard.size_bytes)
             blocks = (
@@ -79,7 +85,8 @@ class TfRecord:
             )
         elif rows:
             blocks.append(_block(rows, start, end, growth))
-        return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False)
+        nulls = sample.nulls(is_whole=sample.records == count)
+        return ShardIndex(schema, tuple(blocks), Region(0, 0), zero_copy=False, nulls=nulls)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`; SchemaMismatch names the record."""
@@ -193,15 +200,34 @@ def _parsed(
         ) from fault
 
 
-def _sampled_schema(source: Source) -> tuple[pa.Schema, float]:
-    """The schema as the module's docstring tells it, and decoded bytes for each stored byte.
-
-    Looks at the first block's records only.
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What the first records of a shard tell: the schema, as the module's docstring says; how many
+    bytes a stored byte becomes; how many records these are, and which of them lack each column.
     """
+
+    schema: pa.Schema
+    growth: float
+    records: int
+    lacking: Sequence[int]
+
+    def nulls(self, *, is_whole: bool) -> array[int]:
+        """As ShardIndex.nulls. A feature's values are never null."""
+        found = array("q")
+        for field, lacking in zip(self.schema, self.lacking, strict=True):
+            found.append(lacking if lacking or is_whole else UNKNOWN)
+            if pa.types.is_list(field.type):
+                found.append(NEVER)
+        return found
+
+
+def _sampled(source: Source) -> _Sample:
+    """Looks at the first block's records only."""
     head = source.view(0, BLOCK_BYTES)
     kinds: dict[bytes, int] = {}
     lists: set[bytes] = set()
-    at = decoded = 0
+    present: Counter[bytes] = Counter()
+    at = decoded = records = 0
     for _ in range(SAMPLE_RECORDS):
         if at + HEADER_BYTES > len(head):
             break
@@ -220,17 +246,20 @@ def _sampled_schema(source: Source) -> tuple[pa.Schema, float]:
                 continue
             if kinds.setdefault(name, feature.kind) != feature.kind:
                 raise _other_kind(source.url, at, name, kinds[name], feature.kind)
+            present[name] += 1
             count = example.value_count(head, feature)
             if count != 1:
                 lists.add(name)
             stored = sum(b - a for a, b in feature.spans)
             decoded += 8 * count if feature.kind == example.INTS else stored
-        at = end
+        at, records = end, records + 1
     columns = {
         _name(source.url, name): pa.list_(kind) if name in lists else kind
         for name, kind in ((name, example.KIND_TYPES[kinds[name]]) for name in sorted(kinds))
     }
-    return inferred_schema(columns), MARGIN * max(1.0, decoded / max(1, at))
+    lacking = [records - present[name] for name in sorted(kinds)]
+    growth = MARGIN * max(1.0, decoded / max(1, at))
+    return _Sample(inferred_schema(columns), growth, records, lacking)
 
 
 def _name(url: str, name: bytes) -> str:

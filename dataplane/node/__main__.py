@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import logging
 import os
 import signal
 import socket
@@ -27,15 +26,15 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--listener-fd", type=int)
     which.add_argument("--worker-fd", type=int)
+    parser.add_argument("--memory-bytes", type=int, help="of its own that a worker may take")
     parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     given = parser.parse_args()
     if given.worker_fd is not None:
         from dataplane.node import worker
 
-        worker.main(given.worker_fd)
+        worker.main(given.worker_fd, given.memory_bytes)
         return 0
-    logging.basicConfig(level=logging.WARNING, format="dataplane node: %(message)s")
     asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd))
     return 0
 
@@ -58,7 +57,7 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     from dataplane.errors import DataplaneError
     from dataplane.node.pool import WorkerPool
     from dataplane.settings import default_node_config
-    from dataplane.trace import Trace
+    from dataplane.trace import Trace, configure
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -67,9 +66,10 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         config = dataclasses.replace(default_node_config(), embedded=True)
+        configure(config.log_level, config.log_format)
         # Workers import what they need while this process does: as many as there are cores beside
         # its own, since more would only make all of them late.
-        pool = WorkerPool(config.worker_count, Trace("node"), stderr_fd)
+        pool = WorkerPool.of(config, Trace("node"), stderr_fd)
         pool.start(max(1, len(os.sched_getaffinity(0)) - 1))
         try:
             await _serve(config, descriptor, pool, stop, stderr_fd)

@@ -12,6 +12,7 @@ from typing import Protocol
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.node.dataset import Dataset
+from dataplane.node.death import Place
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 
@@ -55,6 +56,11 @@ class Block:
         """Whether nobody needs it just now, and nobody is writing it."""
         is_pinned = bool(self.dataset.marks.pins[self.index])
         return not is_pinned and self.phase in {Phase.READY, Phase.FETCHED}
+
+    @property
+    def place(self) -> Place:
+        """Where it is in its shard, for errors."""
+        return self.dataset.place(self.index)
 
     @property
     def source(self) -> tasks.BlockSource:

@@ -29,11 +29,15 @@ from dataplane.model import Region
 from dataplane.node.block import Block, Listener, Phase, Spare
 from dataplane.node.columns import Ints
 from dataplane.node.dataset import Dataset
-from dataplane.node.eviction import NEVER, next_use, victims
+from dataplane.node.death import Place
+from dataplane.node.eviction import NEVER, uses_of, victims
 from dataplane.node.fetch import Fetcher
-from dataplane.node.pool import Job, WorkerPool
+from dataplane.node.pool import WorkerPool
+from dataplane.node.pool_worker import Job
+from dataplane.node.read_again import ReadAgain
 from dataplane.node.trails import trail_bytes
 from dataplane.rpc import tasks
+from dataplane.store.unreachable import UNREACHABLE
 
 BLOCK_ARENA_ID = 0
 DECODE_URGENCY = 1
@@ -66,6 +70,7 @@ class BlockTable:
         self._blocks: dict[tuple[int, int], Block] = {}
         self._by_key: dict[int, Block] = {}
         self._forgotten: set[int] = set()
+        self._again = ReadAgain(self.arena_bytes)
         self._keys = itertools.count(1)
         self._clock = itertools.count(1)
         self._fetching = 0
@@ -106,6 +111,10 @@ class BlockTable:
         """What a worker must know to gather from the block with this key, which is ready."""
         return self._by_key[key].source
 
+    def place(self, key: int) -> Place:
+        """Which block of which shard this is, in words for errors."""
+        return self._by_key[key].place
+
     def start(self, dataset: Dataset, index: int, *, greedy: bool) -> bool:
         """See that the block is on its way: False if there is no room for it now.
 
@@ -136,6 +145,7 @@ class BlockTable:
     def forget_dataset(self, dataset: Dataset) -> None:
         """Nobody reads this dataset any more: what is in use still goes when it no longer is."""
         self._forgotten.add(dataset.dataset_id)
+        self._again.forget(dataset.dataset_id)
         for block in list(self._blocks.values()):
             if block.dataset is dataset and block.is_evictable:
                 self._evict(block)
@@ -181,6 +191,9 @@ class BlockTable:
         dataset.marks.fetched[block.index] = now
         if self._is_forgotten(block):
             return
+        if isinstance(error, UNREACHABLE):
+            self._evict(block)  # and fetch it again, for as long as the engine has trainers wait
+            return
         if error is not None:
             self._fail(block, error)
             return
@@ -204,7 +217,7 @@ class BlockTable:
             dataset=dataset.message,
             arenas=((BLOCK_ARENA_ID, self._arena.fd),),
             report=lambda result: self._on_decoded(block, job, result),
-            blame=f"{raw.url} block {raw.index}",
+            place=lambda: block.place,
         )
         self._pool.submit(job, DECODE_URGENCY)
         return True
@@ -322,7 +335,11 @@ class BlockTable:
         evictable, limit = self._evictable(block)
         unneeded = [other for other, use in evictable if use == NEVER]
         later = [other for other, use in evictable if use != NEVER and (greedy or use > limit)]
-        return self._evict_until([*unneeded, *self._listener.spare(), *later], length)
+        at = self._evict_until([*unneeded, *self._listener.spare(), *later], length)
+        if at is not None:
+            # Evicted although their windows are open:
+            self._again.note(other for other, use in evictable if not use and not other.regions)
+        return at
 
     def _evictable(self, block: Block | None) -> tuple[list[tuple[Block, int]], int]:
         """The blocks that could go, each with its next use, farthest first; and the use of `block`,
@@ -333,7 +350,7 @@ class BlockTable:
             for other in self._blocks.values()
             if other is not block and other.is_evictable and other.regions
         ]
-        use = self._uses([*found, *([] if block is None else [block])])
+        use = uses_of([*found, *([] if block is None else [block])], self._listener.walks)
         touched = np.array([other.touched for other in found], np.int64)
         order = victims(use[: len(found)], touched).tolist()
         return [(found[i], int(use[i])) for i in order], int(use[-1]) if block else NEVER
@@ -352,16 +369,6 @@ class BlockTable:
                 return self._allocator.allocate(length)
         return None
 
-    def _uses(self, blocks: Sequence[Block]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        use = np.empty(len(blocks), np.int64)
-        ids = np.array([block.dataset.dataset_id for block in blocks])
-        indices = np.array([block.index for block in blocks], np.int64)
-        for dataset_id in np.unique(ids):
-            mine = np.flatnonzero(ids == dataset_id)
-            dataset = blocks[int(mine[0])].dataset
-            use[mine] = next_use(indices[mine], self._listener.walks(dataset))
-        return use
-
     def _trim(self, newest: Block) -> None:
         """Blocks that lie in local files take no memory, but a worker remembers each of them."""
         direct = [
@@ -372,7 +379,9 @@ class BlockTable:
         if len(direct) <= _DIRECT_BLOCKS_MAX:
             return
         touched = np.array([block.touched for block in direct], np.int64)
-        for i in victims(self._uses(direct), touched)[: len(direct) // 4].tolist():
+        for i in victims(uses_of(direct, self._listener.walks), touched)[
+            : len(direct) // 4
+        ].tolist():
             self._evict(direct[i])
 
     def _evict(self, block: Block) -> None:

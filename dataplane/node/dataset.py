@@ -14,6 +14,7 @@ from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
 from dataplane.node.account import Account
 from dataplane.node.columns import Ints, Packing
+from dataplane.node.death import Place
 from dataplane.node.packing import plan_packing
 from dataplane.node.projection import Projection
 from dataplane.node.stacking import StackedPlan, plan_stacked
@@ -23,14 +24,33 @@ from dataplane.plan.order import BlockSizes
 from dataplane.plan.shard import Shard
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
+from dataplane.transforms.annotations import annotated
 
 # Blocks that would need no memory as they lie are packed if those of open windows take no more than
 # this part of the arena, and what is copied along with packed rows is at most so much larger.
 _ROOM_PARTS = 2
 _OTHERS_MAX = 4
 # What an Arrow stream adds to its columns: a schema message, headers and padding.
+_MIB = 1 << 20
 _STREAM_BYTES = 4096
+# Decoding holds the columns as the library made them, their canonical form, and one column more.
+_DECODING_TIMES = 3
 _STREAM_BYTES_A_COLUMN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBytes:
+    """What a worker may take of its own: `base`, and what the largest block of a dataset takes in
+    addition, up to `most` in all.
+    """
+
+    base: int
+    most: int
+
+    def for_blocks_of(self, decoded_bytes: int) -> int:
+        """Enough to decode a block of this size."""
+        wanted = -(-(self.base + _DECODING_TIMES * decoded_bytes) // _MIB) * _MIB
+        return max(self.base, min(wanted, self.most))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +137,17 @@ class Dataset:
         if not self.has_bytes:
             return None
         shard = int(self.manifest.block_shard[block])
-        first = int(np.searchsorted(self.manifest.block_shard, shard))
-        rows = int(self.manifest.block_rows[first:block].sum())
-        return tasks.Origin(self.manifest.shards[shard].url, shard, rows)
+        return tasks.Origin(self.manifest.shards[shard].url, shard, self._first_row(block))
+
+    def place(self, block: int) -> Place:
+        """The block as errors name it."""
+        index = self.manifest.block_in_shard(block)
+        return Place(self.url(block), index, first_row=self._first_row(block))
+
+    def _first_row(self, block: int) -> int:
+        """Of the samples of its shard."""
+        first = int(np.searchsorted(self.manifest.block_shard, self.manifest.block_shard[block]))
+        return int(self.manifest.block_rows[first:block].sum())
 
     def url(self, block: int) -> str:
         """The shard of the block."""
@@ -200,11 +228,17 @@ def _marks(
     return Marks.of(raw, np.where(is_decoded[manifest.block_shard], decoded, 0))
 
 
+def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
+    """The dataset's, with what the job needs to know beside types."""
+    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+    return annotated(schema, spec.column_options, manifest.nulls)
+
+
 def _columns(manifest: Manifest, spec: JobSpec) -> tuple[StackedPlan, bool]:
     """The columns, and whether zero-copy blocks have them in canonical form."""
-    schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
-    columns = plan_stacked(schema, spec.columns, spec.lists, spec.stack)
-    is_canonical = not spec.stack and all(
+    schema = _schema(manifest, spec)
+    columns = plan_stacked(schema, spec.column_options, manifest.shards[0].url)
+    is_canonical = not spec.column_options.stack and all(
         field.name in schema.names and schema.field(field.name).type == field.type
         for field in columns.schema
     )
@@ -231,23 +265,18 @@ def can_pack(manifest: Manifest, spec: JobSpec, arena_bytes: int) -> bool:
 
 
 def dataset_of(
-    dataset_id: int, manifest: Manifest, spec: JobSpec, *, packed: bool = False
+    dataset_id: int,
+    manifest: Manifest,
+    spec: JobSpec,
+    *,
+    packed: bool = False,
+    worker_bytes: WorkerBytes | None = None,
 ) -> Dataset:
-    """How a job with this spec reads the manifest.
+    """How a job with this spec reads the manifest, with workers that may take `worker_bytes`.
 
     Raises:  ConfigError: a column that is not there.
     """
     columns, is_canonical = _columns(manifest, spec)
-    message = tasks.OpenDataset(
-        dataset_id,
-        manifest.format,
-        manifest.schema,
-        columns=spec.columns,
-        lists=spec.lists,
-        fill_null=spec.fill_null,
-        pack=packed,
-        stack=spec.stack,
-    )
     packing = plan_packing(columns.specs) if packed else None
     direct = is_canonical and packing is None
     projection = _projection(manifest, columns)
@@ -256,4 +285,13 @@ def dataset_of(
     kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
     trails = trail_bytes(int(np.where(kept > 0, kept, manifest.block_length).sum()))
     size = int(kept.sum()) + trails
+    largest = int(marks.decoded.max(initial=0))
+    message = tasks.OpenDataset(
+        dataset_id,
+        manifest.format,
+        _schema(manifest, spec).serialize().to_pybytes(),
+        pack=packed,
+        column_options=spec.column_options,
+        memory_bytes=0 if worker_bytes is None else worker_bytes.for_blocks_of(largest),
+    )
     return Dataset(dataset_id, manifest, columns, message, direct, marks, projection, size)

@@ -25,13 +25,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall, DataplaneError, DataStallError
+from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.node.block import Spare
 from dataplane.node.blocks import BlockTable
 from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
 from dataplane.node.shared import SharedSlabs
+from dataplane.node.stall import stall_error
 from dataplane.node.walk import Plan, Walk
 from dataplane.node.work import Delivery, Loan, Phase, Send, SharedSlab, StreamState, Work
 from dataplane.node.works import Works
@@ -57,6 +58,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._arena = arena
+        self._fetcher = fetcher
         self._pool = pool
         self._trace = trace
         self._clock = clock
@@ -140,27 +142,8 @@ class Engine:
             while stream.requests and self._clock() - stream.requests[0][1] > stall_timeout_s:
                 request_id, since = stream.requests.popleft()
                 waited_s = self._clock() - since
-                stream.send(request_id, self._stall(stream, waited_s, node_id))
-
-    def _stall(self, stream: StreamState, waited_s: float, node_id: str) -> DataStallError:
-        stage, shard = "plan", None
-        if stream.works:
-            work = stream.works[0]
-            stage = work.phase.value
-            if work.missing:
-                shard = work.dataset.url(min(work.missing))
-            elif work.phase is Phase.WAITING:
-                stage = "waiting for room in the delivery arena"
-                if self._shared.find(work) is not None:
-                    stage = "being made for another job of its group"
-        return DataStallError(
-            f"no batch for {waited_s:.0f} s: the slab is {stage}"
-            + (f", first of {shard}" if shard else "")
-            + f" (node {node_id}); look at the store's health, or raise stall_timeout_s",
-            stage=stage,
-            shard=shard,
-            node=node_id,
-        )
+                error = stall_error(stream, waited_s, node_id, self._fetcher, self._shared)
+                stream.send(request_id, error)
 
     # -- planning --------------------------------------------------------------------------------
 

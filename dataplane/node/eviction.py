@@ -6,11 +6,13 @@ Systems Journal 5(2), 1966. Usually the future must be guessed; here the plan sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.node.block import Block
+from dataplane.node.dataset import Dataset
 from dataplane.plan.order import Order
 
 Ints = npt.NDArray[np.int64]
@@ -40,3 +42,19 @@ def victims(use: Ints, last_touch: Ints) -> Ints:
     Shapes:  use, last_touch: int64[n].   result: int64[n], indices.
     """
     return np.lexsort((last_touch, -use))
+
+
+def uses_of(
+    blocks: Sequence[Block], walks: Callable[[Dataset], Sequence[tuple[Order, int]]]
+) -> Ints:
+    """The next use of blocks of several datasets, each of which has its own walks.
+
+    Shapes:  result: int64[blocks], NEVER where there is none.
+    """
+    use = np.empty(len(blocks), np.int64)
+    ids = np.array([block.dataset.dataset_id for block in blocks])
+    indices = np.array([block.index for block in blocks], np.int64)
+    for dataset_id in np.unique(ids):
+        mine = np.flatnonzero(ids == dataset_id)
+        use[mine] = next_use(indices[mine], walks(blocks[int(mine[0])].dataset))
+    return use

@@ -16,16 +16,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
-from dataplane.errors import DataplaneError, StoreUnavailable
+from dataplane.errors import DataplaneError, StoreError
 from dataplane.model import Region
 from dataplane.store.base import Store
 from dataplane.store.pieces import fill
+from dataplane.store.unreachable import UNREACHABLE
 
 Report = Callable[[DataplaneError | None], None]
 Connect = Callable[[str], Store]
+Trouble = Callable[[str], StoreError | None]
 
 # One holder: the preambles of the shards that are being read.
 PREAMBLE_BYTES_MAX = 64 << 20
+_GIVEN_UP_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,16 @@ class _Preamble:
 
 
 class Fetcher:
-    """At most `count_max` blocks on their way at once; the caller keeps to that."""
+    """At most `count_max` blocks on their way at once; the caller keeps to that. `trouble` says why
+    the store lets calls for a url wait, if it does.
+    """
 
-    def __init__(self, count_max: int, connect: Connect) -> None:
+    def __init__(
+        self, count_max: int, connect: Connect, trouble: Trouble = lambda _url: None
+    ) -> None:
         self._connect = connect
+        self._trouble = trouble
+        self._given_up: OrderedDict[str, StoreError] = OrderedDict()
         self._threads = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-fetch")
         # Others than those that wait for what these read.
         self._aside = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-preamble")
@@ -76,12 +85,30 @@ class Fetcher:
 
         self._threads.submit(work)
 
+    def trouble(self, url: str) -> StoreError | None:
+        """Why bytes of this shard do not come; None if nothing is wrong as far as is known."""
+        now = self._trouble(url)
+        with self._lock:
+            return now or self._given_up.get(url)
+
     def close(self) -> None:
         """Start nothing more; what is under way ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False)
 
     def _fill(
+        self, url: str, etag: str, preamble: Region, pieces: Sequence[Region], into: memoryview
+    ) -> DataplaneError | None:
+        error = self._filled(url, etag, preamble, pieces, into)
+        with self._lock:
+            self._given_up.pop(url, None)
+            if isinstance(error, UNREACHABLE):
+                self._given_up[url] = error
+                if len(self._given_up) > _GIVEN_UP_MAX:
+                    self._given_up.popitem(last=False)
+        return error
+
+    def _filled(
         self, url: str, etag: str, preamble: Region, pieces: Sequence[Region], into: memoryview
     ) -> DataplaneError | None:
         try:
@@ -93,9 +120,9 @@ class Fetcher:
             if coming is not None:
                 into[: preamble.length] = coming.content.result()
         except DataplaneError as error:
-            return error
+            return type(error)(str(error), **error.nouns)  # without what its traceback holds
         except Exception as error:  # noqa: BLE001 - whatever it was, someone waits for an answer
-            return StoreUnavailable(f"{url}: {type(error).__name__}: {error}", shard=url)
+            return StoreError(f"{url}: {type(error).__name__}: {error}", shard=url)
         return None
 
     def _fill_pieces(

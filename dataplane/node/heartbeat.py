@@ -16,12 +16,16 @@ from dataplane.node.jobs import Jobs
 from dataplane.node.member import Member
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
+from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
 # A lease survives two lost beats.
 _BEATS_A_LEASE = 3
 # How often progress is told, whatever the lease: people watch it.
 _BEAT_S_MAX = 2.0
+# What a beat tells of stores that are away.
+_OUTAGES_MAX = 16
+_TEXT_MAX = 300
 
 
 class Heartbeat:
@@ -34,8 +38,10 @@ class Heartbeat:
         jobs: Jobs,
         node_id: str,
         trace: Trace,
+        outages: Outages,
     ) -> None:
         self._coordination = coordination
+        self._outages = outages
         self._jobs = jobs
         self._trace = trace
         self._is_embedded = config.embedded
@@ -66,9 +72,8 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
-        request = membership.HeartbeatRequest(
-            self._node, tuple(_progress(member) for member in members)
-        )
+        progress = tuple(_progress(member) for member in members)
+        request = membership.HeartbeatRequest(self._node, progress, _away(self._outages))
         answer = await self._coordination.heartbeat(request)
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:
@@ -112,6 +117,16 @@ class Heartbeat:
             while stream.requests:
                 request_id, _ = stream.requests.popleft()
                 stream.send(request_id, error)
+
+
+def _away(outages: Outages) -> tuple[membership.StoreOutage, ...]:
+    now = time.time()
+    return tuple(
+        membership.StoreOutage(
+            one.store[:_TEXT_MAX], max(0.0, now - one.since), one.error[:_TEXT_MAX]
+        )
+        for one in outages.now(now)[:_OUTAGES_MAX]
+    )
 
 
 def _progress(member: Member) -> membership.MemberProgress:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,21 +18,23 @@ from dataclasses import dataclass
 import pyarrow as pa
 from typing_extensions import Buffer
 
+from dataplane import suffixes
 from dataplane.errors import ClosedError, ConfigError, SchemaMismatch
 from dataplane.formats import registry
 from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.conform import same_type
 from dataplane.formats.inferred import contradicts, is_closed, is_inferred
+from dataplane.formats.nulls import aligned, node_count
 from dataplane.model import ObjectInfo
 from dataplane.node.index_journal import Journal, digest, shard_key
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.null_counts import NEVER
 from dataplane.plan.shard import IndexedShard
 from dataplane.store import connect as stores
 from dataplane.store.base import Store
 from dataplane.store.expand import expand
 from dataplane.store.urls import Url, normalise
 
-MANIFEST_SUFFIX = ".manifest"
 MANIFEST_BYTES_MAX = 8 << 30
 _NAMES_SHOWN = 3
 
@@ -102,7 +105,7 @@ def open_dataset(
     Raises:  as `index_dataset`.  CorruptShard: the saved manifest is damaged.
     """
     names = _names(urls)
-    saved = [name for name in names if name.endswith(MANIFEST_SUFFIX)]
+    saved = [name for name in names if name.endswith(suffixes.MANIFEST)]
     if not saved:
         return index_dataset(
             names,
@@ -231,10 +234,14 @@ class _Run:
     def manifest(self, names: Sequence[str], indexes: Sequence[ShardIndex]) -> Manifest:
         """The manifest of the listing."""
         schema = pa.schema([]) if self._reference is None else self._reference[1]
+        nodes = node_count(schema)
         shards = [
-            IndexedShard(shard, _in_order_of(schema, index), index.preamble, index.zero_copy)
+            IndexedShard(
+                shard, _in_order_of(schema, index), index.preamble, index.zero_copy,
+                _nulls_as(schema, nodes, index),
+            )
             for shard, index in zip(self._listed, indexes, strict=True)
-        ]
+        ]  # fmt: skip
         return Manifest.build(names, self._format.name, schema.serialize().to_pybytes(), shards)
 
     def _in_parallel(
@@ -313,6 +320,17 @@ def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:
         )
         for block in index.blocks
     ]
+
+
+def _nulls_as(schema: pa.Schema, nodes: int, index: ShardIndex) -> Sequence[int]:
+    """A shard's null counts in terms of the dataset's schema, which has so many field nodes."""
+    rows = sum(block.rows for block in index.blocks)
+    if not rows:
+        return array("q", [NEVER]) * nodes
+    found = index.nulls
+    if found and index.schema is not schema and not index.schema.equals(schema):
+        found = aligned(schema, index.schema, found, rows)
+    return found if len(found) == nodes else ()
 
 
 def check_same(found: pa.Schema, url: str, expected: pa.Schema, first_url: str) -> None:

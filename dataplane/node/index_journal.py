@@ -152,9 +152,11 @@ def _encoded(key: str, index: ShardIndex, written: set[str]) -> bytes:
         "preamble": [index.preamble.offset, index.preamble.length],
         "zero_copy": index.zero_copy,
         "blocks": len(index.blocks),
+        "nulls": len(index.nulls),
     }
     columns = b"".join(np.array(block.columns, "<i8").tobytes() for block in index.blocks)
-    return frames + _frame(facts, table.tobytes() + columns)
+    nulls = np.array(index.nulls, "<i8").tobytes()
+    return frames + _frame(facts, table.tobytes() + columns + nulls)
 
 
 def _frame(facts: Mapping[str, object], body: bytes) -> bytes:
@@ -184,8 +186,9 @@ def _read_log(content: bytes) -> dict[str, ShardIndex]:
             schemas[facts["schema"]] = pa.ipc.read_schema(pa.py_buffer(body))
             continue
         numbers, count = np.frombuffer(body, "<i8"), facts["blocks"]
+        end = len(numbers) - facts["nulls"]
         table = numbers[: 4 * count].reshape(-1, 4).tolist()
-        columns = numbers[4 * count :].reshape(count, -1) if count else numbers
+        columns = numbers[4 * count : end].reshape(count, -1) if count else numbers
         found[facts["shard"]] = ShardIndex(
             schemas[facts["of"]],
             tuple(
@@ -194,6 +197,7 @@ def _read_log(content: bytes) -> dict[str, ShardIndex]:
             ),
             Region(*facts["preamble"]),
             facts["zero_copy"],
+            array("q", numbers[end:].tobytes()),
         )
     return found
 

@@ -13,33 +13,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Sequence
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, PeerLost
-from dataplane.node.dataset import Dataset, can_pack, dataset_of
+from dataplane.model import ColumnOptions, DatasetIdentity
+from dataplane.node.dataset import Dataset, WorkerBytes, can_pack, dataset_of
 from dataplane.node.engine import Engine
 from dataplane.node.member import Member
 from dataplane.node.streams import Streams
 from dataplane.node.walk import SlabSizes, slab_sizes
 from dataplane.node.work import Delivery, Group
+from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import default_lanes_window
 from dataplane.plan.slices import Slice
+from dataplane.redact import redacted, unsigned
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
+from dataplane.trace import Trace
 from dataplane.transforms.images import delivered
+from dataplane.transforms.nulls import check_fills, check_nulls
 
 OpenManifest = Callable[[messages.DatasetSource], Manifest]
 
+_trace = Trace("node")
+
 _MANIFESTS_MAX = 16
+_URLS_SHOWN_MAX = 16
 _ManifestKey = tuple[messages.DatasetSource, str, str]
+_Opened = tuple[Manifest, DatasetIdentity]
 
 
 class Jobs:
@@ -58,7 +67,7 @@ class Jobs:
         self._coordination = coordination
         self._node_id = node_id
         self._open_manifest = open_manifest
-        self._manifests: OrderedDict[_ManifestKey, asyncio.Future[Manifest]] = OrderedDict()
+        self._manifests: OrderedDict[_ManifestKey, asyncio.Future[_Opened]] = OrderedDict()
         self._datasets: dict[object, Dataset] = {}
         self._deliveries: dict[object, Delivery] = {}
         self._groups: dict[object, Group] = {}
@@ -72,35 +81,52 @@ class Jobs:
         Raises:  ConfigError and its kin: whatever is wrong with the dataset, the spec, the place or
         the budgets.  PeerLost: the coordinator does not answer.
         """
-        manifest = await self._manifest(request)
+        began, place = time.monotonic(), request.topology
+        manifest, identity = await self._manifest(request)
         dataset, spec = self._dataset(manifest, request)
         try:
-            member = await self._admit(request, dataset, spec)
-        except DataplaneError:
+            member = await self._admit(request, dataset, spec, await _pixels_of(spec))
+        except BaseException:  # also of a trainer that went away while it joined
             self._forget_unread(dataset)
             raise
         self.members[member.member_id] = member
+        _trace.noted(
+            "job opened",
+            job=request.job_id,
+            rank=place.rank,
+            dp_rank=place.dp_rank,
+            dp_size=place.dp_size,
+            dataset=shown(manifest.urls),
+            shards=len(manifest.shards),
+            blocks=manifest.block_count,
+            samples=manifest.sample_count,
+            took_s=round(time.monotonic() - began, 3),
+        )
         delivery = member.delivery
         layout = delivery.slots.layout
         return member, messages.JobOpened(
             spec,
             spec.digest(),
+            identity,
             manifest.sample_count,
             delivered(delivery.dataset.columns.specs, spec.transforms),
             layout.arena_bytes,
             layout.held_bytes_max,
             member.generation,
             self._config.stall_timeout_s,
+            member.pixels,
         )
 
-    async def _admit(self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec) -> Member:
+    async def _admit(
+        self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec, pixels: str
+    ) -> Member:
         """Check what can be checked here, take the place, then the memory."""
         manifest, place = dataset.manifest, request.topology
         Slice(manifest.sample_count, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
         self._check_budget(dataset)
-        joined = await self._coordination.join(self._join_request(request, spec, manifest))
+        joined = await self._coordination.join(self._join_request(request, spec, manifest, pixels))
         # Its last reader may have left meanwhile.
-        key = _dataset_key(spec, packed=dataset.message.pack)
+        key = _dataset_key(spec, manifest, packed=dataset.message.pack)
         dataset = self._datasets.setdefault(key, dataset)
         sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
         try:
@@ -109,7 +135,7 @@ class Jobs:
             await self._tell_left(request, lost=False)
             raise
         delivery.users += 1
-        return Member(request, spec, delivery, sizes, joined.generation)
+        return Member(request, spec, delivery, sizes, joined.generation, pixels)
 
     def close(self, member: Member) -> None:
         """The rank is gone: free what only it used. May be called twice."""
@@ -140,6 +166,13 @@ class Jobs:
 
     async def leave(self, member: Member, *, lost: bool) -> None:
         """Tell the coordinator; it learns by itself if it does not answer now."""
+        _trace.noted(
+            "rank lost" if lost else "job closed",
+            job=member.job_id,
+            rank=member.request.topology.rank,
+            epoch=member.epoch,
+            cursor=member.cursor,
+        )
         await self._tell_left(member.request, lost=lost)
 
     async def _tell_left(self, request: messages.OpenJob, *, lost: bool) -> None:
@@ -152,18 +185,18 @@ class Jobs:
         """Join again after the lease ran out."""
         manifest = member.delivery.dataset.manifest
         joined = await self._coordination.join(
-            self._join_request(member.request, member.spec, manifest)
+            self._join_request(member.request, member.spec, manifest, member.pixels)
         )
         member.generation = joined.generation
 
     # -- parts -----------------------------------------------------------------------------------
 
-    async def _manifest(self, request: messages.OpenJob) -> Manifest:
+    async def _manifest(self, request: messages.OpenJob) -> _Opened:
         key = (request.source, request.job_id, request.incarnation)
         future = self._manifests.get(key)
         if future is None:
             loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(None, self._open_manifest, request.source)
+            future = loop.run_in_executor(None, self._opened, request.source)
             self._manifests[key] = future
             if len(self._manifests) > _MANIFESTS_MAX:
                 self._manifests.popitem(last=False)
@@ -172,6 +205,10 @@ class Jobs:
         except Exception:
             self._manifests.pop(key, None)
             raise
+
+    def _opened(self, source: messages.DatasetSource) -> _Opened:
+        manifest = self._open_manifest(source)
+        return manifest, identity_of(manifest)
 
     def _dataset(self, manifest: Manifest, request: messages.OpenJob) -> tuple[Dataset, JobSpec]:
         lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
@@ -183,18 +220,24 @@ class Jobs:
             window=(request.window or window) if request.shuffle else 1,
             global_batch=request.global_batch,
             end=request.end,
-            columns=request.columns,
-            lists=request.lists,
-            fill_null=tuple(sorted(request.fill_null)),
             transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
-            stack=tuple(sorted(request.stack, key=lambda stack: stack.name)),
+            column_options=_in_order(request.column_options),
         )
         packed = can_pack(manifest, spec, self._config.block_arena_bytes)
-        key = _dataset_key(spec, packed=packed)
+        key = _dataset_key(spec, manifest, packed=packed)
         dataset = self._datasets.get(key)
         if dataset is None:
-            dataset = dataset_of(next(self._numbers), manifest, spec, packed=packed)
-            self._check_fill_null(dataset, spec)
+            dataset = dataset_of(
+                next(self._numbers),
+                manifest,
+                spec,
+                packed=packed,
+                worker_bytes=WorkerBytes(
+                    self._config.worker_memory_bytes, self._config.worker_memory_bytes_max
+                ),
+            )
+            check_fills(dataset.columns.leaves)
+            check_nulls(dataset.columns.leaves, manifest.nulls, [s.url for s in manifest.shards])
             self._datasets[key] = dataset
         try:
             delivered(dataset.columns.specs, spec.transforms)
@@ -202,24 +245,6 @@ class Jobs:
             self._forget_unread(dataset)
             raise
         return dataset, spec
-
-    def _check_fill_null(self, dataset: Dataset, spec: JobSpec) -> None:
-        by_name = {column.name: column for column in dataset.columns.leaves.specs}
-        for name, value in spec.fill_null:
-            if name not in by_name:
-                raise ConfigError(
-                    f"fill_null names {name!r}, which is no column of the batches; "
-                    f"they have: {', '.join(sorted(by_name))}",
-                    field="fill_null",
-                )
-            dtype = by_name[name].dtype
-            if not dtype or not _is_value_of(dtype, value):
-                raise ConfigError(
-                    f"fill_null: {value} is no value of column {name!r}, which holds "
-                    f"{dtype or 'no numbers'}: "
-                    + ("choose another" if dtype else "its nulls arrive as None"),
-                    field="fill_null",
-                )
 
     def _check_budget(self, dataset: Dataset) -> None:
         """One block must fit: raw and decoded together, while it is decoded."""
@@ -251,17 +276,18 @@ class Jobs:
             )
 
     def _join_request(
-        self, request: messages.OpenJob, spec: JobSpec, manifest: Manifest
+        self, request: messages.OpenJob, spec: JobSpec, manifest: Manifest, pixels: str
     ) -> membership.JoinRequest:
         return membership.JoinRequest(
             request.job_id,
-            ", ".join(manifest.urls),
+            shown(manifest.urls),
             spec,
             request.topology,
             request.incarnation,
             request.member_id,
             self._node_id,
             manifest.sample_count,
+            pixels,
         )
 
     def _delivery(
@@ -302,16 +328,37 @@ class Jobs:
         return group
 
 
-def _dataset_key(spec: JobSpec, *, packed: bool) -> object:
-    """Jobs that are equal in this share a dataset, and so its blocks."""
-    return (spec.fingerprint, spec.columns, spec.lists, spec.fill_null, spec.stack, packed)
+def _in_order(options: ColumnOptions) -> ColumnOptions:
+    """What is given by name stands in the order of names, so that equal jobs are equal."""
+    return dataclasses.replace(
+        options,
+        fill_null=tuple(sorted(options.fill_null)),
+        stack=tuple(sorted(options.stack, key=lambda stack: stack.name)),
+    )
 
 
-def _is_value_of(dtype: str, value: float) -> bool:
-    """Whether a number is exactly one of a numpy type; any number will do for floats."""
-    if dtype.startswith("float"):
-        return True
-    if dtype == "bool":
-        return value in {0, 1}
-    limits = np.iinfo(dtype)
-    return value == value // 1 and limits.min <= value <= limits.max
+async def _pixels_of(spec: JobSpec) -> str:
+    """The name of what makes this job's pixels on this host; "" if it has no images."""
+    return await asyncio.to_thread(_maker_name) if spec.transforms else ""
+
+
+def _maker_name() -> str:
+    # Pillow is imported for it, which a node without images does not need.
+    from dataplane.transforms.pixels_library import maker
+
+    return maker().name
+
+
+def _dataset_key(spec: JobSpec, manifest: Manifest, *, packed: bool) -> object:
+    """Jobs that are equal in this share a dataset, and so its blocks. Those whose urls were signed
+    apart do not: one signature ends before the other.
+    """
+    signed = tuple(url for url in manifest.urls[:_URLS_SHOWN_MAX] if unsigned(url) != url)
+    return (spec.fingerprint, spec.column_options, signed, packed)
+
+
+def shown(urls: Sequence[str]) -> str:
+    """A dataset's urls as people see them."""
+    shown = ", ".join(map(redacted, urls[:_URLS_SHOWN_MAX]))
+    more = len(urls) - _URLS_SHOWN_MAX
+    return f"{shown}, and {more} more" if more > 0 else shown

@@ -64,13 +64,12 @@ INLINE void ask_word(const char *word)
 
 INLINE void ask_row(const char *from, int64_t bytes)
 {
-    const char *end = from + bytes;
-    while (from < end) {
-        const char *page_end = from + PAGE_BYTES - (uintptr_t)from % PAGE_BYTES;
-        const char *asked_end = from + ASKED_BYTES < end ? from + ASKED_BYTES : end;
-        for (; from < asked_end; from += LINE_BYTES)
-            __builtin_prefetch(from);
-        from = page_end;
+    for (int64_t at = 0; at < bytes;) {
+        int64_t page_end = at + PAGE_BYTES - (int64_t)((uintptr_t)(from + at) % PAGE_BYTES);
+        int64_t asked_end = bytes - at > ASKED_BYTES ? at + ASKED_BYTES : bytes;
+        for (; at < asked_end; at += LINE_BYTES)
+            __builtin_prefetch(from + at);
+        at = page_end;
     }
 }
 
@@ -164,6 +163,14 @@ INLINE int is_within(int64_t start, int64_t length, int64_t end)
     return start >= 0 && length >= 0 && start <= end && length <= end - start;
 }
 
+/* A run that is checked only when its turn comes: no address is made of one outside of its values. */
+INLINE void ask_run(const struct source *source, int64_t start, int64_t length,
+                    int64_t element_bytes)
+{
+    if (length > 0 && is_within(start, length, source->count))
+        ask_row(source->values + start * element_bytes, length * element_bytes);
+}
+
 EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t *index,
                            int64_t count, int64_t element_bytes, const int64_t *starts,
                            const int64_t *lengths, const int64_t *put, const int64_t *room,
@@ -178,10 +185,11 @@ EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const i
         int64_t bytes = lengths[i] * element_bytes;
         if (bytes > room[i])
             return i;
-        if (i < known)
-            ask_row(sources[index[2 * (i + AHEAD_ROWS_MAX)] * stride].values +
-                        starts[i + AHEAD_ROWS_MAX] * element_bytes,
-                    lengths[i + AHEAD_ROWS_MAX] * element_bytes);
+        if (i < known) {
+            int64_t later = i + AHEAD_ROWS_MAX;
+            ask_run(sources + index[2 * later] * stride, starts[later], lengths[later],
+                    element_bytes);
+        }
         if (bytes > 0)
             memcpy(out + put[i], source->values + starts[i] * element_bytes, bytes);
         if (room[i] > bytes)

@@ -13,7 +13,8 @@ from dataplane.rpc import messages
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One rank of one job, as this node serves it. `error` ends it: its requests get it.
+    """One rank of one job, as this node serves it. `error` ends it: its requests get it. `pixels`
+    names what makes them here; "" without images.
 
     `next_epoch` is what its only stream will be followed by, if all goes on as it does: it is made
     while the last slabs of this epoch are consumed.
@@ -24,6 +25,7 @@ class Member:
     delivery: Delivery
     sizes: SlabSizes
     generation: int
+    pixels: str = ""
     streams: dict[int, StreamState] = field(default_factory=dict)
     next_epoch: StreamState | None = None
     epoch: int = 0

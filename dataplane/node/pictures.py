@@ -67,7 +67,7 @@ class Pictures:
             boxes = draws.boxes(image, sizes, self._keys(image, draws.CROP, row_index))
             flips = draws.flips(image, self._keys(image, draws.FLIP, row_index))
             kept = self._trails_of(at, blocks, row_index, (starts, lengths))
-            pixels.render(places, boxes, flips, view, out, trails=kept)
+            pixels.render(places, boxes, flips, view, out, trails=kept, may_reduce=image.may_reduce)
         except ImageError as error:
             raise self._placed(image, row_index, error) from error
 

@@ -32,12 +32,12 @@ from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
 from dataplane.store.connect import Stores
+from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
 _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
-_STORE_SHARE = 0.75
 # Indexing a shard is waiting for a few round trips.
 _INDEXED_AT_ONCE = 16
 
@@ -250,17 +250,18 @@ class NodeServer:
         self._idle_since = time.monotonic()
         self._had_session = False
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
-        # The store's own error, which knows the cause, comes before the stall that it leads to.
-        self._stores = Stores(
-            budget_s=config.stall_timeout_s * _STORE_SHARE, request_timeout_s=config.fetch_timeout_s
-        )
-        self._fetcher = Fetcher(SMALL_FETCHES * config.fetch_count, self._stores.connect)
-        self._pool = pool or WorkerPool(config.worker_count, self.trace)
+        self.outages = Outages()
+        self._stores = Stores(config.stall_timeout_s, config.fetch_timeout_s, self.outages.note)
+        fetches = SMALL_FETCHES * config.fetch_count
+        self._fetcher = Fetcher(fetches, self._stores.connect, self._stores.trouble)
+        self._pool = pool or WorkerPool.of(config, self.trace)
         least = config.worker_count
         self._staffing = Staffing(least, max(config.worker_count_max, least), least)
         self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
-        self._heartbeat = Heartbeat(config, coordination, self.jobs, self.node_id, self.trace)
+        self._heartbeat = Heartbeat(
+            config, coordination, self.jobs, self.node_id, self.trace, self.outages
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""

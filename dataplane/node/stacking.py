@@ -5,18 +5,20 @@ So a batch of them is one copy a row, as of any column of fixed-size lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
 from dataplane.compiled import Compiled
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, ListPolicy, StackSpec
+from dataplane.model import ColumnOptions, ColumnSpec, StackSpec
 from dataplane.node import packing
 from dataplane.node.columns import Packing
-from dataplane.transforms.columns import ColumnPlan, canonical, canonical_type, plan_columns
+from dataplane.transforms.canonical import canonical
+from dataplane.transforms.columns import ColumnPlan, is_null_name, plan_columns
+from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.stacks import stacked_columns
 
 
@@ -33,29 +35,30 @@ class StackedPlan:
     schema: pa.Schema
 
 
-def plan_stacked(
-    schema: pa.Schema,
-    columns: Sequence[str],
-    lists: ListPolicy,
-    stacks: Sequence[StackSpec],
-) -> StackedPlan:
+def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> StackedPlan:
     """As `plan_columns`; columns that are stacked need no other mention.
 
-    Raises:  ConfigError: a column that is not there, or cannot be stacked.
+    Raises:  ConfigError: as `plan_columns`, and for a column that cannot be stacked.
     """
+    stacks = options.stack
     members = [name for stack in stacks for name in stack.columns]
-    chosen = [*columns, *(name for name in members if name not in columns)] if columns else []
-    leaves = plan_columns(schema, chosen, lists)
+    if options.columns:
+        named = set(options.columns)
+        unnamed = [name for name in members if name not in named]
+        options = replace(options, columns=(*options.columns, *unnamed))
+    leaves = plan_columns(schema, options, url)
     if not stacks:
         return StackedPlan(leaves, (), leaves.specs, leaves.schema)
     names = {spec.name for spec in leaves.specs}
     for name in members:
         if name not in names:
-            plan_columns(schema, [name], lists)  # says what there is, where it is nothing
+            # Lists the columns that exist where there is none of this name.
+            plan_columns(schema, replace(options, columns=(name,)))
             raise ConfigError(
                 f"column {name!r} has parts, and a stack is of single numbers: name its parts",
                 field=name,
             )
+    stacks = tuple(one for stack in stacks for one in _with_mask(stack, names))
     specs = stacked_columns(leaves.specs, stacks)
     fields = {field.name: field.type for field in leaves.schema}
     types = [
@@ -65,13 +68,20 @@ def plan_stacked(
         for spec in specs
     ]
     made = pa.schema([(spec.name, kind) for spec, kind in zip(specs, types, strict=True)])
-    return StackedPlan(leaves, tuple(stacks), specs, made)
+    return StackedPlan(leaves, stacks, specs, made)
+
+
+def _with_mask(stack: StackSpec, names: Collection[str]) -> Iterator[StackSpec]:
+    """A stack, and that of its columns' masks if they have some."""
+    yield stack
+    masks = tuple(map(is_null_name, stack.columns))
+    if masks[0] in names:
+        yield StackSpec(is_null_name(stack.name), masks)
 
 
 def canonical_stacked(
     batch: pa.RecordBatch,
     plan: StackedPlan,
-    fill_null: Mapping[str, float],
     url: str,
     how: Compiled | None = None,
 ) -> pa.RecordBatch:
@@ -79,7 +89,7 @@ def canonical_stacked(
 
     Raises:  CorruptShard: nulls in a column of integers or bools without a fill value.
     """
-    leaves = canonical(batch, plan.leaves, fill_null, url)
+    leaves = canonical(batch, plan.leaves, url)
     if not plan.stacks:
         return leaves
     arrays = []

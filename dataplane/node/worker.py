@@ -11,15 +11,13 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-import mmap
+import faulthandler
 import os
 import resource
 import signal
 import socket
 import time
-import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,27 +26,23 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.arena.memfd import Arena, populate
-from dataplane.errors import (
-    ConfigError,
-    CorruptShard,
-    DataplaneError,
-    DatasetChangedError,
-    PeerLost,
-    ShardNotFound,
-)
+from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
 from dataplane.formats import base, registry
+from dataplane.formats.faults import is_out_of_memory
+from dataplane.machine import limit_memory
 from dataplane.model import Region
 from dataplane.node import packing
-from dataplane.node.columns import BlockColumns, Bytes, Packing, open_block
+from dataplane.node.columns import BlockColumns, Bytes, Packing, RowIndex, open_block
 from dataplane.node.gather import Gather
+from dataplane.node.mapped import MappedShard, MappedShards
 from dataplane.node.stacking import StackedPlan, canonical_stacked, plan_stacked
 from dataplane.rpc import local, tasks
-from dataplane.store.local import local_etag
+from dataplane.rpc.messages import Batch
 
 if TYPE_CHECKING:
     from dataplane.node.pictures import Pictures
 
-_OPEN_SHARDS_MAX = 256
+_APART_BYTES = 1 << 20
 _FAULT_S_MAX = 0.02
 """A page that is read from a disk takes no longer, as a rule."""
 
@@ -58,24 +52,9 @@ class _Dataset:
     format: base.Format
     schema: pa.Schema
     plan: StackedPlan
-    fill_null: Mapping[str, float]
     packing: Packing | None
     is_whole: bool
     """Whether all columns of its shards are needed."""
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class _Shard:
-    """A mapped local file; its descriptor is closed when the last block of it is forgotten."""
-
-    url: str
-    etag: str
-    fd: int
-    mapping: mmap.mmap
-
-    def check(self) -> None:
-        """Raises:  DatasetChangedError: the file was written since it was indexed."""
-        _check_etag(self.url, self.etag, self.fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +64,35 @@ class _OpenBlock:
     """
 
     columns: BlockColumns
-    shard: _Shard | None
+    shard: MappedShard | None
     origin: tasks.Origin | None
     trails: Bytes | None
 
 
 @dataclass(slots=True)
 class _State:
-    """All that a worker remembers between two tasks."""
+    """All that a worker remembers between two tasks, and whom it tells where it is."""
 
+    memory_bytes: int
+    tell: Callable[[tasks.Reading], None]
     arenas: dict[int, Arena] = field(default_factory=dict)
     datasets: dict[int, _Dataset] = field(default_factory=dict)
     schema_parts: dict[int, bytes] = field(default_factory=dict)
     blocks: dict[int, _OpenBlock] = field(default_factory=dict)
-    shards: OrderedDict[tuple[str, str], _Shard] = field(default_factory=OrderedDict)
+    shards: MappedShards = field(default_factory=MappedShards)
 
 
-def run(sock: socket.socket) -> None:
-    """Answer tasks until the node goes away."""
+def run(sock: socket.socket, memory_bytes: int) -> None:
+    """Answer tasks until the node goes away, with so much memory for all of this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    limit_memory(memory_bytes)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     # Every mapped shard takes two descriptors, and blocks may lie in thousands of shards.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    state = _State()
+    state = _State(memory_bytes, lambda told: local.send(sock, tasks.Result(told)))
     while True:
         try:
             task, descriptors = local.receive(sock, tasks.Task)
@@ -141,10 +124,12 @@ def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -
         if arena is not None:
             arena.close()
         return tasks.Done()
+    except PeerLost:
+        raise
     except DataplaneError as error:
         return error
     except Exception as error:  # noqa: BLE001 - a worker answers, whatever went wrong
-        return _unexpected(body, error)
+        return tasks.OutOfMemory() if is_out_of_memory(error) else _unexpected(body, error)
 
 
 def _timed(state: _State, body: tasks.Assemble | tasks.Decode) -> tasks.ResultBody:
@@ -175,13 +160,15 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
     if body.more:
         state.schema_parts[body.dataset_id] = schema_bytes
         return tasks.Done()
+    if body.memory_bytes > state.memory_bytes:
+        state.memory_bytes = body.memory_bytes
+        limit_memory(body.memory_bytes)
     schema = pa.ipc.read_schema(pa.py_buffer(schema_bytes))
-    plan = plan_stacked(schema, body.columns, body.lists, body.stack)
+    plan = plan_stacked(schema, body.column_options)
     state.datasets[body.dataset_id] = _Dataset(
         registry.by_name(body.format),
         schema,
         plan,
-        dict(body.fill_null),
         packing.plan_packing(plan.specs) if body.pack else None,
         set(plan.leaves.top_level).issuperset(schema.names),
     )
@@ -198,7 +185,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     state.arenas[0].populate_once(body.into.offset, size)
     packing.store(batch, dataset.plan.specs, dataset.packing, into)
     if body.raw.path is not None:
-        _mapped_shard(state, body.raw)  # it may have been written while it was read
+        state.shards.of(body.raw)  # it may have been written while it was read
     return tasks.Decoded(size, stored=True)
 
 
@@ -217,7 +204,7 @@ def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> p
             expected=raw.rows,
             found=batch.num_rows,
         )
-    return canonical_stacked(batch, dataset.plan, dataset.fill_null, raw.url)
+    return canonical_stacked(batch, dataset.plan, raw.url)
 
 
 def _raw_views(
@@ -231,67 +218,15 @@ def _raw_views(
         cut = raw.preamble_place.length
         length = sum(piece.length for piece in raw.pieces or (raw.place,))
         return whole[:cut], whole[cut : cut + length]
-    mapping = _mapped_shard(state, raw).mapping
+    mapping = state.shards.of(raw).mapping
     for piece in raw.pieces or ((raw.place,) if is_whole else ()):
         populate(mapping, piece.offset, piece.length)
     shard = memoryview(mapping)
     return _cut(shard, raw.preamble_place), _cut(shard, raw.place)
 
 
-def _populate_columns(mapping: mmap.mmap, columns: BlockColumns) -> None:
-    """Map the columns of a block, as far as they lie in the file, and nothing else of it."""
-    start = np.frombuffer(mapping, np.uint8).ctypes.data
-    for part in columns.values:
-        if start <= part.address < start + len(mapping):
-            populate(mapping, part.address - start, part.length)
-
-
 def _cut(view: memoryview, region: Region) -> memoryview:
     return view[region.offset : region.offset + region.length]
-
-
-def _mapped_shard(state: _State, raw: tasks.RawBlock) -> _Shard:
-    """The local file of a block, mapped; checked against its etag every time.
-
-    Raises:  ShardNotFound, DatasetChangedError.
-    """
-    key = (str(raw.path), raw.etag)
-    shard = state.shards.get(key)
-    if shard is None:
-        shard = state.shards[key] = _map(str(raw.path), raw)
-        if len(state.shards) > _OPEN_SHARDS_MAX:
-            state.shards.popitem(last=False)
-    state.shards.move_to_end(key)
-    shard.check()
-    return shard
-
-
-def _map(path: str, raw: tasks.RawBlock) -> _Shard:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise ShardNotFound(f"{raw.url}: {error}", shard=raw.url) from error
-    try:
-        _check_etag(raw.url, raw.etag, fd)  # its size, too: what is shorter cannot be mapped
-        mapping = mmap.mmap(fd, raw.shard_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    except BaseException:
-        os.close(fd)
-        raise
-    shard = _Shard(raw.url, raw.etag, fd, mapping)
-    weakref.finalize(shard, os.close, fd)
-    return shard
-
-
-def _check_etag(url: str, etag: str, fd: int) -> None:
-    found = local_etag(os.fstat(fd))
-    if found != etag:
-        raise DatasetChangedError(
-            f"{url} changed since it was indexed (etag {etag}, now {found}): "
-            "index the dataset again",
-            shard=url,
-            expected=etag,
-            found=found,
-        )
 
 
 def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
@@ -302,7 +237,7 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
         assert dataset is not None
         columns = _columns_of(state, dataset, source)
         in_file = source.raw is not None and source.raw.path is not None
-        shard = _mapped_shard(state, source.raw) if in_file and source.raw is not None else None
+        shard = state.shards.of(source.raw) if in_file and source.raw is not None else None
         trails = _trails_of(state, source)
         state.blocks[source.key] = _OpenBlock(columns, shard, source.origin, trails)
     return tasks.Done()
@@ -313,7 +248,7 @@ def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> 
     if source.raw is not None:
         columns = open_block(_canonical_batch(state, dataset, source.raw), specs)
         if source.raw.path is not None and not dataset.is_whole:
-            _populate_columns(_mapped_shard(state, source.raw).mapping, columns)
+            state.shards.of(source.raw).populate(columns)
         return columns
     assert source.decoded is not None
     region = source.decoded
@@ -334,6 +269,8 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     index = arena.view(body.row_index.offset, body.row_index.length)
     rows = np.frombuffer(index, np.int32).reshape(-1, 2)
     try:
+        if body.say_where:
+            _read_one_by_one(state, dataset, body, rows)
         pictures = _pictures(dataset, blocks, body.render)
         specs = dataset.plan.specs if pictures is None else pictures.specs
         columns = [block.columns for block in blocks]
@@ -346,6 +283,41 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
         # Afterwards: whatever was written before now may be among the rows, or be their fault.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
+
+
+def _read_one_by_one(
+    state: _State, dataset: _Dataset, body: tasks.Assemble, rows: RowIndex
+) -> None:
+    """Do what the task does once before, block by block and image by image, and tell of each: one
+    of them has ended a worker.
+    """
+    for at, key in enumerate(body.block_keys):
+        block = state.blocks[key]
+        mine = rows[rows[:, 0] == at, 1].tolist()
+        state.tell(tasks.Reading(key))
+        _gather_apart(dataset, block, mine, None)
+        if body.render is None:
+            continue
+        for image in body.render.images:
+            render = dataclasses.replace(body.render, images=(image,))
+            for row in mine:
+                state.tell(tasks.Reading(key, row, image.column))
+                _gather_apart(dataset, block, [row], render)
+
+
+def _gather_apart(
+    dataset: _Dataset, block: _OpenBlock, rows: Sequence[int], render: tasks.Render | None
+) -> None:
+    """Gather rows of one block into memory that is thrown away."""
+    pictures = _pictures(dataset, [block], render)
+    specs = dataset.plan.specs if pictures is None else pictures.specs
+    index = np.array([(0, row) for row in rows], np.int32).reshape(-1, 2)
+    batches = (Batch(0, len(rows), len(rows)),)
+    gather = Gather(specs, [block.columns], index, batches, pictures=pictures)
+    room = bytearray(_APART_BYTES)
+    needed = gather.into(memoryview(room)).bytes_needed
+    if needed:
+        gather.into(memoryview(bytearray(needed)))
 
 
 def _keep(state: _State, arena: Arena, body: tasks.Assemble, length: int) -> None:
@@ -380,7 +352,7 @@ def _pictures(
     return Pictures(render, dataset.plan.specs, origins, trails)
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, memory_bytes: int) -> None:
     """The process: its socket is an inherited descriptor."""
     with socket.socket(fileno=descriptor) as sock:
-        run(sock)
+        run(sock, memory_bytes)

@@ -30,7 +30,9 @@ from dataplane.model import Region
 from dataplane.node.account import Stamps
 from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
 from dataplane.node.dataset import Dataset
-from dataplane.node.pool import Job, WorkerPool
+from dataplane.node.death import Place
+from dataplane.node.pool import WorkerPool
+from dataplane.node.pool_worker import Job
 from dataplane.node.shared import SharedSlabs
 from dataplane.node.walk import Plan, row_index_bytes
 from dataplane.node.work import NONE, Delivery, Phase, SharedSlab, StreamState, Work
@@ -258,14 +260,14 @@ class Works:
         self._unwatch(work)
         self.assembling_count += 1
         delivery.assembling_count += 1
-        blocks, dataset = work.plan.blocks, work.dataset
         job = Job(
             body=body,
-            dataset=dataset.message,
+            dataset=work.dataset.message,
             arenas=((BLOCK_ARENA_ID, self._arena.fd), (delivery.arena_id, delivery.arena.fd)),
             source=self._blocks.source,
             report=lambda result: self._on_assembled(work, job, result),
-            blame=dataset.url(int(blocks[0])) if len(blocks) else "an empty batch",
+            place=lambda: _first_place(work),
+            place_of=self._blocks.place,
         )
         self._pool.submit(job, ASSEMBLE_URGENCY if shared is None else COPY_URGENCY)
         return True
@@ -386,6 +388,11 @@ class Works:
             self._cut(work, 1)
         work.oversize, work.phase = True, Phase.WAITING
         self._watch(work)
+
+
+def _first_place(work: Work) -> Place:
+    blocks = work.plan.blocks
+    return work.dataset.place(int(blocks[0])) if len(blocks) else Place("a batch without rows")
 
 
 def _is_awaited(work: Work) -> bool:

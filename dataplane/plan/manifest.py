@@ -23,9 +23,11 @@ from typing_extensions import Buffer
 from dataplane.errors import ConfigError
 from dataplane.model import Region
 from dataplane.plan.column_places import ColumnPlaces
+from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.order import counted
 from dataplane.plan.sealed import damaged, sealed, unsealed
-from dataplane.plan.shard import IndexedShard, Shard, block_table, check_shard
+from dataplane.plan.shard import IndexedShard, Shard, block_table, check_shard, no_samples
+from dataplane.redact import unsigned
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -64,7 +66,8 @@ class Manifest:
     Shapes:  block_shard: int32[K], rising.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
              block_decoded: int64[K], bytes, an estimate.
-    `column_places` follow from the content of the shards: they are no part of the fingerprint.
+    `column_places` and `nulls` follow from the content of the shards: they are no part of the
+    fingerprint. `nulls` is None where nothing is known of them.
     Raises:  ConfigError: the columns do not fit together, or there are no samples.
     """
 
@@ -78,6 +81,7 @@ class Manifest:
     block_length: Int64
     block_decoded: Int64
     column_places: ColumnPlaces | None = None
+    nulls: NullCounts | None = None
     sample_count: int = field(init=False)
     fingerprint: str = field(init=False)
 
@@ -99,7 +103,9 @@ class Manifest:
         kept: list[Shard] = []
         tables: list[Int64] = []
         places: list[Sequence[int]] = []
+        nulls: list[Sequence[int]] = []
         for shard in shards:
+            nulls.append(shard.nulls)
             table = block_table(shard)
             filled = table[:, 0] != 0
             listed, count = shard.listed, int(filled.sum())
@@ -115,12 +121,14 @@ class Manifest:
         if not tables:
             raise ConfigError("the dataset has no shards: check its urls", field="urls")
         counts = [shard.block_count for shard in kept]
+        if not any(counts):
+            raise no_samples([shard.url for shard in kept])
         block_shard = np.repeat(np.arange(len(kept), dtype=np.int32), counts)
         columns = (np.ascontiguousarray(column) for column in np.concatenate(tables).T)
         names = (name for name, _ in _COLUMNS[1:])
         return cls(
             tuple(urls), format_name, schema, tuple(kept), block_shard,
-            column_places=ColumnPlaces.of(places),
+            column_places=ColumnPlaces.of(places), nulls=NullCounts.of(nulls),
             **dict(zip(names, columns, strict=True)),
         )  # fmt: skip
 
@@ -187,6 +195,7 @@ class Manifest:
                 "format": self.format,
                 "schema": self.schema,
                 "urls": json.dumps(self.urls),
+                "nulls": b"" if self.nulls is None else self.nulls.to_bytes(),
             }
         )
         sink = pa.BufferOutputStream()
@@ -266,7 +275,9 @@ class Manifest:
         digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
         digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
         for shard in self.shards:
-            url, etag, empty = shard.url.encode(), shard.etag.encode(), shard.empty_blocks
+            # As the object is called without what signs its url, which is new every day.
+            url, etag = unsigned(shard.url).encode(), shard.etag.encode()
+            empty = shard.empty_blocks
             numbers = (
                 len(url), len(etag), shard.size_bytes, shard.block_count, shard.preamble.offset,
                 shard.preamble.length, int(shard.zero_copy), len(empty), *empty,
@@ -347,6 +358,7 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
         block_length=length,
         block_decoded=decoded,
         column_places=_column_places(batch, len(rows)),
+        nulls=NullCounts.from_bytes(metadata.get(b"nulls", b"")),
     )
 
 

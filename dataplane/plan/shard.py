@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from dataplane.errors import ConfigError
 from dataplane.model import ObjectInfo, Region
 
+_URLS_SHOWN = 10
+
 
 class BlockExtent(Protocol):
     """What a format's index says of one block."""
@@ -28,12 +30,15 @@ class BlockExtent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IndexedShard:
-    """One shard as it was listed, with what indexing it gave."""
+    """One shard as it was listed, with what indexing it gave. `nulls` are those of each field node
+    of the dataset's schema, as NullCounts has them; empty where nothing is known.
+    """
 
     listed: ObjectInfo
     blocks: Sequence[BlockExtent]
     preamble: Region
     zero_copy: bool
+    nulls: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,17 @@ def block_table(shard: IndexedShard) -> NDArray[np.int64]:
     except OverflowError as error:
         url = shard.listed.url
         raise ConfigError(f"{url} has a block with a number above 2**63", shard=url) from error
+
+
+def no_samples(urls: Sequence[str]) -> ConfigError:
+    """The error for shards that are all empty: they are fine by themselves, and no dataset."""
+    named = ", ".join(urls[:_URLS_SHOWN])
+    more = len(urls) - _URLS_SHOWN
+    return ConfigError(
+        f"the dataset has no samples: no rows in {named}{f' and {more} more' if more > 0 else ''}. "
+        "Name shards that have some",
+        field="samples",
+    )
 
 
 def check_shard(shard: Shard) -> None:

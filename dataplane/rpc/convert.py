@@ -35,8 +35,10 @@ _SHARED: dict[str, type] = {
     "Topology": model.Topology,
     "Region": model.Region,
     "ColumnSpec": model.ColumnSpec,
+    "DatasetIdentity": model.DatasetIdentity,
     "ImageSpec": model.ImageSpec,
     "StackSpec": model.StackSpec,
+    "ColumnOptions": model.ColumnOptions,
 }
 _ENVELOPE = "body"
 
@@ -167,7 +169,7 @@ def _field_writer(field: FieldDescriptor) -> _Convert:
 
 def _part_writer(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
-        if field.message_type.name == "FillNull":
+        if field.message_type.name == "ColumnValue":
             return lambda pair: {"column": pair[0], "value": pair[1]}
         if field.message_type.name == "Steps":
             return _steps
@@ -257,7 +259,7 @@ def _field_reader(field: FieldDescriptor, optional: bool) -> Callable[[Any], Any
 
 def _part_reader(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
-        if field.message_type.name == "FillNull":
+        if field.message_type.name == "ColumnValue":
             return lambda pair: (pair.column, pair.value)
         if field.message_type.name == "Steps":
             return _batches

@@ -45,6 +45,7 @@ class JoinRequest:
     member_id: str
     node_id: str
     sample_count: int
+    pixels: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,21 @@ class MemberProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreOutage:
+    """A store that does not answer a node, which goes on asking."""
+
+    store: str
+    away_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class HeartbeatRequest:
-    """A node renews its members together."""
+    """A node renews its members together, and tells which stores it waits for."""
 
     node: RegisterNodeRequest
     members: tuple[MemberProgress, ...] = ()
+    stores_away: tuple[StoreOutage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +169,7 @@ class NodeStatus:
     pid: int
     version: str
     last_seen_s: float
+    stores_away: tuple[StoreOutage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,20 @@ against each other. Repeated fields are tuples, an absent optional is None.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.model import ColumnSpec, End, ImageSpec, ListPolicy, Region, StackSpec, Topology
-
-FillNull = tuple[str, float]
+from dataplane.model import (
+    ColumnOptions,
+    ColumnSpec,
+    DatasetIdentity,
+    End,
+    ImageSpec,
+    Region,
+    Topology,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,9 @@ class OpenJob:
     window: int | None = None
     global_batch: int = 1
     end: End = End.RAGGED
-    columns: tuple[str, ...] = ()
-    lists: ListPolicy = ListPolicy.PADDED
-    fill_null: tuple[FillNull, ...] = ()
     transforms: tuple[ImageSpec, ...] = ()
     sharing: str = ""
-    stack: tuple[StackSpec, ...] = ()
+    column_options: ColumnOptions = field(default_factory=ColumnOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,14 @@ class JobOpened:
 
     spec: JobSpec
     digest: str
+    dataset: DatasetIdentity
     sample_count: int
     columns: tuple[ColumnSpec, ...]
     arena_bytes: int
     held_bytes_max: int
     generation: int
     stall_timeout_s: float
+    pixels: str = ""
 
 
 @dataclass(frozen=True, slots=True)

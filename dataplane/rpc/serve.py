@@ -6,7 +6,6 @@ While it drains, its health is NOT_SERVING and new calls are sent away.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import stat
@@ -29,8 +28,9 @@ from dataplane.rpc.services import (
     Method,
     coordinator_methods,
 )
+from dataplane.trace import Trace
 
-log = logging.getLogger("dataplane.rpc")
+_trace = Trace("rpc")
 
 _OPTIONS = (
     # Two servers on one port would share its calls by chance.
@@ -97,7 +97,7 @@ class GrpcServer:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("stopped with %d calls unanswered", self._in_flight)
+            _trace.failed("stopped with calls unanswered", calls=self._in_flight)
         await self._server.stop(None)
         if self._socket_file is not None:
             path, inode = self._socket_file
@@ -119,8 +119,8 @@ class GrpcServer:
                 await _abort(context, PeerLost(f"{self.address} has stopped", peer=self.address))
             except DataplaneError as error:
                 await _abort(context, error)
-            except Exception as error:
-                log.exception("a defect in %s", method.name)
+            except Exception as error:  # noqa: BLE001 - a call is answered, whatever happens
+                _trace.broke("a defect", call=method.name)
                 sentence = f"a defect in {method.name}: {type(error).__name__}: {error}"
                 await _abort(context, DataplaneError(sentence))
             finally:

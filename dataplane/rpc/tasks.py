@@ -10,13 +10,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dataplane.errors import DataplaneError
-from dataplane.model import ImageSpec, ListPolicy, Region, StackSpec
-from dataplane.rpc.messages import Batch, Column, FillNull
+from dataplane.model import ColumnOptions, ImageSpec, Region
+from dataplane.rpc.messages import Batch, Column
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """It is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a worker is about to read."""
+
+    block_key: int
+    row: int | None = None
+    column: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The task needs more memory than the worker may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +55,9 @@ class OpenDataset:
     format: str
     schema: bytes
     more: bool = False
-    columns: tuple[str, ...] = ()
-    lists: ListPolicy = ListPolicy.PADDED
-    fill_null: tuple[FillNull, ...] = ()
     pack: bool = False
-    stack: tuple[StackSpec, ...] = ()
+    column_options: ColumnOptions = field(default_factory=ColumnOptions)
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +148,7 @@ class Assemble:
     slab: Region
     render: Render | None = None
     keep: Region | None = None
+    say_where: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +172,7 @@ class Assembled:
 
 
 TaskBody = AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Assemble | CopySlab
-ResultBody = DataplaneError | Done | Decoded | Assembled
+ResultBody = DataplaneError | Done | Decoded | Assembled | Reading | OutOfMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,3 +54,14 @@ class Filling(Protocol):
         Shapes:  into: uint8, writable, contiguous.
         Raises:  as `Store.read`.
         """
+
+
+@runtime_checkable
+class Reconnecting(Protocol):
+    """A store with connections that may be dead without anybody having noticed."""
+
+    def reconnect(self) -> None:
+        """Have requests from now on go out over new connections; those under way go on.
+
+        Raises:  ConfigError: the environment no longer says how. The old connections are kept.
+        """

@@ -6,9 +6,12 @@ import os
 import threading
 from collections.abc import Mapping
 
+from dataplane.errors import StoreError
 from dataplane.store.base import Store
+from dataplane.store.gate import Clock
 from dataplane.store.local import LocalStore
-from dataplane.store.retry import RETRY_TABLE, Clock, Retrying, RetryTable
+from dataplane.store.outage import Observe, Outages
+from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of, normalise, scheme_of
 
 OBSTORE_SCHEMES = ("s3", "gs", "az", "adl", "abfs", "abfss", "http", "https")
@@ -18,19 +21,20 @@ _READ_FROM = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROX
 class Stores:
     """Opens stores and keeps them: their connections are what makes a second read quick.
 
-    `request_timeout_s` bounds one request, `budget_s` a call with all its retries.
+    `request_timeout_s` bounds one request. A store that does not answer is asked again until a
+    call has failed for `budget_s`. `observe` is told of stores that are away: see `outage`.
     """
 
     def __init__(
         self,
-        table: RetryTable = RETRY_TABLE,
         budget_s: float = 120.0,
         request_timeout_s: float = 30.0,
+        observe: Observe | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._table = table
         self._budget_s = budget_s
         self._request_timeout_s = request_timeout_s
+        self._observe = observe or Outages().note
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int, int], Retrying] = {}
@@ -47,14 +51,26 @@ class Stores:
             store = self._open.get(key)
             if store is None:
                 inner = open_store(base, self._request_timeout_s)
-                store = Retrying(inner, self._table, self._budget_s, self._clock)
+                store = Retrying(inner, base, self._budget_s, self._clock, self._observe)
                 self._open[key] = store
             return store
 
-    def close(self) -> None:
-        """Forget every store; their connections close when their last call ends."""
+    def trouble(self, url: str) -> StoreError | None:
+        """Why reads of this url wait now, if they do."""
+        base = base_of(url)
         with self._lock:
+            stores = [store for (of, *_), store in self._open.items() if of == base]
+        return next((found for store in stores if (found := store.trouble(url))), None)
+
+    def close(self) -> None:
+        """Forget every store, and end the calls that wait for one; connections close when the last
+        call over them ends.
+        """
+        with self._lock:
+            stores = list(self._open.values())
             self._open.clear()
+        for store in stores:
+            store.close()
 
 
 def open_store(base: str, request_timeout_s: float = 30.0) -> Store:
@@ -72,7 +88,7 @@ def open_store(base: str, request_timeout_s: float = 30.0) -> Store:
         return ObstoreStore(base, request_timeout_s)
     from dataplane.store.fsspec_store import FsspecStore
 
-    return FsspecStore(base)
+    return FsspecStore(base, request_timeout_s)
 
 
 def connect(url: str) -> Store:

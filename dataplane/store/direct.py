@@ -23,7 +23,8 @@ import urllib.parse
 import weakref
 from collections.abc import Callable, Mapping
 
-from dataplane.errors import StoreThrottled, StoreUnavailable, TruncatedRead
+from dataplane.errors import StoreThrottled
+from dataplane.store.unreachable import Why, unreachable, why_of
 
 CONNECT_TIMEOUT_S = 5.0
 Sign = Callable[[str], str]
@@ -67,21 +68,25 @@ class DirectReads:
     def read_into(self, url: str, key: str, offset: int, etag: str, into: memoryview) -> None:
         """Fill `into` from that offset on.
 
-        Raises:  Refused.  StoreThrottled, StoreUnavailable, TruncatedRead.
+        Raises:  Refused.  StoreThrottled, StoreUnavailable.
         """
         deadline = time.monotonic() + self._timeout_s
         headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}", "If-Match": etag}
         base, target = _split(self._sign(key))
         try:
             connection, answer = self._asked(base, target, headers, deadline)
-        except TimeoutError as cause:
-            raise _late(url) from cause
         except (OSError, http.client.HTTPException) as cause:
-            raise self._refused() from cause
+            why = why_of(cause)
+            if why is None:
+                raise self._refused() from cause
+            raise unreachable(url, base, why) from cause
         is_whole = False
         try:
             _check(url, answer, offset, len(into), etag)
-            _fill(url, answer, connection, into, offset, deadline)
+            try:
+                _fill(answer, connection, into, deadline)
+            except (OSError, http.client.HTTPException) as cause:
+                raise unreachable(url, base, why_of(cause) or Why.BROKEN) from cause
             is_whole = True
         except Refused:
             raise self._refused() from None
@@ -188,42 +193,20 @@ def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int,
 
 
 def _fill(
-    url: str,
     answer: http.client.HTTPResponse,
     connection: http.client.HTTPConnection,
     into: memoryview,
-    offset: int,
     deadline: float,
 ) -> None:
+    """Raises:  TimeoutError.  OSError, http.client.HTTPException: the connection broke."""
     at, length = 0, len(into)
-    try:
-        while at < length:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            if connection.sock is not None:
-                connection.sock.settimeout(left_s)
-            count = answer.readinto(into[at : at + _SLICE_BYTES])
-            if not count:
-                break
-            at += count
-    except TimeoutError as cause:
-        raise _late(url) from cause
-    except (OSError, http.client.HTTPException) as cause:
-        raise _broken(url, "broke off the connection") from cause
-    if at < length:
-        raise TruncatedRead(
-            f"{url}: fewer bytes came than asked for, bytes [{offset}, {offset + length})",
-            shard=url,
-            offset=offset,
-            expected=length,
-            found=at,
-        )
-
-
-def _late(url: str) -> StoreUnavailable:
-    return _broken(url, "did not answer in time: it is overloaded, or a firewall drops packets")
-
-
-def _broken(url: str, what: str) -> StoreUnavailable:
-    return StoreUnavailable(f"{url}: the store {what}", shard=url)
+    while at < length:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if connection.sock is not None:
+            connection.sock.settimeout(left_s)
+        count = answer.readinto(into[at : at + _SLICE_BYTES])
+        if not count:
+            raise ConnectionResetError(f"closed after {at} bytes of {length}")
+        at += count

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.model import ObjectInfo
@@ -98,6 +99,9 @@ def _named(url: str, stores: Connect) -> list[ObjectInfo]:
             f"{_some(below)}. A pattern such as {folder}_* names them",
             shard=url,
         )
+    path = local_path(url)
+    if path is not None and path.is_dir():
+        raise ShardNotFound(f"{path} {_without_files(path)}", shard=url)
     if is_folder:
         raise ShardNotFound(f"there is nothing below {folder}{_near_file(folder)}", shard=url)
     raise ShardNotFound(
@@ -151,6 +155,14 @@ def _near_file(url: str) -> str:
     if near:
         return f"; did you mean {', '.join(str(folder / name) for name in near)}?"
     return f"; {folder} is there and has {len(names)} entries"
+
+
+def _without_files(folder: Path) -> str:
+    """What is wrong with a folder below which there is no file."""
+    names = sorted(entry.name for entry in islice(os.scandir(folder), _NAMES_SHOWN))
+    if not names:
+        return "is an empty folder: name one that has shards, or see whether they were written"
+    return f"has folders ({', '.join(names)}, …), but there is no file in any of them"
 
 
 def _some(infos: Sequence[ObjectInfo]) -> str:

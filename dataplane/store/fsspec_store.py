@@ -3,6 +3,9 @@
 fsspec has no conditional read, so a read is checked after the fact: the object's info is asked
 again behind it. That costs one more request a read, and it is why S3, Google and Azure have
 another store. Pieces that a file system caches of an older object are the file system's own fault.
+
+File systems written with asyncio (s3fs, gcsfs, adlfs, http) are given the deadline of a request;
+others (sftp, hdfs, smb) have only deadlines of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import fsspec
+import fsspec.asyn
 from typing_extensions import Buffer
 
 from dataplane.errors import (
@@ -26,6 +30,7 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.unreachable import passes
 from dataplane.store.urls import base_of, folder_of, scheme_of
 
 T = TypeVar("T")
@@ -38,8 +43,9 @@ _THROTTLES = ("SlowDown", "503", "429", "TooManyRequests", "reduce your request 
 class FsspecStore:
     """One file system of fsspec. `base` is its url: "memory://", "hf://datasets"."""
 
-    def __init__(self, base: str) -> None:
+    def __init__(self, base: str, request_timeout_s: float = 30.0) -> None:
         self._base = base
+        self._request_timeout_s = request_timeout_s
         scheme = scheme_of(base)
         try:
             options = {"use_listings_cache": False, "skip_instance_cache": True}
@@ -57,7 +63,7 @@ class FsspecStore:
                 found: Mapping[str, Any] = self._files.find(root, detail=True)
             except FileNotFoundError:
                 # A folder that is not there is an empty prefix; a bucket that is not there is not.
-                if not self._files.exists(self._path(f"{self._base}/")):
+                if not self._request("exists", self._path(f"{self._base}/")):
                     raise
                 return {}
             return found
@@ -71,7 +77,7 @@ class FsspecStore:
         return iter(sorted(wanted, key=lambda info: info.url))
 
     def head(self, url: str) -> ObjectInfo:
-        info = self._ask(url, lambda: self._files.info(self._path(url)))
+        info = self._ask(url, lambda: self._request("info", self._path(url)))
         if info.get("type", "file") != "file":
             raise ShardNotFound(f"{url} is a folder, not an object", shard=url)
         return _described(url, info)
@@ -82,7 +88,8 @@ class FsspecStore:
         try:
             if length:
                 body = self._ask(
-                    url, lambda: self._files.cat_file(path, start=offset, end=offset + length)
+                    url,
+                    lambda: self._request("cat_file", path, start=offset, end=offset + length),
                 )
         except StoreError as cause:
             fault = cause
@@ -107,6 +114,14 @@ class FsspecStore:
         path: str = self._files._strip_protocol(url)  # noqa: SLF001 - fsspec's own extension point
         return path
 
+    def _request(self, name: str, path: str, **options: Any) -> Any:
+        """One request, with its deadline where the file system can be given one."""
+        files = self._files
+        if not files.async_impl:
+            return getattr(files, name)(path, **options)
+        ask, limit_s = getattr(files, f"_{name}"), self._request_timeout_s
+        return fsspec.asyn.sync(files.loop, ask, path, timeout=limit_s, **options)
+
     def _ask(self, url: str, question: Callable[[], T]) -> T:
         try:
             return question()
@@ -115,24 +130,38 @@ class FsspecStore:
             raise ShardNotFound(f"there is no object {url}, or no {where}", shard=url) from cause
         except PermissionError as cause:
             raise StoreDenied(f"{url}: access refused: {cause}", shard=url) from cause
-        except (TimeoutError, OSError) as cause:
-            if any(word in str(cause) for word in _THROTTLES):
-                raise StoreThrottled(f"{url}: told to slow down: {cause}", shard=url) from cause
-            raise StoreUnavailable(f"{url} cannot be reached: {cause!r}", shard=url) from cause
         except Exception as cause:
             # Each file system has exceptions of its own; none of them may get past this door.
-            raise _foreign(url, cause) from cause
+            raise _mapped(url, cause) from cause
 
 
-def _foreign(url: str, cause: Exception) -> StoreError:
-    name = type(cause).__name__
-    if "Credential" in name:
-        return StoreDenied(f"{url}: {cause}", shard=url)
-    if "Range" in str(cause):
-        return TruncatedRead(f"{url}: {cause}", shard=url)
-    if any(word in name for word in ("Connect", "Timeout", "Client", "HTTP")):
-        return StoreUnavailable(f"{url} cannot be reached: {name}: {cause}", shard=url)
-    return StoreError(f"{url}: {name}: {cause}", shard=url)
+def _mapped(url: str, cause: Exception) -> StoreError:
+    name, text = type(cause).__name__, f"{type(cause).__name__}: {cause}"
+    status = _http_status(cause)
+    if status in (401, 403) or "Credential" in name:
+        return StoreDenied(f"{url}: access refused: {text}", shard=url)
+    if status in (404, 410):
+        return ShardNotFound(f"there is no object {url}: {text}", shard=url)
+    if status in (429, 503) or any(word in str(cause) for word in _THROTTLES):
+        return StoreThrottled(f"{url}: told to slow down: {text}", shard=url)
+    if status and status != 408 and (status < 500 or status in (501, 505)):
+        return StoreError(f"{url}: {text}", shard=url)
+    if "Range" in str(cause) and not isinstance(cause, OSError):
+        return TruncatedRead(f"{url}: {text}", shard=url)
+    is_of_network = any(word in name for word in ("Connect", "Timeout", "Client", "HTTP"))
+    if status or (passes(cause) if isinstance(cause, OSError) else is_of_network):
+        return StoreUnavailable(f"{url} cannot be reached: {text}", shard=url)
+    return StoreError(f"{url}: {text}", shard=url)
+
+
+def _http_status(cause: Exception) -> int:
+    """The HTTP status of an exception of aiohttp, requests, httpx and the like; 0: it has none."""
+    for holder in (cause, getattr(cause, "response", None)):
+        for name in ("status", "status_code"):
+            status = getattr(holder, name, None)
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
+    return 0
 
 
 def _described(url: str, info: Mapping[str, Any]) -> ObjectInfo:

@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 from dataplane.errors import ShardNotFound, StoreDenied, StoreError, StoreUnavailable, TruncatedRead
 from dataplane.model import ObjectInfo
 from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.unreachable import passes
 from dataplane.store.urls import local_path
 
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
@@ -139,7 +140,8 @@ def _mapped(url: str) -> Iterator[None]:
             shard=url,
         ) from cause
     except OSError as cause:
-        raise StoreUnavailable(f"{url} cannot be read: {cause}", shard=url) from cause
+        fault = StoreUnavailable if passes(cause) else StoreError
+        raise fault(f"{url} cannot be read: {cause}", shard=url) from cause
 
 
 def _where(url: str) -> str:

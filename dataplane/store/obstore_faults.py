@@ -20,18 +20,36 @@ from dataplane.errors import (
     StoreUnavailable,
     TruncatedRead,
 )
+from dataplane.store.unreachable import Why, unreachable
 
 _STATUS = re.compile(r"status code: (\d{3})|status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\"code\": ?\"(\w+)\"")
 _ENDPOINT = re.compile(r"Error performing \w+ (https?://[^/\s?]+)")
+_ASKED = re.compile(r"Error performing \w+ (\S+)")
 _THROTTLES = ("SlowDown", "Throttl", "TooManyRequests", "RequestLimitExceeded", "ServerBusy")
-_NO_TOKEN = re.compile(r"latest/api/token|169\.254\.|metadata\.google|credential", re.IGNORECASE)
+_GIVES_CREDENTIALS = re.compile(
+    r"latest/api/token|//169\.254\.|metadata\.google|/credentials\b|//sts\.|//oauth2\.|/oauth2/"
+)
+_WHYS = (
+    (("kind: Timeout", "TimedOut"), Why.LATE),
+    (("dns error", "failed to lookup"), Why.NO_ADDRESS),
+    (("ConnectionRefused",), Why.REFUSED),
+    (("HostUnreachable", "NetworkUnreachable", "NetworkDown"), Why.NO_ROUTE),
+    (("kind: Connect,",), Why.UNKNOWN),
+)
+# A server that speaks plain HTTP, and a certificate: neither passes while a call waits.
+_NO_TLS = "InvalidContentType"
+_NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 
 Fault = StoreError | DatasetChangedError
 
 
-def mapped(cause: Exception, url: str, base: str, span: tuple[int, int] | None) -> Fault:
-    """The error of ours that says what obstore said. `span` is (offset, length) of a read."""
+def mapped(
+    cause: Exception, url: str, base: str, span: tuple[int, int] | None, *, had_credentials: bool
+) -> Fault:
+    """The error of ours that says what obstore said. `span` is (offset, length) of a read; who
+    `had_credentials` before, and gets none now, is not denied anything.
+    """
     text = str(cause)
     status = _first(_STATUS, text)
     code = _first(_CODE, text)
@@ -40,18 +58,13 @@ def mapped(cause: Exception, url: str, base: str, span: tuple[int, int] | None) 
         return DatasetChangedError(f"{url} changed since it was indexed", shard=url)
     if isinstance(cause, FileNotFoundError) or status == "404":
         return _missing(url, base, code)
-    if (
-        isinstance(cause, (PermissionDeniedError, UnauthenticatedError, PermissionError))
-        or status in ("401", "403")
-        or ("error sending request" in text and _NO_TOKEN.search(text))
-        or "missing credential" in text.lower()
-    ):
-        return _denied(url, text, said)
+    if _is_denied(cause, status, text):
+        return _denied(url, text, said, had_credentials=had_credentials)
     if status in ("429", "503") or any(word in code for word in _THROTTLES):
         return StoreThrottled(f"{url}: the store asks to slow down ({said})", shard=url)
-    if status.startswith("5") and status != "501":
+    if (status.startswith("5") and status not in ("501", "505")) or _was_late(status, code):
         return StoreUnavailable(f"{url}: the store failed by its own account ({said})", shard=url)
-    if "IncompleteBody" in text or "UnexpectedRange" in text or status == "416":
+    if "UnexpectedRange" in text or status == "416":
         return _short(url, text, span)
     if "NotPartial" in text:
         return StoreError(
@@ -66,8 +79,23 @@ def mapped(cause: Exception, url: str, base: str, span: tuple[int, int] | None) 
             shard=url,
         )
     if "HttpError" in text or "reqwest" in text:
-        return _unreachable(url, base, text)
+        return _not_connected(url, base, text)
     return StoreError(f"{url}: {_first_line(text)}", shard=url)
+
+
+def _is_denied(cause: Exception, status: str, text: str) -> bool:
+    """Refused, or nobody gives us credentials: a metadata service that is not there, no key."""
+    if isinstance(cause, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
+        return True
+    asked = _ASKED.search(text)
+    is_of_credentials = asked is not None and _GIVES_CREDENTIALS.search(asked[1])
+    no_key = "missing credential" in text.lower()
+    return status in ("401", "403") or bool(is_of_credentials) or no_key
+
+
+def _was_late(status: str, code: str) -> bool:
+    """Our request came too slowly for the store: S3 says that with status 400."""
+    return status == "408" or code == "RequestTimeout"
 
 
 def _missing(url: str, base: str, code: str) -> ShardNotFound:
@@ -78,7 +106,11 @@ def _missing(url: str, base: str, code: str) -> ShardNotFound:
     return ShardNotFound(f"there is no bucket {base}", shard=url)
 
 
-def _denied(url: str, text: str, said: str) -> StoreDenied:
+def _denied(url: str, text: str, said: str, *, had_credentials: bool) -> StoreError:
+    if not said and had_credentials:
+        return StoreUnavailable(
+            f"{url}: the credentials ran out and cannot be renewed ({_first_line(text)})", shard=url
+        )
     if not said:
         return StoreDenied(
             f"{url}: no credentials found ({_first_line(text)}). Set AWS_ACCESS_KEY_ID and "
@@ -103,20 +135,24 @@ def _short(url: str, text: str, span: tuple[int, int] | None) -> TruncatedRead:
     )
 
 
-def _unreachable(url: str, base: str, text: str) -> StoreUnavailable:
+def _not_connected(url: str, base: str, text: str) -> StoreError:
     found = _ENDPOINT.search(text)
     endpoint = found[1] if found else base
-    if "kind: Timeout" in text or "TimedOut" in text:
-        what = "did not answer in time: it is overloaded, or a firewall drops packets"
-    elif "dns error" in text or "failed to lookup" in text:
-        what = "has no address: check the host name (AWS_ENDPOINT_URL, AWS_REGION) and DNS"
-    elif "ConnectionRefused" in text:
-        what = "refused the connection: check that it runs, and the port of AWS_ENDPOINT_URL"
-    elif "kind: Connect," in text:
-        what = "cannot be connected to: check the endpoint, the network, the proxy and TLS"
-    else:
-        what = "broke off the connection"
-    return StoreUnavailable(f"{url}: {endpoint} {what}", shard=url)
+    if _NO_TLS in text:
+        return StoreError(
+            f"{url}: {endpoint} does not speak TLS: write http:// instead of https://, or check "
+            "the port",
+            shard=url,
+        )
+    if "InvalidCertificate" in text:
+        reason = " ".join(_first(_NOT_TRUSTED, text).split()) or "it cannot be verified"
+        return StoreError(
+            f"{url}: the TLS certificate of {endpoint} is not trusted ({reason}): check the host "
+            "name, the clock, and the certificate authorities of this machine",
+            shard=url,
+        )
+    why = next((why for words, why in _WHYS if any(word in text for word in words)), Why.BROKEN)
+    return unreachable(url, endpoint, why)
 
 
 def _bytes(span: tuple[int, int] | None) -> str:

@@ -48,17 +48,26 @@ class ObstoreStore:
         self._base = base
         self._pid = os.getpid()
         self._is_http = scheme_of(base) in ("http", "https")
+        self._request_timeout_s = request_timeout_s
+        self._was_served = False
+        self._direct: direct.DirectReads | None = None
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """As `base.Reconnecting.reconnect`: a client of obstore has one pool of connections."""
         try:
-            self._client = client(base, os.environ, request_timeout_s)
+            made = client(self._base, os.environ, self._request_timeout_s)
         except (ValueError, obstore.exceptions.BaseError) as cause:
             raise ConfigError(
-                f"the environment does not say how to reach {base}: {_first_line(cause)}"
+                f"the environment does not say how to reach {self._base}: {_first_line(cause)}"
             ) from cause
-        self._direct: direct.DirectReads | None = None
-        if isinstance(self._client, S3Store) and direct.is_possible(os.environ):
+        before, self._client, self._direct = self._direct, made, None
+        if before is not None:
+            before.close()
+        if isinstance(made, S3Store) and direct.is_possible(os.environ):
             # Not a method: what holds connections must not be part of a cycle.
-            sign = functools.partial(_signed, self._client)
-            self._direct = direct.DirectReads(sign, request_timeout_s)
+            sign = functools.partial(_signed, made)
+            self._direct = direct.DirectReads(sign, self._request_timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         # obstore lists whole folders: what lies beside the prefix is dropped here.
@@ -136,9 +145,9 @@ class ObstoreStore:
                 shard=url,
             )
         try:
-            return question()
+            answer = question()
         except (obstore.exceptions.BaseError, OSError, ValueError) as cause:
-            fault = mapped(cause, url, self._base, span)
+            fault = mapped(cause, url, self._base, span, had_credentials=self._was_served)
             if isinstance(fault, DatasetChangedError):
                 raise self._changed(url, etag, fault) from cause
             raise fault from cause
@@ -147,6 +156,8 @@ class ObstoreStore:
             if type(cause).__module__ != "pyo3_runtime":
                 raise
             raise StoreError(f"{url}: the client failed inside: {cause}", shard=url) from cause
+        self._was_served = True
+        return answer
 
     def _changed(self, url: str, etag: str, fault: DatasetChangedError) -> Exception:
         """The refusal of a conditional read, with the etag that is there now, if it can be had."""

@@ -18,6 +18,12 @@ Url = str | os.PathLike[str]
 NAMES_MAX = 100_000
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+# Nobody means a local file by these, unless there is one.
+_MISSING_SLASH = re.compile(
+    r"(s3[an]?|gs|gcs|az|azure|adl|abfss?|wasbs?|https?|hf|s?ftp|ssh|(?:web)?hdfs|smb|oss|memory)"
+    r":(?!//)/*(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
 _CHAIN = re.compile(r"::[A-Za-z][A-Za-z0-9+.\-]*://")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])")
@@ -37,6 +43,8 @@ def normalise(url: Url) -> str:
     if _CHAIN.search(text):
         raise ConfigError(f"{text!r} is a chain of urls, which cannot be read by range: name one")
     found = _SCHEME.match(text)
+    if found is None:
+        _check_slashes(text)
     if found is None and not text.startswith("file:"):
         return _file_url(os.path.expanduser(text))  # noqa: PTH111 - Path would drop the last slash
     scheme = found[1].lower() if found else "file"
@@ -48,6 +56,15 @@ def normalise(url: Url) -> str:
     if not authority and scheme not in _NO_AUTHORITY:
         raise ConfigError(f"{text!r} names no bucket: write {scheme}://bucket/key")
     return f"{scheme}://{rest}"
+
+
+def _check_slashes(text: str) -> None:
+    typo = _MISSING_SLASH.match(text)
+    if typo is not None and not os.path.lexists(text):
+        raise ConfigError(
+            f"{text!r} is neither a url nor a file that is there: did you mean "
+            f"{typo[1].lower()}://{typo[2]}? For a local path write ./{text}"
+        )
 
 
 def local_path(url: str) -> Path | None:

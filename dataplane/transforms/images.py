@@ -11,12 +11,14 @@ same are equal. Pure, and without arrays: a trainer links it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
+from dataplane.model import ColumnSpec, Cut, Decoding, ImageSpec, Kind
+from dataplane.transforms.dtypes import dtype_name
+from dataplane.units import whole
 
 Size = int | Sequence[int]
 
@@ -64,9 +66,9 @@ class RandomHorizontalFlip:
 
 @dataclass(frozen=True, slots=True)
 class ToDtype:
-    """uint8 is 0 to 255; float16, bfloat16 and float32 are 0 to 1."""
+    """uint8 is 0 to 255; float16, bfloat16 and float32 are 0 to 1. A name, or torch's dtype."""
 
-    dtype: str
+    dtype: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,14 @@ _STAGES: Final[Mapping[type, int]] = {
     Resize: 0, CenterCrop: 1, RandomResizedCrop: 1, RandomHorizontalFlip: 2,
     ToDtype: 3, Normalize: 3, ToLayout: 3,
 }  # fmt: skip
+# Transforms of torchvision that are called otherwise here.
+_INSTEAD: Final[Mapping[str, str]] = {
+    "Compose": "a list of the transforms",
+    "ToTensor": 'ToDtype("float32") and ToLayout("CHW")',
+    "PILToTensor": 'ToLayout("CHW")',
+    "ToImage": 'ToLayout("CHW")',
+    "ConvertImageDtype": "ToDtype",
+}
 _ALLOWED = (
     "allowed are one geometry (Resize((h, w)), CenterCrop, Resize then CenterCrop, or "
     "RandomResizedCrop), then RandomHorizontalFlip, then ToDtype, Normalize and ToLayout, each "
@@ -101,32 +111,62 @@ _ALLOWED = (
 )
 
 
-def image_specs(transforms: Mapping[str, Sequence[Transform]]) -> tuple[ImageSpec, ...]:
-    """What these lists mean, by column.
+def image_specs(
+    transforms: Mapping[str, Sequence[Transform]], decode: str | None = None
+) -> tuple[ImageSpec, ...]:
+    """What these lists mean, by column; `decode` is "exact", "fast" or None, for all of them.
 
     Raises:  ConfigError: steps that mean nothing, or not in this order; names column and step.
+             A `decode` that is unknown, or given without transforms.
     """
+    decoding = _decoding(decode)
+    if decode is not None and not transforms:
+        raise ConfigError(
+            f"decode={decode!r} without transforms: it says how precisely the images of transforms "
+            "are decoded; leave it out, or declare transforms",
+            field="decode",
+        )
     if not isinstance(transforms, Mapping) or not all(isinstance(one, str) for one in transforms):
         raise ConfigError(
             f"transforms={transforms!r:.80}: pass a dict of lists, by column: "
             '{"jpg": [RandomResizedCrop(224)]}',
             field="transforms",
         )
-    return tuple(image_spec(column, transforms[column]) for column in sorted(transforms))
+    specs = (image_spec(column, transforms[column]) for column in sorted(transforms))
+    return tuple(_with_decoding(spec, decoding) for spec in specs)
+
+
+def _decoding(given: object) -> Decoding:
+    choices = {"exact": Decoding.EXACT, "fast": Decoding.FAST, None: Decoding.AUTO}
+    if not isinstance(given, str | None) or given not in choices:
+        raise ConfigError(
+            f'decode={given!r:.80}: choose "exact" or "fast", or leave it out for exact resizes '
+            "and center crops, and fast random crops",
+            field="decode",
+        )
+    return choices[given]
+
+
+def _with_decoding(spec: ImageSpec, decoding: Decoding) -> ImageSpec:
+    """Equal to the default where it means the same, so that digests are equal too."""
+    asked = replace(spec, decode=decoding)
+    return spec if asked.may_reduce == spec.may_reduce else asked
 
 
 def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
     """What one column's list means.   Raises:  ConfigError: as `image_specs`."""
     if not isinstance(steps, Sequence) or isinstance(steps, str):
+        where = f"transforms of column {column!r}"
         raise ConfigError(
-            f"transforms of column {column!r}: pass a list of them, not {steps!r:.80}; {_ALLOWED}",
+            f"{where}: pass a list of them, not {steps!r:.80}; {_instead(steps) or _ALLOWED}",
             field="transforms",
         )
     spec, seen = ImageSpec(column, 0, 0, Cut.WHOLE), list[type]()
     for number, step in enumerate(steps, 1):
         where = f"transforms of column {column!r}, step {number} ({step!r:.80})"
         if type(step) not in _STAGES:
-            raise ConfigError(f"{where} is no transform; {_ALLOWED}", field="transforms")
+            why = _instead(step) or f"is not a transform; {_ALLOWED}"
+            raise ConfigError(f"{where}: {why}", field="transforms")
         if not _may_follow(type(step), seen):
             after = f"after {seen[-1].__name__}" if seen else "first"
             raise ConfigError(f"{where} cannot come {after}; {_ALLOWED}", field="transforms")
@@ -145,6 +185,19 @@ def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
     return spec
 
 
+def _instead(step: object) -> str:
+    """What to use in place of a transform of torchvision, which runs in the trainer; "" of all
+    else.
+    """
+    name = type(step).__name__
+    if not type(step).__module__.startswith("torchvision."):
+        return ""
+    ours = {one.__name__: one.__name__ for one in _STAGES} | dict(_INSTEAD)
+    if name not in ours:
+        return f"it is torchvision's {name}, which nodes do not have; {_ALLOWED}"
+    return f"it is torchvision's {name}: use {ours[name]} of dataplane_torch, which nodes run"
+
+
 def _may_follow(step: type, seen: Sequence[type]) -> bool:
     if not seen:
         return True
@@ -156,8 +209,8 @@ def _may_follow(step: type, seen: Sequence[type]) -> bool:
 
 def _with(spec: ImageSpec, step: Transform, where: str) -> ImageSpec:
     match step:
-        case Resize(size) if isinstance(size, int):
-            return replace(spec, resize=(size,))
+        case Resize(size) if (side := whole(size)) is not None:
+            return replace(spec, resize=(side,))
         case Resize(size):
             height, width = _size(size, where)
             return replace(spec, resize=(height, width), height=height, width=width)
@@ -179,20 +232,20 @@ def _with(spec: ImageSpec, step: Transform, where: str) -> ImageSpec:
                 std=_numbers(std, _COLOURS, "std", where),
             )
         case ToDtype(dtype):
-            return replace(spec, dtype=_word(dtype, DTYPES, where))
+            return replace(spec, dtype=_word(dtype_name(dtype), DTYPES, where))
         case ToLayout(layout):
             return replace(spec, layout=_word(layout, LAYOUTS, where))
 
 
 def _size(given: Size, where: str) -> tuple[int, int]:
-    sides = (given, given) if isinstance(given, int) else given
-    if (
-        not isinstance(sides, Sequence)
-        or len(sides) != 2
-        or not all(isinstance(side, int) for side in sides)
-    ):
-        raise ConfigError(f"{where}: a size is one int, or (height, width)", field="transforms")
-    return sides[0], sides[1]
+    side = whole(given)
+    if side is not None:
+        return side, side
+    sides = [whole(each) for each in given] if isinstance(given, Iterable) else []
+    match sides:
+        case [int(height), int(width)]:
+            return height, width
+    raise ConfigError(f"{where}: a size is one int, or (height, width)", field="transforms")
 
 
 def _numbers(given: Sequence[float], count: int, name: str, where: str) -> tuple[float, ...]:

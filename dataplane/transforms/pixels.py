@@ -3,13 +3,12 @@
 Every image becomes RGB: grey is repeated, CMYK and YCCK are taken as inverted (as Adobe and Pillow
 do) and converted without a colour profile, an alpha channel is dropped and what lies under it
 stays; of 16 bits a channel the upper eight count. EXIF orientation is applied. A JPEG is decoded
-only where its box lies, shrunk by 2, 4 or 8 on the way where the box has so many times the pixels
-that are wanted. Everything else is decoded whole, by Pillow.
+only where its box lies, and at a half, a quarter or an eighth if it may be reduced and that leaves
+enough pixels. Everything else is decoded whole, by Pillow.
 
-A result depends on image, box, flip and view alone, and not on the processor. It differs by at most
-`TOLERANCE` of 255 from what Pillow makes of the whole image, and where a JPEG is shrunk while it is
-decoded, by `TOLERANCE_SHRUNK` in the mean. Without compiled library or libjpeg-turbo Pillow makes
-all of it, within the same bounds.
+A result depends on image, box, flip, view and `may_reduce`, and not on the processor. It differs by
+at most `TOLERANCE` of 255 from what Pillow makes of the whole image, unless a JPEG was reduced.
+Without the compiled library Pillow and numpy make all pixels, within `TOLERANCE` of the library's.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ Bytes = NDArray[np.uint8]
 LAYOUTS: Final = ("HWC", "CHW")
 DTYPES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 TOLERANCE: Final = 1
-TOLERANCE_SHRUNK: Final = 5.0
 _SIDE_MAX = 1 << 15
-_NO_JPEG = 1
+_FOR_PILLOW = 1
 _COLOURS = 3
 
 
@@ -95,6 +93,25 @@ class PixelView:
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
 
+_Sides = ctypes.c_int32 * 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Crop:
+    """Of one image as it is seen.   Shapes:  box: float64[4] = top, left, height, width."""
+
+    box: Doubles
+    is_flipped: bool
+    may_reduce: bool
+
+    def shrink(self, view: PixelView) -> int:
+        """By how much it may be shrunk and leave as many pixels as the view has: 1, 2, 4 or 8."""
+        if not self.may_reduce:
+            return 1
+        least = min(self.box[2] / view.height, self.box[3] / view.width)
+        return max(by for by in (1, 2, 4, 8) if by == 1 or least >= by)
+
+
 def sizes(images: Ints, by: Maker | None = None) -> NDArray[np.int32]:
     """(height, width) of each image as it is seen, its EXIF orientation applied, from its header.
 
@@ -105,14 +122,14 @@ def sizes(images: Ints, by: Maker | None = None) -> NDArray[np.int32]:
     by = by or maker()
     images = np.ascontiguousarray(images, np.int64)
     found = np.empty((len(images), 2), np.int32)
-    outcomes = np.full(len(images), _NO_JPEG, np.uint8)
+    outcomes = np.full(len(images), _FOR_PILLOW, np.uint8)
     if by.library is not None:
         reason = ctypes.create_string_buffer(REASON_BYTES)
         failed = by.library.pixels_sizes(
             images.ctypes.data, len(images), found.ctypes.data, outcomes.ctypes.data, reason
         )
         _refuse(failed, reason)
-    for row in np.flatnonzero(outcomes == _NO_JPEG).tolist():
+    for row in np.flatnonzero(outcomes == _FOR_PILLOW).tolist():
         with pillow.opened(images, row) as (image, orientation):
             found[row] = pillow.seen_size(image, orientation)
     return found
@@ -126,12 +143,16 @@ def render(
     out: Bytes,
     by: Maker | None = None,
     trails: Ints | None = None,
+    *,
+    may_reduce: bool = False,
 ) -> None:
     """What lies in the box of each image, resized to the view, mirrored left-right where `flips`
     says so, normalised, in the view's layout.
 
     A resize is bilinear with antialiasing: torchvision's antialias=True, Pillow's BILINEAR with a
-    box, whose filter also sees the pixels around the box.
+    box, whose filter also sees the pixels around the box. If it `may_reduce`, a JPEG whose box has
+    at least 2, 4 or 8 times the pixels of the view, in both directions, is decoded at a half, a
+    quarter or an eighth.
 
     `trails` is memory beside each image, zero at first: a crop notes there where in the image rows
     and columns begin, and later ones skip what they do not need. Processes may use it at once.
@@ -153,31 +174,47 @@ def render(
         raise ValueError("images, trails, boxes, flips and out are not of one length")
     if not out.flags.c_contiguous:
         raise ValueError("out is not contiguous")
-    outcomes = np.full(count, _NO_JPEG, np.uint8)
-    form = _form(view)
-    if by.library is not None and by.has_jpeg:
+    outcomes = np.full(count, _FOR_PILLOW, np.uint8)
+    if by.library is not None:
         reason = ctypes.create_string_buffer(REASON_BYTES)
         failed = by.library.pixels_render(
             images.ctypes.data, kept.ctypes.data, count, boxes.ctypes.data, flips.ctypes.data,
-            ctypes.byref(form), view.bytes, out.ctypes.data, outcomes.ctypes.data, reason,
+            ctypes.byref(_form(view)), view.bytes, may_reduce,
+            out.ctypes.data, outcomes.ctypes.data, reason,
         )  # fmt: skip
         _refuse(failed, reason)
     places = out.reshape(count, view.bytes)
-    for row in np.flatnonzero(outcomes == _NO_JPEG).tolist():
-        with pillow.opened(images, row) as (image, orientation):
-            _check(boxes[row], *pillow.seen_size(image, orientation), row)
-            if by.library is None:
-                seen = pillow.turned(pillow.rgb(image), orientation)
-                pixels = pillow.resized(seen, boxes[row], view.height, view.width)
-                places[row] = _delivered(pixels, view, is_flipped=bool(flips[row]))
-                continue
-            stored = pillow.rgb(image).tobytes("raw", "RGBX")
-            failed = by.library.pixels_resize(
-                stored, image.height, image.width, orientation, boxes[row].ctypes.data,
-                flips[row:].ctypes.data, ctypes.byref(form), places[row].ctypes.data,
-            )  # fmt: skip
-            if failed:
-                raise ImageError("no memory for its resize", row=row)
+    for row in np.flatnonzero(outcomes == _FOR_PILLOW).tolist():
+        crop = _Crop(boxes[row], bool(flips[row]), may_reduce)
+        _render_by_pillow(images, row, crop, view, by, places[row])
+
+
+def _render_by_pillow(
+    images: Ints, row: int, crop: _Crop, view: PixelView, by: Maker, out: Bytes
+) -> None:
+    """One image that Pillow decodes."""
+    with pillow.opened(images, row) as (image, orientation):
+        _check(crop.box, *pillow.seen_size(image, orientation), row)
+        decoded = pillow.decode(image, orientation, crop.shrink(view))
+        if by.library is None:
+            resized = pillow.resized(decoded, crop.box, view.height, view.width)
+            out[:] = _delivered(resized, view, is_flipped=crop.is_flipped)
+        elif not _resize(by.library, decoded, crop, view, out):
+            raise MemoryError("no memory for its resize")
+
+
+def _resize(
+    library: ctypes.CDLL, decoded: pillow.StoredPixels, crop: _Crop, view: PixelView, out: Bytes
+) -> bool:
+    """Whether there was memory for it."""
+    pixels = decoded.pixels
+    failed = library.pixels_resize(
+        pixels.tobytes("raw", "RGBX"), _Sides(pixels.height, pixels.width),
+        _Sides(decoded.height, decoded.width), decoded.orientation, decoded.shrink,
+        crop.box.ctypes.data, ctypes.byref(ctypes.c_uint8(crop.is_flipped)),
+        ctypes.byref(_form(view)), out.ctypes.data,
+    )  # fmt: skip
+    return not failed
 
 
 def _form(view: PixelView) -> _View:
@@ -188,8 +225,13 @@ def _form(view: PixelView) -> _View:
 
 
 def _refuse(row: int, reason: ctypes.Array[ctypes.c_char]) -> None:
-    if row >= 0:
-        raise ImageError(reason.value.decode(errors="replace"), row=row)
+    if row < 0:
+        return
+    said = reason.value.decode(errors="replace")
+    # Our own words, and libjpeg's.
+    if said.startswith(("no memory", "Insufficient memory")):
+        raise MemoryError(said)
+    raise ImageError(said, row=row)
 
 
 def _check(box: Doubles, height: int, width: int, row: int) -> None:

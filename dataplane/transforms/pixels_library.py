@@ -1,81 +1,108 @@
-"""What makes pixels: libpixels.so over a libjpeg-turbo, the same over Pillow, or Pillow alone."""
+"""What makes pixels, and its name: libpixels.so over libjpeg-turbo, or Pillow alone."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import PIL
+from PIL import features
 
 from dataplane import compiled
 
 SOURCES = Path(__file__).with_name("csrc")
 LIBRARY = Path(__file__).with_name("libpixels.so")
 REASON_BYTES = 256
-_SONAME = "libjpeg.so.62"
+_PATH_BYTES = 4096
+_VERSION = re.compile(rb"libjpeg-turbo version ([0-9.]+)")
+# What Pillow decodes with, where versions of it may give other pixels.
+_CODECS = {
+    "libjpeg_turbo": "libjpeg-turbo",
+    "webp": "libwebp",
+    "avif": "libavif",
+    "jpg_2000": "openjpeg",
+    "libtiff": "libtiff",
+}
 
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 _SIGNATURES: dict[str, compiled.Signature] = {
-    # path, reason -> whether it is a libjpeg-turbo that can be used
-    "pixels_open": (_I64, (ctypes.c_char_p, _POINTER)),
+    # path, reason: both are written -> whether libjpeg is the one that this was compiled for
+    "pixels_open": (_I64, (_POINTER, _POINTER)),
     # images, count, sizes, outcomes, reason -> the first row that failed
     "pixels_sizes": (_I64, (_POINTER, _I64, *(_POINTER,) * 3)),
-    # images, trails, count, boxes, flips, view, view_bytes, out, outcomes, reason -> the same
+    # images, trails, count, boxes, flips, view, view_bytes, may_reduce, out, outcomes, reason
+    # -> the same
     "pixels_render": (
         _I64,
-        (_POINTER, _POINTER, _I64, *(_POINTER,) * 3, _I64, *(_POINTER,) * 3),
+        (_POINTER, _POINTER, _I64, *(_POINTER,) * 3, _I64, _I32, *(_POINTER,) * 3),
     ),
-    # pixels, height, width, orientation, box, flip, view, out -> 0, or 1: no memory
-    "pixels_resize": (_I64, (_POINTER, _I32, _I32, _I32, *(_POINTER,) * 4)),
+    # pixels, decoded, stored, orientation, shrink, box, flip, view, out -> 0, or 1: no memory
+    "pixels_resize": (_I64, (*(_POINTER,) * 3, _I32, _I32, *(_POINTER,) * 4)),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """`library` is None where Pillow and numpy do all; without `has_jpeg` Pillow decodes, and the
-    library resizes. `missing` says why.
+    """`library` is None where Pillow and numpy make all pixels; `missing` says why.
+
+    Two makers with the same `name` make the same pixels of the same images.
     """
 
     library: ctypes.CDLL | None
-    has_jpeg: bool
+    name: str
     missing: str = ""
 
     def __str__(self) -> str:
-        if self.library is None:
-            return f"Pillow and numpy ({self.missing})"
-        return "libjpeg-turbo" if self.has_jpeg else f"Pillow, resized in C ({self.missing})"
-
-
-PILLOW = Maker(None, has_jpeg=False, missing="chosen")
+        return self.name
 
 
 @functools.cache
 def maker() -> Maker:
-    """The best that this installation has, loaded once."""
+    """The best maker that this installation has, loaded once."""
     return load(LIBRARY, SOURCES)
 
 
+@functools.cache
+def pillow_maker(missing: str = "chosen") -> Maker:
+    """Pillow and numpy, without a compiled library."""
+    return Maker(None, _pillow_name(), missing)
+
+
 def load(path: Path, sources: Path) -> Maker:
-    """With the library, if it was made from these sources, and the first libjpeg that it takes."""
+    """The library at this path, if it was made from these sources and its libjpeg can be used."""
     files = sorted(file for file in sources.iterdir() if file.suffix in {".c", ".h"})
     found = compiled.load(path, files, "pixels_source_crc", _SIGNATURES)
     library = found.library
     if library is None:
-        return Maker(None, has_jpeg=False, missing=found.missing)
-    refusals = []
+        return pillow_maker(found.missing)
+    where = ctypes.create_string_buffer(_PATH_BYTES)
     reason = ctypes.create_string_buffer(REASON_BYTES)
-    for candidate in _candidates():
-        if library.pixels_open(candidate.encode(), reason):
-            return Maker(library, has_jpeg=True)
-        refusals.append(f"{candidate}: {reason.value.decode(errors='replace')}")
-    return Maker(library, has_jpeg=False, missing="; ".join(refusals))
+    if not library.pixels_open(where, reason):
+        said = reason.value.decode(errors="replace")
+        return pillow_maker(f"{where.value.decode(errors='replace')}: {said}")
+    crc = compiled.crc_of(files)
+    turbo = _libjpeg_version(Path(where.value.decode(errors="surrogateescape")))
+    return Maker(library, f"libjpeg-turbo {turbo}, kernels {crc:08x}; {_pillow_name()}")
 
 
-def _candidates() -> Iterator[str]:
-    """What Pillow's wheel carries, and what the system has."""
-    carried = Path(PIL.__file__).parents[1] / "pillow.libs"
-    yield from (str(path) for path in sorted(carried.glob("libjpeg-*.so.62*")))
-    yield _SONAME
+def _libjpeg_version(path: Path) -> str:
+    """The version that a library's file contains, since no function tells it; of a file without
+    one, its checksum.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return "of unknown version"
+    found = _VERSION.search(content)
+    return found[1].decode() if found else f"with checksum {zlib.crc32(content):08x}"
+
+
+def _pillow_name() -> str:
+    """Pillow and what it decodes with: of every format but JPEG, or of all."""
+    versions = {name: features.version(feature) for feature, name in _CODECS.items()}
+    said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return f"Pillow {PIL.__version__} ({said})"

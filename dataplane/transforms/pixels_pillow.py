@@ -1,4 +1,4 @@
-"""Pixels by Pillow: of every format but JPEG, and of all where there is no compiled library.
+"""Pixels by Pillow: of every format but JPEG, and of all formats without the compiled library.
 
 Pillow converts to RGB, and its ways are ours: grey is repeated, CMYK becomes RGB without a colour
 profile, an alpha channel is dropped and what lies under it stays. Of 16 bits a channel the upper
@@ -13,12 +13,15 @@ import io
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from dataplane.errors import ImageError
+
+Bytes = NDArray[np.uint8]
 
 # No format that starts another program, fetches something, or needs several files.
 FORMATS = (
@@ -36,10 +39,12 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_TRANSPOSING = 5
+"""Orientations from this one on exchange rows and columns."""
 # What Pillow's decoders raise when the bytes are not what they should be.
 _FAULTS = (
     OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, AttributeError,
-    ArithmeticError, AssertionError, RuntimeError, MemoryError, struct.error,
+    ArithmeticError, AssertionError, RuntimeError, struct.error,
     Image.DecompressionBombError,
 )  # fmt: skip
 
@@ -66,6 +71,8 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
                     f"too large: {image.height} x {image.width} pixels, more than {PIXELS_MAX}",
                     row=row,
                 )
+            # All bytes at once: libjpeg cannot pause in the middle of arithmetic codes.
+            image.decodermaxblock = max(image.decodermaxblock, length)
             yield image, _orientation(image)
     except _FAULTS as fault:
         raise ImageError(f"Pillow cannot decode it: {fault}", row=row) from fault
@@ -81,10 +88,11 @@ def _orientation(image: Image.Image) -> int:
 
 def seen_size(image: Image.Image, orientation: int) -> tuple[int, int]:
     """(height, width) of what people see of an image."""
-    return (image.width, image.height) if orientation >= 5 else (image.height, image.width)
+    transposed = orientation >= _TRANSPOSING
+    return (image.width, image.height) if transposed else (image.height, image.width)
 
 
-def rgb(image: Image.Image) -> Image.Image:
+def _rgb(image: Image.Image) -> Image.Image:
     """Decode an image, as it is stored."""
     if image.mode.startswith(("I", "F")):
         values = np.asarray(image)
@@ -97,22 +105,55 @@ def rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def turned(image: Image.Image, orientation: int) -> Image.Image:
-    """An image as it is seen, of one as it is stored."""
-    return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+@dataclass(frozen=True, slots=True)
+class StoredPixels:
+    """RGB pixels as they are stored: of a JPEG maybe 1/shrink of its `height` x `width`."""
+
+    pixels: Image.Image
+    orientation: int
+    height: int
+    width: int
+    shrink: int
 
 
-def resized(
-    image: Image.Image, box: NDArray[np.float64], height: int, width: int
-) -> NDArray[np.uint8]:
+def decode(image: Image.Image, orientation: int, shrink: int) -> StoredPixels:
+    """Decode an image that was opened; a JPEG at 1/shrink, a power of two, as libjpeg does it."""
+    height, width = image.height, image.width
+    if shrink > 1 and image.draft(None, (width // shrink, height // shrink)) is None:
+        shrink = 1
+    return StoredPixels(_rgb(image), orientation, height, width, shrink)
+
+
+def resized(decoded: StoredPixels, box: NDArray[np.float64], height: int, width: int) -> Bytes:
     """What lies in the box of an image as it is seen.
 
     Shapes:  box: float64[4] = top, left, height, width.   result: uint8[height, width, 3].
     """
-    top, left, down, right = box.tolist()
+    image = decoded.pixels
+    if decoded.orientation in _TURNS:
+        image = image.transpose(_TURNS[decoded.orientation])
+    top, left, down, right = _box_reduced(box, decoded).tolist()
     # Pillow allows no box that leaves the image by a rounding error.
     edges = (
         max(left, 0.0), max(top, 0.0),
         min(left + right, float(image.width)), min(top + down, float(image.height)),
     )  # fmt: skip
     return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, edges))
+
+
+def _box_reduced(box: NDArray[np.float64], decoded: StoredPixels) -> NDArray[np.float64]:
+    """Where a box lies in what is seen of the decoded pixels.
+
+    If a side is no multiple of `shrink`, the last decoded row or column is only partly within the
+    image. It is the last one that is stored, and so the first that is seen of a mirrored image.
+    """
+    shrink, orientation = decoded.shrink, decoded.orientation
+    surplus = [-(-side // shrink) - side / shrink for side in (decoded.height, decoded.width)]
+    before = [
+        surplus[0] if orientation in {3, 4, 6, 7} else 0.0,
+        surplus[1] if orientation in {2, 3, 7, 8} else 0.0,
+    ]
+    if orientation >= _TRANSPOSING:
+        before.reverse()
+    moved: NDArray[np.float64] = box / shrink + np.array([*before, 0.0, 0.0])
+    return moved

@@ -11,16 +11,19 @@ import numpy as np
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnSpec, Kind, StackSpec
+from dataplane.transforms.dtypes import dtype_name
 
 _EXAMPLE = 'stack={"features": ["age", "price"]}'
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Columns in this order, as one tensor of this dtype; "" for the one that all of them have."""
+    """Columns in this order, as one tensor of this dtype (a name, or torch's); "" for the one that
+    all of them have.
+    """
 
     columns: Sequence[str]
-    dtype: str = ""
+    dtype: object = ""
 
 
 def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec, ...]:
@@ -51,11 +54,13 @@ def _spec(name: str, given: object) -> StackSpec:
         )
     if not all(isinstance(column, str) for column in columns):
         raise ConfigError(f"stack {name!r}: {list(columns)!r:.80} are no names", field="stack")
-    if stack.dtype and stack.dtype not in _DTYPES:
+    dtype = dtype_name(stack.dtype)
+    if dtype and dtype not in _DTYPES:
         raise ConfigError(
-            f"stack {name!r}: dtype {stack.dtype!r} is none of {', '.join(_DTYPES)}", field="stack"
+            f"stack {name!r}: dtype is {stack.dtype!r:.80}: choose one of {', '.join(_DTYPES)}",
+            field="stack",
         )
-    return StackSpec(name, tuple(columns), stack.dtype)
+    return StackSpec(name, tuple(columns), dtype)
 
 
 _DTYPES = (

@@ -14,11 +14,13 @@ from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
-from dataplane.model import End, ListPolicy, Topology
+from dataplane.model import End, Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
-from dataplane.transforms.images import Transform, image_specs
-from dataplane.transforms.stacks import Stack, stack_specs
+from dataplane.transforms.images import image_specs
+from dataplane.transforms.options import column_options
+from dataplane.units import whole
 from dataplane_torch.group import launch_token
+from dataplane_torch.options import DEFAULTS, UrlOptions
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -44,20 +46,6 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
 }
 
 
-# What torch's DataLoader does not take, with our defaults.
-_URLS_ONLY: Final[Mapping[str, object]] = {
-    **dict.fromkeys(
-        (
-            *("end", "global_batch_size", "columns", "fill_null", "transforms", "stack"),
-            *("format", "lanes", "window", "service", "name", "sharing", "topology", "dp_rank"),
-            "dp_size",
-        )
-    ),
-    "seed": 0,
-    "lists": "padded",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """A job to open, and where: a value that DataLoader workers get by fork or by pickle.
@@ -77,25 +65,9 @@ class Arguments:
     urls: object
     batch_size: int | None
     shuffle: bool | None
-    seed: int
     drop_last: bool
-    end: str | None
-    global_batch_size: int | None
-    columns: Sequence[str] | None
-    lists: str
-    fill_null: Mapping[str, float] | None
-    transforms: Mapping[str, Sequence[Transform]] | None
-    stack: Mapping[str, Stack | Sequence[str]] | None
-    format: str | None
-    lanes: int | None
-    window: int | None
-    service: str | None
-    name: str | None
-    sharing: str | None
-    topology: Topology | None
-    dp_rank: int | None
-    dp_size: int | None
     timeout: float
+    options: UrlOptions
 
 
 def job_of(given: Arguments) -> Job:
@@ -105,37 +77,40 @@ def job_of(given: Arguments) -> Job:
              PeerLost: torch.distributed is initialised, and its store does not answer.
     """
     urls = _urls(given.urls)
-    distributed = _distributed()
+    options, distributed = given.options, _distributed()
     topology = find_topology(
         os.environ,
-        explicit=given.topology,
+        explicit=options["topology"],
         distributed=distributed,
-        dp_rank=given.dp_rank,
-        dp_size=given.dp_size,
+        dp_rank=options["dp_rank"],
+        dp_size=options["dp_size"],
     )
     launch = identity.launch_identity(os.environ, topology.world_size, launch_token())
     if given.timeout < 0:
         raise ConfigError(f"timeout is {given.timeout}: 0 or more seconds", field="timeout")
     request = OpenJob(
-        job_id=identity.job_id(launch, urls, given.name),
+        job_id=identity.job_id(launch, urls, options["name"]),
         incarnation=launch.incarnation,
         member_id="",
-        source=DatasetSource(urls, given.format or ""),
+        source=DatasetSource(urls, options["format"] or ""),
         topology=topology,
-        seed=_count("seed", given.seed, 0, _SEED_MAX),
+        seed=_count("seed", options["seed"], 0, _SEED_MAX),
         shuffle=bool(given.shuffle),
-        lanes=_optional_count("lanes", given.lanes),
-        window=_optional_count("window", given.window),
+        lanes=_optional_count("lanes", options["lanes"]),
+        window=_optional_count("window", options["window"]),
         global_batch=_global_batch(given, topology),
         end=_end(given),
-        columns=_columns(given.columns),
-        lists=_lists(given.lists),
-        fill_null=tuple(sorted((name, float(v)) for name, v in (given.fill_null or {}).items())),
-        transforms=image_specs(given.transforms or {}),
-        sharing=_sharing(given.sharing),
-        stack=stack_specs(given.stack or {}),
+        transforms=image_specs(options["transforms"] or {}, options["decode"]),
+        sharing=_sharing(options["sharing"]),
+        column_options=column_options(
+            columns=options["columns"],
+            lists=options["lists"],
+            fill_null=options["fill_null"],
+            nulls=options["nulls"],
+            stack=options["stack"],
+        ),
     )
-    service = given.service or os.environ.get("DATAPLANE_SERVICE")
+    service = options["service"] or os.environ.get("DATAPLANE_SERVICE")
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
     return Job(endpoint, request, given.timeout or None)
 
@@ -145,13 +120,27 @@ def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
 
     Raises:  ConfigError: not over urls.
     """
-    for name, value in given.items():
-        default, advice = _TORCH_ONLY[name]
-        if value != default:
-            raise ConfigError(
-                f"{name}={value!r:.80} does not apply to a dataset that is named by urls: {advice}",
-                field=name,
-            )
+    for name in passed_to_torch(given):
+        raise ConfigError(
+            f"{name}={given[name]!r:.80} does not apply to a dataset that is named by urls: "
+            f"{_TORCH_ONLY[name][1]}",
+            field=name,
+        )
+
+
+def passed_to_torch(given: Mapping[str, Any]) -> list[str]:
+    """Those arguments that only mean something over a torch Dataset and are not the default."""
+    return [name for name, value in given.items() if value != _TORCH_ONLY[name][0]]
+
+
+def passed_options(given: Arguments) -> list[str]:
+    """Those that only mean something over urls and are not the default."""
+    options: Mapping[str, object] = {**given.options}
+    return [
+        name
+        for name, value in options.items()
+        if value is not DEFAULTS[name] and value != DEFAULTS[name]
+    ]
 
 
 def refuse_arguments(given: Arguments) -> None:
@@ -159,20 +148,20 @@ def refuse_arguments(given: Arguments) -> None:
 
     Raises:  ConfigError: not over a torch Dataset.
     """
-    for name, default in _URLS_ONLY.items():
-        value = getattr(given, name)
-        if value != default:
-            raise ConfigError(
-                f"{name}={value!r:.80} applies to datasets that are named by urls, and this is a "
-                f"{type(given.urls).__name__}: its Dataset, sampler and collate_fn decide that",
-                field=name,
-            )
+    options: Mapping[str, object] = {**given.options}
+    for name in passed_options(given):
+        raise ConfigError(
+            f"{name}={options[name]!r:.80} applies to datasets that are named by urls, and this is "
+            f"a {type(given.urls).__name__}: its Dataset, sampler and collate_fn decide that",
+            field=name,
+        )
 
 
 def _urls(given: object) -> tuple[str, ...]:
     if isinstance(given, Dataset):
         raise ConfigError(
-            f"a torch Dataset ({type(given).__name__}) is none: pass it to DataLoader",
+            f"expected the urls of shards, got a torch Dataset ({type(given).__name__}): pass it "
+            "to DataLoader instead",
             field="urls",
         )
     if isinstance(given, str | os.PathLike):
@@ -206,43 +195,28 @@ def _distributed() -> tuple[int, int] | None:
 
 
 def _global_batch(given: Arguments, topology: Topology) -> int:
-    if given.global_batch_size is None:
+    whole = given.options["global_batch_size"]
+    if whole is None:
         return _count("batch_size", given.batch_size, 1) * topology.dp_size
     if given.batch_size != 1:
         raise ConfigError(
-            f"batch_size={given.batch_size} (of one rank) and global_batch_size="
-            f"{given.global_batch_size} (of all of them) say two things: pass one",
+            f"batch_size={given.batch_size} (of one rank) and global_batch_size={whole} (of all of "
+            "them) say two things: pass one",
             field="global_batch_size",
         )
-    return _count("global_batch_size", given.global_batch_size, 1)
+    return _count("global_batch_size", whole, 1)
 
 
 def _end(given: Arguments) -> End:
-    if given.end is None:
+    end = given.options["end"]
+    if end is None:
         return End.DROP if given.drop_last else End.RAGGED
     ends = {end.value: end for end in End}
-    if given.end not in ends:
-        raise ConfigError(f"end={given.end!r}: choose one of {', '.join(ends)}", field="end")
-    if given.drop_last and ends[given.end] is not End.DROP:
-        raise ConfigError(
-            f"drop_last=True and end={given.end!r} say two things: pass one", field="end"
-        )
-    return ends[given.end]
-
-
-def _lists(given: str) -> ListPolicy:
-    policies = {policy.value: policy for policy in ListPolicy}
-    if given not in policies:
-        raise ConfigError(f"lists={given!r}: choose one of {', '.join(policies)}", field="lists")
-    return policies[given]
-
-
-def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise ConfigError(f"columns={given!r}: pass a list of names", field="columns")
-    if given is not None and not given:
-        raise ConfigError("columns=[] leaves nothing: name some, or leave it out", field="columns")
-    return tuple(given or ())
+    if end not in ends:
+        raise ConfigError(f"end={end!r}: choose one of {', '.join(ends)}", field="end")
+    if given.drop_last and ends[end] is not End.DROP:
+        raise ConfigError(f"drop_last=True and end={end!r} say two things: pass one", field="end")
+    return ends[end]
 
 
 def _sharing(given: object) -> str:
@@ -260,8 +234,20 @@ def _optional_count(name: str, value: int | None) -> int | None:
 
 
 def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+    found = whole(value)
+    if found is None or not least <= found <= most:
         raise ConfigError(
             f"{name}={value!r:.80}: a whole number from {least} to {most}", field=name
         )
-    return value
+    return found
+
+
+def epoch_of(given: object) -> int:
+    """The epoch that `set_epoch` was given.
+
+    Raises:  ConfigError: it is not one.
+    """
+    found = whole(given)
+    if found is None or found < 0:
+        raise ConfigError(f"an epoch is 0 or more, not {given!r:.80}", field="epoch")
+    return found

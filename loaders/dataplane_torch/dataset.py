@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from typing_extensions import Unpack
 
 from dataplane.client.session import Session
-from dataplane.client.state import State, consumed, step_count
+from dataplane.client.state import consumed, step_count
 from dataplane.errors import ConfigError
-from dataplane.model import Topology
-from dataplane.transforms.images import Transform
-from dataplane.transforms.stacks import Stack
-from dataplane_torch.arguments import Arguments, Urls, job_of
+from dataplane.units import whole
+from dataplane_torch.arguments import Arguments, Urls, epoch_of, job_of
+from dataplane_torch.group import check_pixels
+from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
+from dataplane_torch.resume import resumed
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.walk import Walk
 
@@ -34,40 +36,22 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     Source:  the turns: torch.utils.data.dataloader._MultiProcessingDataLoaderIter.
     """
 
+    @url_options
     def __init__(
         self,
         urls: Urls,
         batch_size: int = 1,
         shuffle: bool = False,
         *,
-        seed: int = 0,
         drop_last: bool = False,
-        end: str | None = None,
-        global_batch_size: int | None = None,
-        columns: Sequence[str] | None = None,
-        lists: str = "padded",
-        fill_null: Mapping[str, float] | None = None,
-        transforms: Mapping[str, Sequence[Transform]] | None = None,
-        stack: Mapping[str, Stack | Sequence[str]] | None = None,
-        format: str | None = None,  # noqa: A002 - what it is
-        lanes: int | None = None,
-        window: int | None = None,
-        service: str | None = None,
-        name: str | None = None,
-        sharing: str | None = None,
-        topology: Topology | None = None,
-        dp_rank: int | None = None,
-        dp_size: int | None = None,
         timeout: float = 0,
+        **options: Unpack[UrlOptions],
     ) -> None:
         super().__init__()
-        self._job = job_of(
-            Arguments(
-                urls, batch_size, bool(shuffle), seed, drop_last, end, global_batch_size, columns,
-                lists, fill_null, transforms, stack, format, lanes, window, service, name,
-                sharing, topology, dp_rank, dp_size, timeout,
-            )
-        )  # fmt: skip
+        filled = cast("UrlOptions", {**DEFAULTS, **options})
+        given = Arguments(urls, batch_size, bool(shuffle), drop_last, timeout, filled)
+        self._job = job_of(given)
+        self._dataset_moved = filled["dataset_moved"]
         # Every process of one DataLoader sees these: where to resume, and the epoch that comes
         # next for each worker. A worker that starts late finds its own, still unadvanced.
         self._resume = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -91,6 +75,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                     "resume with as many, or from a state of the dataset in the main process",
                     field="num_workers",
                 )
+        check_pixels(session.job.pixels)
         decoder = Decoder(session.job.columns, shared=get_worker_info() is not None)
         in_worker = get_worker_info() is not None
         walk = Walk(session, decoder, epoch, cursor, first_step, count, in_worker=in_worker)
@@ -106,18 +91,16 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         """The next pass is this epoch's; a state that was loaded for it keeps its place. Call it in
         the main process; workers, also persistent ones, see it when the next pass begins.
         """
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
-            raise ConfigError(f"an epoch is 0 or more, not {epoch!r}", field="epoch")
-        self._next_epochs.fill_(epoch)
+        self._next_epochs.fill_(epoch_of(epoch))
         self._walk = None
 
-    def state_dict(self, batches: int | None = None) -> dict[str, int | str]:
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Where the pass under way stands.
 
         With DataLoader workers the main process cannot see how far it is: pass the number of
         `batches` that this pass has yielded. Inside of a worker it is that worker's own state.
         """
-        job = self._session_of_process().job
+        session = self._session_of_process()
         worker, count = _place()
         walk = self._walk
         epoch = int(self._next_epochs[:count].min()) if walk is None else walk.epoch
@@ -125,25 +108,25 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         if get_worker_info() is not None:
             step = worker if walk is None else walk.step
             start = cursor if walk is None else walk.start_cursor
-            state = State(job.digest, epoch, start, job.sample_count).to_dict()
+            state = session.state(epoch, start).to_dict()
             return {**state, "step": step, "step_stride": count}
         if batches is not None:
+            job = session.job
             cursor = consumed(job.sample_count, cursor, job.spec.global_batch, batches)
         elif walk is not None:
             cursor = walk.cursor
-        return State(job.digest, epoch, cursor, job.sample_count).to_dict()
+        return session.state(epoch, cursor).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next pass goes on where the state was taken.
 
         Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
         """
-        state, job = State.from_dict(state_dict), self._session_of_process().job
-        state.check(job.digest, job.sample_count, job.spec)
+        state = resumed(state_dict, self._session_of_process(), dataset_moved=self._dataset_moved)
         self._walk = None
         if "step" in state_dict:
-            step, stride = state_dict["step"], state_dict.get("step_stride")
-            if not isinstance(step, int) or not isinstance(stride, int) or min(step, stride) < 0:
+            step, stride = whole(state_dict["step"]), whole(state_dict.get("step_stride"))
+            if step is None or stride is None or min(step, stride) < 0:
                 raise ConfigError("this state of a DataLoader worker is damaged", key="step")
             self._resume_steps = (state.epoch, state.cursor, step, stride)
             return

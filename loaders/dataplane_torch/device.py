@@ -12,6 +12,7 @@ import torch
 
 from dataplane.client.mount import Pinning
 from dataplane.errors import ConfigError
+from dataplane.units import whole
 from dataplane_torch.pinning import Cuda, DevicePinning
 from dataplane_torch.sending import Copy, Lane, moved
 
@@ -103,8 +104,9 @@ def find_target(given: Given) -> Target | None:
 def _parsed(given: object) -> torch.device | None:
     if given is None or isinstance(given, torch.device):
         return given
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return torch.device("cuda", given)
+    number = whole(given)
+    if number is not None and number >= 0:
+        return torch.device("cuda", number)
     if isinstance(given, str):
         with contextlib.suppress(RuntimeError):
             return torch.device(given)

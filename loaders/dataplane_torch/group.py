@@ -7,9 +7,9 @@ import uuid
 
 import torch.distributed
 
-from dataplane.errors import PeerLost
+from dataplane.errors import PeerLost, SpecMismatch
+from dataplane.transforms.pixels_advice import how_to_agree
 
-_KEY = "dataplane/launch"
 _inheritors: set[int] = set()
 """Processes whose group is their parent's: its connections are not theirs to use."""
 
@@ -20,12 +20,35 @@ def launch_token() -> str:
 
     Raises:  PeerLost: the store does not answer, so the group is lost too.
     """
+    return _first_said("dataplane/launch", uuid.uuid4().hex)
+
+
+def check_pixels(pixels: str) -> None:
+    """Check that the nodes of all ranks make the same pixels. Nodes that the ranks start themselves
+    have no coordinator in common, so the ranks compare. Does nothing without a process group.
+
+    Raises:  SpecMismatch: another rank came first, and its node has another name for what makes
+             them.  PeerLost: as `launch_token`.
+    """
+    expected = _first_said("dataplane/pixels", pixels) if pixels else ""
+    if expected and expected != pixels:
+        raise SpecMismatch(
+            f"the node of this rank makes images with {pixels}, and that of another rank with "
+            f"{expected}. {how_to_agree(expected, pixels)}",
+            field="pixels",
+            expected=expected,
+            found=pixels,
+        )
+
+
+def _first_said(key: str, value: str) -> str:
+    """What the first rank that asked about this key gave; "" if there is nobody to ask."""
     if not _is_initialized() or os.getpid() in _inheritors:
         return ""
     try:
         # Not public, but the one store that every rank has, whatever the group was made from.
         store = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - see above
-        return str(store.compare_set(_KEY, "", uuid.uuid4().hex).decode())
+        return str(store.compare_set(key, "", value).decode())
     except torch.distributed.DistError as error:
         raise PeerLost(
             f"the store of the default process group does not answer: {error}", peer="process group"

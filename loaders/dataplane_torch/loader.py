@@ -5,27 +5,35 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
 from torch.utils.data import Dataset, Sampler
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
-from dataplane.model import Topology
-from dataplane.transforms.images import Transform
-from dataplane.transforms.stacks import Stack
-from dataplane_torch.arguments import Arguments, Urls, refuse_arguments, refuse_torch_arguments
+from dataplane.units import whole
+from dataplane_torch.arguments import (
+    Arguments,
+    Urls,
+    epoch_of,
+    passed_options,
+    passed_to_torch,
+    refuse_arguments,
+    refuse_torch_arguments,
+)
 from dataplane_torch.device import Given, Target, find_target
 from dataplane_torch.local.beginning import Place
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
 from dataplane_torch.local.worker_pass import WorkerPass
+from dataplane_torch.naming import names_shards
+from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.pinning import cuda_pinning
-from dataplane_torch.shards import ShardReader, Shards, names_shards
+from dataplane_torch.shards import ShardReader, Shards
 
 Pass = LocalPass | WorkerPass
 
@@ -47,18 +55,22 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     (samples of the epoch's start fill it; `valid_count` tells how many rows of the last batch are
     not padding). `timeout` is how long to wait for a batch in seconds, 0 for what the node says.
     `transforms` names columns of encoded images, and what the node makes of them:
-    {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Jobs of one host that load alike and have
-    one `sharing` name decode each image once, together. `stack` names tensors [B, columns] that
-    columns of one number a sample come as, in the order given: {"x": ["age", "price"]}, or
-    {"x": Stack(["age", "price"], dtype="float32")} where they differ in type. Every pass is one
-    epoch, and the next pass is the next epoch; a pass that was left early is begun again by the
-    next.
+    {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Resizes and center crops are exact; for a
+    random crop of at least twice the size that is wanted a JPEG is decoded at a reduced size.
+    `decode="exact"` never reduces, "fast" reduces for every geometry. Jobs of one host that load
+    alike and have one `sharing` name decode each image once, together. `stack` names tensors
+    [B, columns] that columns of one number a sample come as, in the order given:
+    {"x": ["age", "price"]}, or {"x": Stack(["age", "price"], dtype="float32")} where they differ in
+    type. Every pass is one epoch, and the next pass is the next epoch; a pass that was left early
+    is begun again by the next.
 
     `device="cuda"` yields tensors that are there: copied from pinned memory in a stream of their
     own, one batch ahead, while the step before computes. Your current stream waits for them, your
     thread does not. "cuda" is the device that is current when a pass begins.
 
-    `state_dict()` tells of the pass begun last: what it has yielded counts as consumed.
+    `state_dict()` tells of the pass begun last: what it has yielded counts as consumed. A state
+    fits the same dataset in any bucket or folder if names, sizes and ETags are equal. After a copy
+    that changed the ETags (of local files: modification times), `dataset_moved=True` accepts it.
 
     Raises:  ValueError, TypeError, AssertionError: as torch's does.  ConfigError: arguments that
     mean nothing together, or a device that is not here.  RuntimeError: a worker died, or `timeout`
@@ -72,6 +84,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     _place: Place | None
     _begun: Pass | None
 
+    @url_options
     def __init__(
         self,
         dataset: Dataset[Any] | Urls,
@@ -94,31 +107,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         in_order: bool = True,
         snapshot_every_n_steps: int = 1,
         device: Given = None,
-        seed: int = 0,
-        end: str | None = None,
-        global_batch_size: int | None = None,
-        columns: Sequence[str] | None = None,
-        lists: str = "padded",
-        fill_null: Mapping[str, float] | None = None,
-        transforms: Mapping[str, Sequence[Transform]] | None = None,
-        stack: Mapping[str, Stack | Sequence[str]] | None = None,
-        format: str | None = None,  # noqa: A002 - what it is
-        lanes: int | None = None,
-        window: int | None = None,
-        service: str | None = None,
-        name: str | None = None,
-        sharing: str | None = None,
-        topology: Topology | None = None,
-        dp_rank: int | None = None,
-        dp_size: int | None = None,
+        **options: Unpack[UrlOptions],
     ) -> None:
         if snapshot_every_n_steps < 0:
             raise ValueError("snapshot_every_n_steps option should be non-negative")
-        given = Arguments(
-            dataset, batch_size, shuffle, seed, drop_last, end, global_batch_size, columns, lists,
-            fill_null, transforms, stack, format, lanes, window, service, name, sharing, topology,
-            dp_rank, dp_size, timeout,
-        )  # fmt: skip
+        filled = cast("UrlOptions", {**DEFAULTS, **options})
+        given = Arguments(dataset, batch_size, shuffle, drop_last, timeout, filled)
         self._target, self.device = find_target(device), device
         self._open(given, {
             "sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers,
@@ -167,8 +161,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
         Raises:  ConfigError: it is no epoch.
         """
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
-            raise ConfigError(f"an epoch is 0 or more, not {epoch!r}", field="epoch")
+        epoch = epoch_of(epoch)
         if self._shards is not None:
             self._shards.set_epoch(epoch)
             return
@@ -265,12 +258,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _open(self, given: Arguments, of_torch: dict[str, Any], *, pin_memory: bool) -> None:
         self._shards = self._resume = self._latest = self._place = self._begun = None
-        if names_shards(given.urls):
+        for_urls, for_torch = bool(passed_options(given)), bool(passed_to_torch(of_torch))
+        if names_shards(given.urls, for_urls=for_urls, for_torch=for_torch):
             refuse_torch_arguments(of_torch)
             pinning = cuda_pinning(wanted=pin_memory)
             reader = self._shards = ShardReader(given, pinning=pinning, target=self._target)
             shards = cast("Dataset[Any]", Shards(reader.urls))
-            super().__init__(shards, given.batch_size, drop_last=given.drop_last)
+            # torch itself takes no integers but Python's.
+            super().__init__(shards, whole(given.batch_size), drop_last=given.drop_last)
             # Frameworks tell an epoch to a loader's sampler.
             cast("Any", self.sampler).set_epoch = reader.set_epoch
             self.shuffle = bool(given.shuffle)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
-from dataplane.client.state import State, step_count
+from dataplane.client.state import step_count
 from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane_torch.arguments import Arguments, job_of
 from dataplane_torch.device import Target
+from dataplane_torch.group import check_pixels
+from dataplane_torch.resume import resumed
 from dataplane_torch.sending import Lane
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.walk import Walk
-
-# What names the file of a shard, where a list has nothing else to tell it from samples.
-_SUFFIXES = frozenset(
-    (
-        *(".parquet", ".arrow", ".arrows", ".feather", ".ipc", ".tfrecord", ".tfrecords", ".tar"),
-        *(".tgz", ".gz", ".jsonl", ".ndjson"),
-    )
-)
 
 
 class Shards(IterableDataset[Batch]):
@@ -68,7 +60,7 @@ class ShardReader:
             stall_timeout_s=self._job.stall_timeout_s,
         )
         weakref.finalize(self, self._session.close).atexit = False
-        self._target = target
+        self._target, self._dataset_moved = target, given.options["dataset_moved"]
         self._decoder: Decoder | None = None
         self._epoch, self._cursor = 0, 0
         self._walk: Walk | None = None
@@ -122,19 +114,18 @@ class ShardReader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where this run stands: the same on every rank after the same number of batches."""
-        job, walk = self._session.job, self._walk
+        walk = self._walk
         epoch, cursor = (
             (walk.epoch, walk.cursor) if walk is not None else (self._epoch, self._cursor)
         )
-        return State(job.digest, epoch, cursor, job.sample_count).to_dict()
+        return self._session.state(epoch, cursor).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next pass goes on where the state was taken, on any number of ranks.
 
         Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
         """
-        state, job = State.from_dict(state_dict), self._session.job
-        state.check(job.digest, job.sample_count, job.spec)
+        state = resumed(state_dict, self._session, dataset_moved=self._dataset_moved)
         self._epoch, self._cursor, self._walk = state.epoch, state.cursor, None
 
     def close(self) -> None:
@@ -150,7 +141,9 @@ class ShardReader:
 
     def _decoder_of_job(self) -> Decoder:
         if self._decoder is None:
-            self._decoder = Decoder(self._session.job.columns)
+            job = self._session.job
+            check_pixels(job.pixels)
+            self._decoder = Decoder(job.columns)
         return self._decoder
 
 
@@ -192,21 +185,3 @@ class BatchIterator:
     def valid_count(self) -> int | None:
         """Rows of this iterator's last batch that are not padding."""
         return None if self._walk is None else self._walk.valid_count
-
-
-def names_shards(dataset: object) -> bool:
-    """Whether a loader's dataset is given by urls: one, or a list of nothing else. A list of other
-    strings is a dataset of strings, as it is to torch.
-    """
-    if isinstance(dataset, str | os.PathLike):
-        return True
-    if not isinstance(dataset, list | tuple) or not dataset:
-        return False
-    return all(isinstance(one, os.PathLike) or _is_location(one) for one in dataset)
-
-
-def _is_location(given: object) -> bool:
-    if not isinstance(given, str):
-        return False
-    starts = ("/", "./", "../", "~/")
-    return "://" in given or given.startswith(starts) or PurePath(given).suffix in _SUFFIXES

@@ -54,6 +54,8 @@ def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path):
             assert trial["cpu_s"] > 0
             assert trial["memory_peak"] > 0
     assert len(systems["torch"]["sweep"]) > 1
+    (case,) = report["scenarios"][0]["cases"]
+    assert case["load"].keys() == {"others", "steal"}, "what others did meanwhile is measured"
     assert "webdataset" in report["missing"], "what is not installed is listed"
     assert "tokens" in page.read_text()
     kept = next((tmp_path / "cache" / "dataplane" / "bench" / "reports").glob("*.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 
 import bench_report
@@ -11,10 +12,11 @@ import pytest
 from browser import browser, open_page
 from dataplane_bench.model import Case
 from dataplane_bench.peers.registry import OURS
-from dataplane_bench.report import page, results
+from dataplane_bench.report import axes, page, results
 from dataplane_bench.report.figures import case_figures
 from dataplane_bench.report.results import Bound, CaseResult, Tried
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
 
@@ -313,3 +315,55 @@ def test_whatever_can_be_read_can_be_drawn(told):
     except ConfigError:
         return
     page.render(report)
+
+
+def test_what_was_not_installed_stands_at_the_end():
+    missing = {f"peer-{number}": "not installed" for number in range(10)}
+    text = page.render(dataclasses.replace(bench_report.small(), missing=missing))
+    assert text.index("peer-9") > text.index("Machine and versions</h2>")
+    assert text.count("not installed") == len(missing)
+    assert 'id="missing"' not in page.render(bench_report.report(missing={}))
+
+
+def test_one_round_has_no_spread_anywhere():
+    text = page.render(dataclasses.replace(bench_report.full(rounds=1), bounds={}))
+    assert "±" not in text
+    assert "within the spread" not in text
+    assert "There was one round" in text
+    assert "±" in page.render(bench_report.small())
+
+
+def busy_report(**load):
+    small = bench_report.small()
+    (scenario,) = small.scenarios
+    cases = (*scenario.cases, dataclasses.replace(scenario.cases[0], load=load))
+    return dataclasses.replace(small, scenarios=(dataclasses.replace(scenario, cases=cases),))
+
+
+def test_a_machine_that_was_busy_is_told_at_the_top_and_beside_the_case():
+    text = page.render(busy_report(others=0.31, steal=0.05))
+    told = "busy with something else in 1 of 2 cases: other processes took up to 31% and the"
+    assert text.index(told) < text.index("<main>")
+    assert text.count("the machine was busy: other processes took 31% and the hypervisor took") == 1
+    assert "the hypervisor took up to 3% of its CPU time" in page.render(busy_report(steal=0.03))
+    for quiet in ({}, {"others": 0.05, "steal": 0.001}, {"others": None}):
+        assert "busy with something else" not in page.render(busy_report(**quiet))
+
+
+def test_every_axis_has_tick_marks_with_numbers(opened, report):
+    for drawn_plot in drawings(page.render(report)):
+        assert drawn_plot["layout"]["xaxis"]["ticks"] == "outside"
+        found = plot(opened, drawn_plot["id"])
+        shown = labels(found, "x")
+        assert len(shown) >= 2, drawn_plot["id"]
+        assert len(found.all("path", "xtick")) >= len(shown)
+
+
+@given(st.floats(1e-4, 1e6), st.floats(0, 8))
+def test_a_logarithmic_axis_has_a_few_round_ticks(low, decades):
+    axis = axes.log_axis("ms", [low, low * 10**decades])
+    start, end = axis["range"]
+    shown = [tick for tick in axis["tickvals"] if start <= math.log10(tick) <= end]
+    assert 3 <= len(shown) <= 8
+    assert shown == axis["tickvals"]
+    assert [float(told) for told in axis["ticktext"]] == pytest.approx(shown)

@@ -128,7 +128,7 @@ def test_a_reader_that_stops_reading_is_no_error():
     [
         ("kernel", Compiled(None, "no C compiler"), "rows are gathered with numpy"),
         ("loops", Compiled(None, "no C compiler"), "epochs are planned with numpy"),
-        ("maker", Maker(None, False, "no C compiler"), "images are made by Pillow"),
+        ("maker", Maker(None, "Pillow", "no C compiler"), "images are made by Pillow"),
     ],
 )
 def test_an_installation_without_a_library_in_c_is_pointed_out(
@@ -137,3 +137,14 @@ def test_an_installation_without_a_library_in_c_is_pointed_out(
     monkeypatch.setattr(f"dataplane.commands.config.{name}", lambda: without)
     assert run(["config", "show"]) == 0
     assert f"{words}, several times slower than could be: no C compiler" in capsys.readouterr().err
+
+
+def test_a_missing_libjpeg_is_pointed_out_in_one_line_that_says_what_to_install(
+    capsys, monkeypatch
+):
+    without = Maker(None, "Pillow", "libpixels.so could not be compiled")
+    monkeypatch.setattr("dataplane.commands.config.maker", lambda: without)
+    assert run(["config", "show"]) == 0
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "Pillow" in one]
+    for package in ("libjpeg-dev", "libjpeg-turbo-devel", "conda-forge"):
+        assert package in line

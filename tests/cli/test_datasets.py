@@ -138,7 +138,21 @@ def test_verify_holds_a_manifest_against_the_shards_of_today(shards, tmp_path, c
 def test_a_shard_without_samples_is_no_fault(shards, capsys):
     schema = pq.read_schema(shards / "s0.parquet")
     pq.write_table(schema.empty_table(), shards / "s9.parquet")
-    assert asked(capsys, "verify", str(shards))["samples"] == 300
+    found = asked(capsys, "verify", str(shards))
+    assert (found["samples"], found["empty"]) == (300, [f"file://{shards}/s9.parquet"])
+    assert run(["verify", str(shards)]) == 0
+    assert "1 shard without samples: file://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "index", "inspect"])
+def test_a_dataset_of_shards_without_samples_is_refused_by_their_names(command, shards, capsys):
+    empty = pq.read_schema(shards / "s0.parquet").empty_table()
+    for shard in shards.glob("*.parquet"):
+        pq.write_table(empty, shard)
+    assert run([command, str(shards)]) == 2
+    told = capsys.readouterr().err
+    assert "no samples: no rows in" in told
+    assert "s0.parquet" in told.replace("\n", "")
 
 
 @pytest.mark.parametrize("chosen", [[], ["--format", "parquet"]])

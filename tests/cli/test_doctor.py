@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import sys
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +17,7 @@ from dataplane_bench.processes import running, wait_until
 from PIL import Image
 
 from dataplane.cli import run
+from dataplane.commands.doctor import trial
 
 LATENCY_MS = 250  # what else there is takes less, on any machine
 SMALL = (
@@ -44,7 +47,27 @@ def table(rows: int, width: int) -> pa.Table:
     return pa.table({"i": pa.array(range(rows)), "x": column})
 
 
-def test_a_loop_with_long_steps_is_bound_by_itself(capsys, tmp_path):
+@pytest.fixture
+def environments(monkeypatch):
+    """(this process's environment, its node's) while the trial runs."""
+    seen, real = [], trial.run
+
+    def run_and_look(*arguments):
+        done = real(*arguments)
+        (node,) = [
+            child.environ()
+            for child in psutil.Process().children()
+            if "--listener-fd" in child.cmdline()
+        ]
+        seen.append((dict(os.environ), node))
+        return done
+
+    monkeypatch.setattr(trial, "run", run_and_look)
+    return seen
+
+
+def test_a_loop_with_long_steps_is_bound_by_itself(capsys, tmp_path, environments):
+    before = dict(os.environ)
     pq.write_table(table(2_000, 64), tmp_path / "a.parquet")
     asked = ("--batch-size", "100", "--step-ms", "100", "--seconds", "2")
     found = examined(capsys, str(tmp_path), *asked)
@@ -52,6 +75,9 @@ def test_a_loop_with_long_steps_is_bound_by_itself(capsys, tmp_path):
     assert found["bound"]["samples_per_s_without"] > found["bound"]["samples_per_s"]
     assert found["statistics"]["consumed_s"] > 0.9 * found["statistics"]["waited_s"]
     assert [one["name"] for one in found["checks"]][:2] == ["processors", "memory"]
+    ((ours, of_node),) = environments
+    assert ours == before == dict(os.environ), "flags are for the node, not for this process"
+    assert of_node["DATAPLANE_SLAB_BYTES"] == str(64 << 10)
 
 
 def test_storage_that_answers_late_bounds_a_run_with_few_reads_at_a_time(

@@ -21,8 +21,10 @@ from dataplane.rpc.membership import (
     LeaveRequest,
     MemberProgress,
     RegisterNodeRequest,
+    StoreOutage,
 )
 
+AWAY = (StoreOutage("s3://lab", 61.0, "http://10.0.0.5:9000 refused the connection"),)
 NODE = RegisterNodeRequest("node-1", "host-1", 17, VERSION, PROTOCOL_VERSION)
 
 
@@ -37,7 +39,7 @@ async def coordinator_with_one_of_two_ranks():
             MemberProgress("job-1", "m-1", joined.generation, 3, 125, 1000.0, 0.5),
         ]
         await join_one(server.coordinator, "m-1")
-        await server.coordinator.heartbeat(HeartbeatRequest(NODE, tuple(told)))
+        await server.coordinator.heartbeat(HeartbeatRequest(NODE, tuple(told), AWAY))
         yield address
     finally:
         await server.stop(0.0)
@@ -87,6 +89,9 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     assert job[:9] == ["job-1", "forming", "1", "1/2", "1", "3", "25.0%", "1,234.5", "mem://shards"]
     assert any(line.split()[:3] == ["node-1", "host-1", "17"] for line in out.splitlines())
     assert any("0.5" in line and "decode" in line for line in out.splitlines())
+    away = next(line for line in out.splitlines() if "s3://lab" in line)
+    assert away.split()[:2] == ["node-1", "s3://lab"]
+    assert "refused the connection" in away
 
 
 def test_json_has_the_same_for_programs():
@@ -96,6 +101,9 @@ def test_json_has_the_same_for_programs():
     assert job["missing_dp_ranks"] == [1]
     assert job["members"][0]["cursor"] == 250
     assert job["spec"]["end"] == "ragged"
+    (away,) = json.loads(out)["nodes"][0]["stores_away"]
+    assert away["store"] == "s3://lab"
+    assert away["away_s"] >= 61.0, "it goes on since the node told"
 
 
 def test_a_finished_job_still_shows_how_far_it_came():

@@ -16,6 +16,7 @@ from dataplane.errors import (
     SpecMismatch,
     VersionMismatch,
 )
+from dataplane.model import ColumnOptions
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import LeaveResponse, StatusRequest
@@ -125,7 +126,8 @@ def test_every_call_may_be_repeated(converse):
 def test_errors_arrive_by_class_with_sentence_and_nouns(converse):
     async def conversation(coordination: Coordination):
         await coordination.join(join(0))
-        other = dataclasses.replace(SPEC, seed=2**64 - 1, columns=tuple(map(str, range(3000))))
+        columns = ColumnOptions(tuple(map(str, range(3000))))
+        other = dataclasses.replace(SPEC, seed=2**64 - 1, column_options=columns)
         with pytest.raises(SpecMismatch, match="asks for seed=18446744073709551615") as caught:
             await coordination.join(join(1, spec=other))
         assert caught.value.nouns["field"] == "seed"

@@ -255,7 +255,7 @@ def test_a_call_that_outlives_the_grace_is_cut_off(caplog):
             await client.join(join(0))
 
     asyncio.run(main())
-    assert "stopped with 1 calls unanswered" in caplog.text
+    assert "stopped with calls unanswered calls=1" in caplog.text
 
 
 def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(caplog):
@@ -277,7 +277,7 @@ def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(cap
         await server.stop(0.0)
 
     asyncio.run(main())
-    assert "a defect in Status" in caplog.text
+    assert "a defect call=Status" in caplog.text
     caplog.clear()
 
 

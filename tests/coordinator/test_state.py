@@ -6,6 +6,7 @@ from membership import beat, join, leave, progress
 
 from dataplane.coordinator.records import Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch
+from dataplane.model import ColumnOptions
 
 # -- generations: 1 ------------------------------------------------------------------------------
 
@@ -77,11 +78,19 @@ def test_2_a_spec_that_differs_is_refused_with_both_values_and_both_ranks(machin
     assert machine.phases() == {"m0-i1": "joined"}
 
 
-@pytest.mark.parametrize("changed", [{"global_batch": 32}, {"end": "drop"}, {"columns": ("x",)}])
-def test_2_within_a_launch_every_field_counts(machine, changed):
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("global_batch", {"global_batch": 32}),
+        ("end", {"end": "drop"}),
+        ("columns", {"column_options": ColumnOptions(columns=("x",))}),
+        ("fill_null", {"column_options": ColumnOptions(fill_null=(("x", 0.0),))}),
+    ],
+)
+def test_2_within_a_launch_every_field_counts(machine, field, changed):
     machine.ask(join(0))
     refusal = machine.ask(join(1, spec=other(**changed)))
-    assert refusal.nouns["field"] == next(iter(changed))
+    assert refusal.nouns["field"] == field
 
 
 def test_2_within_a_launch_dp_size_counts(machine):
@@ -89,6 +98,50 @@ def test_2_within_a_launch_dp_size_counts(machine):
     refusal = machine.ask(join(1, 3))
     assert isinstance(refusal, SpecMismatch)
     assert [refusal.nouns[noun] for noun in ("field", "expected", "found")] == ["dp_size", "2", "3"]
+
+
+IN_C = "libjpeg-turbo 2.1.5, kernels 0123abcd; Pillow 13.0.0 (libwebp 1.6.0)"
+
+
+@pytest.mark.parametrize(
+    ("pixels", "advice"),
+    [
+        ("Pillow 13.0.0 (libwebp 1.6.0)", "libjpeg-dev"),
+        ("libjpeg-turbo 3.1.0, kernels 0123abcd; Pillow 13.0.0 (libwebp 1.6.0)", "one wheel"),
+        ("libjpeg-turbo 2.1.5, kernels 4567abcd; Pillow 13.0.0 (libwebp 1.6.0)", "one wheel"),
+        ("libjpeg-turbo 2.1.5, kernels 0123abcd; Pillow 12.2.0 (libwebp 1.5.0)", "pillow==13.0.0"),
+        ("libjpeg-turbo 2.1.5, kernels 0123abcd; Pillow 13.0.0 (libwebp 1.7.0)", "pillow==13.0.0"),
+    ],
+)
+def test_2_a_node_that_makes_other_pixels_is_refused_and_told_what_to_install(
+    machine, pixels, advice
+):
+    machine.ask(join(0, pixels=IN_C))
+    refusal = machine.ask(join(1, pixels=pixels, node_id="n1"))
+    assert isinstance(refusal, SpecMismatch)
+    assert refusal.nouns["field"] == "pixels"
+    assert (refusal.nouns["expected"], refusal.nouns["found"]) == (IN_C, pixels)
+    assert "node n1" in str(refusal)
+    assert advice in str(refusal)
+    assert machine.ask(join(1, pixels=IN_C, node_id="n1")).generation == 1
+
+
+def test_2_what_makes_pixels_is_known_after_a_restart_and_may_change_when_nobody_is_there(machine):
+    machine.ask(join(0, pixels=IN_C))
+    machine.restart()
+    assert isinstance(machine.ask(join(1, pixels="Pillow 13.0.0 ()")), SpecMismatch)
+    refusal = machine.ask(join(0, incarnation="i2", pixels="Pillow 13.0.0 ()"))
+    assert "An older launch of this job still runs" in str(refusal)
+    machine.ask(leave("m0-i1"))
+    assert machine.ask(join(1, pixels="Pillow 13.0.0 ()")).generation == 2
+
+
+def test_2_jobs_without_images_do_not_depend_on_what_makes_pixels(machine):
+    machine.ask(join(0))
+    assert machine.ask(join(1, node_id="n1")).generation == 1
+    refusal = machine.ask(join(0, job="k", pixels="x" * 2000))
+    assert isinstance(refusal, ConfigError)
+    assert refusal.nouns["field"] == "pixels"
 
 
 def test_2_a_job_name_with_another_spec_is_refused_while_the_old_launch_lives(machine):

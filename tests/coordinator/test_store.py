@@ -1,5 +1,6 @@
 """The database: what is written comes back, and what cannot be used is refused with the reason."""
 
+import contextlib
 import dataclasses
 import sqlite3
 import stat
@@ -15,7 +16,16 @@ from dataplane.config import JobSpec
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
 from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, Store
 from dataplane.errors import ConfigError
-from dataplane.model import Cut, End, ImageSpec, ListPolicy, StackSpec, Topology
+from dataplane.model import (
+    ColumnOptions,
+    Cut,
+    Decoding,
+    End,
+    ImageSpec,
+    ListPolicy,
+    StackSpec,
+    Topology,
+)
 
 JOB = Job("j", "s3://b/x", SPEC, 1000, 2, 1, "i1")
 MEMBER = Member("j", "m", Topology(dp_size=2, world_size=2), "n", Phase.JOINED, 1)
@@ -30,6 +40,14 @@ images = st.builds(
     cut=st.sampled_from(Cut),
     resize=st.lists(u64, max_size=2).map(tuple),
     scale=st.lists(st.floats(0, 1), max_size=2).map(tuple),
+    decode=st.sampled_from(Decoding),
+)
+of_columns = st.builds(
+    ColumnOptions,
+    columns=st.lists(names).map(tuple),
+    lists=st.sampled_from(ListPolicy),
+    fill_null=st.lists(st.tuples(names, st.floats(allow_nan=False))).map(tuple),
+    stack=st.lists(st.builds(StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
 )
 specs = st.builds(
     JobSpec,
@@ -40,11 +58,8 @@ specs = st.builds(
     window=u64,
     global_batch=u64,
     end=st.sampled_from(End),
-    columns=st.lists(names, max_size=3).map(tuple),
-    lists=st.sampled_from(ListPolicy),
-    fill_null=st.lists(st.tuples(names, st.floats(allow_nan=False)), max_size=2).map(tuple),
     transforms=st.lists(images, max_size=2).map(tuple),
-    stack=st.lists(st.builds(StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
+    column_options=of_columns,
 )
 jobs = st.builds(Job, names, names, specs, u64, u64, u64, names, u64, u64, st.floats(0, 1e10))
 places = st.builds(Topology, *[st.integers(0, 2**32 - 1)] * 6)
@@ -71,6 +86,28 @@ def test_what_is_written_last_comes_back(batches):
         store.write([Forget(type(record), *key(record)[1:])])
     assert store.load() == []
     store.close()
+    store.close()
+
+
+def test_a_job_that_an_older_version_wrote_is_still_read(tmp_path):
+    path = tmp_path / "c.db"
+    Store(str(path)).close()
+    spec = (
+        '{"fingerprint":"f","seed":1,"shuffle":true,"lanes":4,"window":8,"global_batch":16,'
+        '"end":"pad","columns":["a","b"],"lists":"ragged","fill_null":[["a",0.0]],"transforms":[],'
+        '"stack":[{"name":"x","columns":["a"],"dtype":""}]}'
+    )
+    body = (
+        f'{{"job_id":"j","dataset":"d","spec":{spec},"sample_count":9,"dp_size":2,"generation":3,'
+        '"incarnation":"i","epoch":1,"cursor":2,"active_at":0.5}'
+    )
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("INSERT INTO jobs VALUES ('j', '', ?)", (body,))
+    store = Store(str(path))
+    (job,) = store.load()
+    options = ColumnOptions(("a", "b"), ListPolicy.RAGGED, (("a", 0.0),), (StackSpec("x", ("a",)),))
+    assert job == Job("j", "d", JobSpec("f", 1, True, 4, 8, 16, End.PAD, (), options), 9, 2, 3,
+                      "i", 1, 2, 0.5)  # fmt: skip
     store.close()
 
 

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from shards import NESTED, NESTED_ROWS, MemoryShard, decoded, parquet_bytes, raw_block, read_rows
 
-from dataplane.errors import CorruptShard, SchemaMismatch
+from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch
 from dataplane.formats.parquet import Parquet
 from dataplane.formats.thrift import struct
 
@@ -74,8 +74,9 @@ def test_a_missing_column_is_named() -> None:
 
 def test_two_columns_of_one_name_are_refused() -> None:
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
-    with pytest.raises(CorruptShard, match="two columns are named 'x'"):
+    with pytest.raises(ConfigError, match="not supported: two columns are named 'x'") as caught:
         Parquet().index(MemoryShard(parquet_bytes(table)))
+    assert caught.value.shard == "memory://test/shard"
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**32 - 1])
@@ -110,3 +111,24 @@ def test_thrift_from_anywhere_is_a_value_or_a_value_error(content: bytes) -> Non
         struct(content, {1: None, 2: {1: None}})
     except ValueError as error:
         assert str(error)  # noqa: PT017
+
+
+def test_json_and_uuids_are_their_storage_where_no_arrow_schema_is_stored() -> None:
+    uuid, json = pa.array([b"1" * 16, None], pa.uuid()), pa.array(["{}", None], pa.json_())
+    table = pa.table(
+        {
+            "u": uuid,
+            "j": json,
+            "s": pa.StructArray.from_arrays([uuid, json], ["u", "j"]),
+            "l": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), uuid),
+            "m": pa.MapArray.from_arrays(
+                pa.array([0, 1, 2], pa.int32()), pa.array(["a", "b"]), json
+            ),
+        }
+    )
+    one, none = b"1" * 16, None
+    rows = [
+        {"u": one, "j": "{}", "s": {"u": one, "j": "{}"}, "l": [one], "m": [("a", "{}")]},
+        {"u": none, "j": none, "s": {"u": none, "j": none}, "l": [none], "m": [("b", none)]},
+    ]
+    assert read_rows(Parquet(), parquet_bytes(table, store_schema=False)) == rows

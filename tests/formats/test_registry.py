@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane import suffixes
 from dataplane.errors import ConfigError
 from dataplane.formats import registry
 
@@ -48,5 +49,6 @@ def test_a_dataset_has_one_format() -> None:
 
 
 def test_the_table_says_what_the_formats_say() -> None:
-    for name, (_, _, suffixes) in registry.BUILT_IN.items():
-        assert (registry.by_name(name).name, registry.by_name(name).suffixes) == (name, suffixes)
+    assert registry.BUILT_IN.keys() == suffixes.BY_FORMAT.keys()
+    for name, known in suffixes.BY_FORMAT.items():
+        assert (registry.by_name(name).name, registry.by_name(name).suffixes) == (name, known)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 from engine_run import Run, several, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.errors import BudgetTooSmall, StoreUnavailable
+from dataplane.errors import BudgetTooSmall, DataStallError, StoreDenied, StoreUnavailable
 
 SEEDS = st.integers(0, 10**9)
 
@@ -51,7 +52,7 @@ def test_a_block_that_cannot_be_read_fails_those_who_need_it_and_no_one_else(see
 
     run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
     for consumer in run.consumers:
-        assert consumer.error is None or isinstance(consumer.error, StoreUnavailable)
+        assert consumer.error is None or isinstance(consumer.error, StoreDenied)
         if consumer.ended:
             steps = range(consumer.at.first_step, consumer.walk.step_count, consumer.at.step_stride)
             needed = {
@@ -65,3 +66,42 @@ def test_a_block_that_cannot_be_read_fails_those_who_need_it_and_no_one_else(see
                 if consumer.world.dataset.needs_fetch(b) or consumer.world.dataset.needs_decode(b)
             }
             assert not needed & broken
+
+
+@settings(max_examples=60)
+@given(SEEDS)
+def test_a_store_that_is_away_costs_no_batch(seed: int) -> None:
+    def scene(run: Run) -> None:
+        several(run)
+        run.outside.away = 0.5
+
+    run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
+    assert not [c.error for c in run.consumers if c.error is not None]
+
+
+def test_a_rank_that_waited_long_enough_gets_the_error_of_its_store_or_else_the_stage() -> None:
+    told = []
+    for trouble in (StoreUnavailable("s3://lab refuses", shard="url"), None):
+
+        async def play(trouble: StoreUnavailable | None = trouble) -> None:
+            run = Run(random.Random(1), tight=False)
+            several(run)
+            consumer = run.consumers[0]
+            consumer.ask()
+            await run.settle()
+            if trouble is not None:
+                for work in consumer.stream.works:
+                    url = work.dataset.url(min(work.missing))
+                    run.outside.troubles[url] = trouble
+            run.engine.check_deadlines(-1.0, "node-7")
+            told.append(consumer.error)
+            await run.end()
+
+        asyncio.run(play())
+    unavailable, stall = told
+    assert type(unavailable) is StoreUnavailable
+    assert "s3://lab refuses" in str(unavailable)
+    assert "stall_timeout_s" in str(unavailable)
+    assert unavailable.node == "node-7"
+    assert type(stall) is DataStallError
+    assert stall.stage == "waiting for blocks"

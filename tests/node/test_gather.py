@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from kernels import BOTH, compiled_rows
 from slabs import batch_values
 
-from dataplane.model import ColumnSpec, Kind, ListPolicy
+from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
 from dataplane.node.columns import BlockColumns, open_block
 from dataplane.node.gather import Gather
 from dataplane.node.rows import Open
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Assembled
-from dataplane.transforms.columns import canonical, plan_columns
+from dataplane.transforms.canonical import canonical
+from dataplane.transforms.columns import plan_columns
 
 FILL = 3.0
 GUARD = 64
@@ -46,15 +47,15 @@ class Case:
         lists: ListPolicy,
     ) -> None:
         source, leaves = drawn
-        plan = plan_columns(source.schema, [], lists)
+        fills = tuple((leaf.name, FILL) for leaf in leaves)
+        plan = plan_columns(source.schema, ColumnOptions(lists=lists, fill_null=fills))
         self.specs: tuple[ColumnSpec, ...] = plan.specs
-        fills = {leaf.name: FILL for leaf in leaves}
         rows = source.num_rows
         cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=3))) if rows > 1 else []
         bounds = [0, *cuts, rows]
         self.blocks: list[BlockColumns] = []
         for a, b in itertools.pairwise(bounds):
-            block = canonical(source.slice(a, b - a), plan, fills, "url")
+            block = canonical(source.slice(a, b - a), plan, "url")
             if data.draw(st.booleans()):
                 block = _stored(block)
             self.blocks.append(open_block(block, plan.specs))
@@ -167,8 +168,8 @@ def test_long_rows_and_rows_in_one_piece_are_copied_right(how: Open) -> None:
             "b": pa.array([name[0] for name in names], pa.binary()),
         }
     )
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
-    blocks = [open_block(canonical(batch.slice(at, 10), plan, {}, ""), plan.specs)
+    plan = plan_columns(batch.schema)
+    blocks = [open_block(canonical(batch.slice(at, 10), plan, ""), plan.specs)
               for at in range(0, 40, 10)]  # fmt: skip
     for chosen in (np.arange(3, 9), np.arange(40), np.array([39, 0, 17, 17, 5, 31])):
         batches = [Batch(0, 2, 2), Batch(1, len(chosen) - 2, len(chosen) - 2)]
@@ -190,9 +191,9 @@ def test_objects_of_nested_dictionaries_from_different_blocks_come_together() ->
         return pa.record_batch({"w": pa.ListArray.from_arrays(offsets, values)})
 
     sources = [block(["a", "b"]), block(["c", "a"])]
-    plan = plan_columns(sources[0].schema, [], ListPolicy.PADDED)
+    plan = plan_columns(sources[0].schema)
     assert plan.specs[0].kind is Kind.OBJECT
-    blocks = [open_block(_stored(canonical(s, plan, {}, "")), plan.specs) for s in sources]
+    blocks = [open_block(_stored(canonical(s, plan, "")), plan.specs) for s in sources]
     index = np.array([[1, 0], [0, 1], [0, 0], [1, 1]], np.int32)
     slab = memoryview(bytearray(1 << 16))
     batches = [Batch(0, 4, 4)]

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import BOTH, compiled_rows
 
+from dataplane.build_kernels import KERNEL, compile_library
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
 from dataplane.node.columns import BlockColumns, Ints, RowIndex, open_block
-from dataplane.node.kernel import LIBRARY, kernel
+from dataplane.node.kernel import LIBRARY, SOURCE, kernel
 from dataplane.node.rows import Open
 
 UNTOUCHED = 0xAA
@@ -172,3 +178,46 @@ def test_this_installation_has_the_kernel_of_this_source() -> None:
     library = kernel().library
     assert library is not None
     assert library._name == str(LIBRARY)
+
+
+RUNS_FAR_AWAY = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    import numpy as np
+    import pyarrow as pa
+    from dataplane.errors import RowOutOfBounds
+    from dataplane.model import ColumnSpec, Kind
+    from dataplane.node.columns import open_block
+    from dataplane.node.kernel import SOURCE, load
+    from dataplane.node.rows import CompiledRows
+
+    values = pa.array([[1, 2]] * 40, pa.large_list(pa.int64()))
+    batch = pa.record_batch({"c": values})
+    block = open_block(batch, [ColumnSpec("c", Kind.RAGGED, "int64")])
+    library = load(Path(sys.argv[1]), SOURCE).library
+    rows = CompiledRows(library, [block], np.stack([np.zeros(40), np.arange(40)], 1).astype("i4"))
+    starts, lengths = rows.spans(0)
+    starts[30], lengths[30] = 1 << 60, 1 << 61
+    put, room = np.arange(40) * 16, np.full(40, 16)
+    try:
+        rows.runs(0, 8, (starts, lengths), put, room, np.zeros(640, np.uint8))
+    except RowOutOfBounds as error:
+        print(error.row)
+    """
+)
+
+
+def test_no_address_is_made_of_a_run_that_is_not_checked_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is fetched ahead is bounded, too: pointers beyond an array are undefined behaviour."""
+    source = tmp_path / KERNEL.sources
+    source.parent.mkdir(parents=True)
+    shutil.copyfile(SOURCE, source)
+    checks = "-fsanitize=undefined -fno-sanitize=alignment -fsanitize-undefined-trap-on-error"
+    monkeypatch.setenv("CFLAGS", checks)
+    compile_library(KERNEL, tmp_path)
+    command = [sys.executable, "-c", RUNS_FAR_AWAY, str(tmp_path / KERNEL.path)]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "30\n"), ran.stderr

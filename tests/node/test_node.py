@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from dataplane.errors import (
     SpecMismatch,
     VersionMismatch,
 )
-from dataplane.model import End
+from dataplane.model import ColumnOptions, End
 from dataplane.rpc import messages
 
 # -- the protocol ----------------------------------------------------------------------------
@@ -79,16 +80,20 @@ def test_a_connection_that_never_speaks_holds_up_no_one(tmp_path: Path, arrow: s
 # -- what may be opened ----------------------------------------------------------------------
 
 
+def _of_columns(**options: Any) -> dict[str, object]:
+    return {"column_options": ColumnOptions(**options)}
+
+
 IMPOSSIBLE: tuple[tuple[dict[str, object], str], ...] = (
-    ({"columns": ("nix",)}, "no column 'nix'; the dataset has: x, v, s"),
-    ({"columns": ("x", "x")}, "'x' occurs twice"),
+    (_of_columns(columns=("nix",)), "no column 'nix'; the dataset has: x, v, s"),
+    (_of_columns(columns=("x", "x")), "'x' occurs twice"),
     ({"global_batch": 91, "end": End.DROP}, "larger than the dataset"),
     ({"global_batch": 0}, "global batch of 0"),
     ({"dp_rank": 2, "dp_size": 2}, "dp_rank 2"),
-    ({"fill_null": (("y", 0.0),)}, "fill_null names 'y'"),
-    ({"fill_null": (("s", 0.0),)}, "its nulls arrive as None"),
-    ({"fill_null": (("v", 0.5),)}, "0.5 is no value of column 'v'"),
-    ({"fill_null": (("x", 2.0**40),)}, "is no value of column 'x'"),
+    (_of_columns(fill_null=(("y", 0.0),)), "fill_null names 'y'"),
+    (_of_columns(fill_null=(("s", 0.0),)), "its nulls arrive as None"),
+    (_of_columns(fill_null=(("v", 0.5),)), "0.5 is not a value of column 'v'"),
+    (_of_columns(fill_null=(("x", 2.0**40),)), "is not a value of column 'x'"),
 )
 
 

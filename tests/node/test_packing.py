@@ -18,7 +18,7 @@ from kernels import BOTH, compiled_rows
 from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
 from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec, Kind, ListPolicy
+from dataplane.model import ColumnOptions, ColumnSpec, Kind
 from dataplane.node import packing
 from dataplane.node.columns import BlockColumns, Packing, open_block, row_bytes
 from dataplane.node.dataset import can_pack, dataset_of
@@ -27,7 +27,8 @@ from dataplane.node.index import open_dataset
 from dataplane.node.rows import Open
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import Batch
-from dataplane.transforms.columns import canonical, plan_columns
+from dataplane.transforms.canonical import canonical
+from dataplane.transforms.columns import plan_columns
 
 DTYPES = ("bool", "int8", "uint16", "float32", "int64")
 UNTOUCHED = 0xAA
@@ -77,13 +78,13 @@ def test_any_block_gives_the_same_slab_packed_or_not(
     # So many that there is something to pack, whatever the others are.
     for i, dtype in enumerate(("float64", "int8", "uint16", "float32")):
         source = source.add_column(i, f"more{i}", pa.array(np.arange(rows).astype(dtype)))
-    plan = plan_columns(source.schema, [], ListPolicy.PADDED)
+    fills = tuple((leaf.name, 3.0) for leaf in leaves)
+    plan = plan_columns(source.schema, ColumnOptions(fill_null=fills))
     how = packing.plan_packing(plan.specs)
     assert how is not None
     cut = data.draw(st.integers(0, rows))
-    fills = {leaf.name: 3.0 for leaf in leaves}
     parts = [
-        canonical(source.slice(a, b - a), plan, fills, "url")
+        canonical(source.slice(a, b - a), plan, "url")
         for a, b in itertools.pairwise([0, cut, rows])
     ]
     chosen = np.array(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9)))
@@ -103,10 +104,10 @@ def test_any_block_gives_the_same_slab_packed_or_not(
 @pytest.mark.parametrize("width", [4, 5, 7, 40])
 def test_many_rows_of_small_columns_come_back(how: Open, rows: int, width: int) -> None:
     batch = _all_small(rows, width, seed=rows + width)
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    plan = plan_columns(batch.schema)
     packed_as = packing.plan_packing(plan.specs)
     assert packed_as is not None
-    block = canonical(batch, plan, {}, "url")
+    block = canonical(batch, plan, "url")
     index = np.zeros((rows, 2), np.int32)
     index[:, 1] = np.random.default_rng(0).permutation(rows)
     batches = [Batch(0, rows, rows)]
@@ -119,8 +120,8 @@ def test_many_rows_of_small_columns_come_back(how: Open, rows: int, width: int) 
 @pytest.mark.parametrize("rows", [1, 257])
 def test_numpy_packs_the_same_bytes(rows: int) -> None:
     batch = _all_small(rows, 30, seed=rows)
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
-    block, packed_as = canonical(batch, plan, {}, ""), packing.plan_packing(plan.specs)
+    plan = plan_columns(batch.schema)
+    block, packed_as = canonical(batch, plan, ""), packing.plan_packing(plan.specs)
     assert packed_as is not None
     stored = []
     for how in (None, Compiled(None, "chosen")):
@@ -156,10 +157,10 @@ def test_fields_of_a_row_never_overlap_and_padding_is_small(
 @pytest.mark.parametrize("wrong", [(1, 0), (0, 5), (0, -1), (-1, 0)])
 def test_a_row_outside_of_a_packed_block_is_refused(how: Open, wrong: tuple[int, int]) -> None:
     batch = _all_small(5, 6, seed=1)
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    plan = plan_columns(batch.schema)
     packed_as = packing.plan_packing(plan.specs)
     assert packed_as is not None
-    block = packed_block(canonical(batch, plan, {}, ""), plan.specs, packed_as)
+    block = packed_block(canonical(batch, plan, ""), plan.specs, packed_as)
     index = np.array([(0, 4), wrong], np.int32)
     with pytest.raises(RowOutOfBounds) as caught:
         Gather(plan.specs, [block], index, [Batch(0, 2, 2)], how)
@@ -168,7 +169,7 @@ def test_a_row_outside_of_a_packed_block_is_refused(how: Open, wrong: tuple[int,
 
 def test_a_region_that_is_too_short_for_its_rows_is_refused() -> None:
     batch = _all_small(100, 6, 1, ("int64",))
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    plan = plan_columns(batch.schema)
     how = packing.plan_packing(plan.specs)
     assert how is not None
     region = memoryview(bytearray(packing.stored_bytes(batch, how)))
@@ -193,7 +194,12 @@ def test_only_shuffled_rows_of_several_columns_are_packed_and_only_where_there_i
     assert can_pack(manifest, shuffled, 1 << 20)
     assert not can_pack(manifest, JobSpec(manifest.fingerprint), 1 << 20)
     assert not can_pack(manifest, shuffled, 4096)
-    few = JobSpec(manifest.fingerprint, shuffle=True, window=64, columns=("c0", "c1", "c2"))
+    few = JobSpec(
+        manifest.fingerprint,
+        shuffle=True,
+        window=64,
+        column_options=ColumnOptions(("c0", "c1", "c2")),
+    )
     assert not can_pack(manifest, few, 1 << 20)
 
 
@@ -206,7 +212,9 @@ def test_long_rows_are_not_copied_for_the_sake_of_a_few_small_columns(tmp_path: 
     manifest = open_dataset(str(tmp_path / "a.arrow"))
     whole = JobSpec(manifest.fingerprint, shuffle=True, window=64)
     assert not can_pack(manifest, whole, 1 << 30)
-    assert can_pack(manifest, replace(whole, columns=("c0", "c1", "c2", "c3")), 1 << 30)
+    assert can_pack(
+        manifest, replace(whole, column_options=ColumnOptions(("c0", "c1", "c2", "c3"))), 1 << 30
+    )
 
 
 def test_what_takes_memory_anyway_is_packed_wherever_it_fits(tmp_path: Path) -> None:
@@ -228,10 +236,10 @@ def test_a_packed_block_is_decoded_where_another_lies_in_its_file(tmp_path: Path
 @pytest.mark.parametrize("begin", [-1, 1 << 40, 33])
 def test_columns_that_do_not_fit_into_their_slab_are_refused(how: Open, begin: int) -> None:
     batch = _all_small(5, 4, 1, ("int64",))
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    plan = plan_columns(batch.schema)
     packed_as = packing.plan_packing(plan.specs)
     assert packed_as is not None
-    block = packed_block(canonical(batch, plan, {}, ""), plan.specs, packed_as)
+    block = packed_block(canonical(batch, plan, ""), plan.specs, packed_as)
     rows = how([block], np.zeros((4, 2), np.int32))
     out = np.full(64, UNTOUCHED, np.uint8)
     with pytest.raises(RowOutOfBounds):

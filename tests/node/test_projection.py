@@ -20,7 +20,7 @@ from shards import NESTED, NESTED_ROWS, MemoryShard, parquet_bytes, raw_block
 from dataplane.errors import ConfigError
 from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.parquet import Parquet
-from dataplane.model import Region
+from dataplane.model import ColumnOptions, Region
 from dataplane.node import projection
 from dataplane.node.index import index_dataset
 from dataplane.node.projection import HOLE_BYTES_MIN, Projection
@@ -200,7 +200,7 @@ def test_a_job_reads_the_columns_it_asked_for_and_no_others(
         Node(tmp_path, block_arena_bytes="512KiB", slab_bytes="16KiB", **environment) as node,
         Trainer(node) as trainer,
     ):
-        trainer.open(url, columns=("small", "label"), global_batch=10)
+        trainer.open(url, column_options=ColumnOptions(("small", "label")), global_batch=10)
         stream = trainer.call(messages.OpenStream("j", 0, 0)).stream_id
         labels, read = [], 0
         while isinstance(slab := trainer.call(messages.NextSlab(stream)), messages.Slab):
@@ -234,7 +234,9 @@ def test_of_a_mapped_arrow_file_the_columns_of_a_job_are_touched_alone(
     touched = []
     for columns in (("label",), ()):
         with Node(tmp_path) as node, Trainer(node) as trainer:
-            trainer.open(str(path), columns=columns, global_batch=10, shuffle=shuffle)
+            trainer.open(
+                str(path), column_options=ColumnOptions(columns), global_batch=10, shuffle=shuffle
+            )
             assert len(trainer.batches()) == 20
             touched.append(mapped_bytes(node, path))
     assert touched[0] < 2_000_000

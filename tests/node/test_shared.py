@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.arena.slots import SlotLayout
-from dataplane.errors import BudgetTooSmall, StoreUnavailable
+from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.node.work import Group
 
 SEEDS = st.integers(0, 10**9)
@@ -102,4 +102,4 @@ def test_a_slab_that_cannot_be_made_fails_those_who_want_it(seed: int) -> None:
 
     run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
     for consumer in run.consumers:
-        assert consumer.error is None or isinstance(consumer.error, StoreUnavailable)
+        assert consumer.error is None or isinstance(consumer.error, StoreDenied)

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataplane.config import JobSpec
+from dataplane.model import ColumnOptions
 from dataplane.node.dataset import dataset_of
 from dataplane.node.index import index_dataset
 from dataplane.node.walk import slab_sizes
@@ -46,7 +47,10 @@ def test_a_slot_has_room_for_images_and_what_is_beside_them(url, columns, beside
     for dtype, size in (("uint8", 1), ("bfloat16", 2), ("float32", 4)):
         images = image_specs({"jpg": [CenterCrop(SIDE), ToDtype(dtype)]})
         spec = JobSpec(
-            manifest.fingerprint, global_batch=2 * ROWS, columns=columns, transforms=images
+            manifest.fingerprint,
+            global_batch=2 * ROWS,
+            column_options=ColumnOptions(columns),
+            transforms=images,
         )
         sizes = slab_sizes(dataset_of(1, manifest, spec), spec, dp_size=2, slab_bytes=1 << 10)
         assert sizes.batches == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import arrow_columns
 import numpy as np
 import pyarrow as pa
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 
 from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
-from dataplane.errors import ConfigError, CorruptShard
-from dataplane.model import Kind, ListPolicy, StackSpec
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnOptions, Kind, StackSpec
 from dataplane.node.stacking import canonical_stacked, plan_stacked
-from dataplane.transforms.columns import canonical, plan_columns
+from dataplane.transforms.canonical import canonical
+from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.stacks import Stack, stack_specs
 
 NUMPY = Compiled(None, "chosen")
@@ -49,7 +52,7 @@ def test_a_stack_is_its_columns_side_by_side_with_and_without_the_kernel(
     batch = table(["int64", *dtypes, "float32"], rows, seed, nulls=True)
     members = data.draw(st.permutations([f"c{i + 1}" for i in range(len(dtypes))]))
     stack = StackSpec("x", tuple(members), target)
-    plan = plan_stacked(batch.schema, [], ListPolicy.PADDED, (stack,))
+    plan = plan_stacked(batch.schema, ColumnOptions(stack=(stack,)))
     last = f"c{len(dtypes) + 1}"
     assert [spec.name for spec in plan.specs] == ["c0", last, "x"]
     spec = plan.specs[-1]
@@ -58,10 +61,10 @@ def test_a_stack_is_its_columns_side_by_side_with_and_without_the_kernel(
         target or dtypes[0],
         (len(dtypes),),
     )
-    plain = canonical(batch, plan_columns(batch.schema, [], ListPolicy.PADDED), {}, "")
+    plain = canonical(batch, plan_columns(batch.schema), "")
     wanted = [plain.column(name).to_numpy().astype(spec.dtype) for name in members]
     for how in (None, NUMPY):
-        found = canonical_stacked(batch, plan, {}, "", how)
+        found = canonical_stacked(batch, plan, "", how)
         assert found.schema == plan.schema
         assert found.column("c0").equals(plain.column("c0"))
         lists = found.column("x")
@@ -73,19 +76,20 @@ def test_a_stack_is_its_columns_side_by_side_with_and_without_the_kernel(
 @given(drawn=st.integers(1, 9).flatmap(lambda rows: arrow_columns.batches(rows, 5)))
 def test_any_column_that_is_a_number_can_be_stacked_and_any_other_says_why_not(drawn):
     batch, leaves = drawn
-    specs = plan_columns(batch.schema, [], ListPolicy.PADDED).specs
-    fills = {leaf.name: 3.0 for leaf in leaves}
+    specs = plan_columns(batch.schema).specs
+    fills = tuple((leaf.name, 3.0) for leaf in leaves)
     for spec in specs:
         stack = (StackSpec("a new name", (spec.name,)),)
         if spec.kind is Kind.FIXED and not spec.shape:
-            plan = plan_stacked(batch.schema, [spec.name], ListPolicy.PADDED, stack)
+            options = ColumnOptions((spec.name,), fill_null=fills, stack=stack)
+            plan = plan_stacked(batch.schema, options)
             top = batch.select(list(plan.leaves.top_level))
-            found = canonical_stacked(top, plan, fills, "").column(0)
-            wanted = canonical(top, plan.leaves, fills, "").column(0)
+            found = canonical_stacked(top, plan, "").column(0)
+            wanted = canonical(top, plan.leaves, "").column(0)
             assert found.values.equals(wanted)
         else:
             with pytest.raises(ConfigError, match="not one number a sample"):
-                plan_stacked(batch.schema, [spec.name], ListPolicy.PADDED, stack)
+                plan_stacked(batch.schema, ColumnOptions((spec.name,), stack=stack))
 
 
 SCHEMA = pa.schema(
@@ -115,7 +119,7 @@ SCHEMA = pa.schema(
 )
 def test_what_cannot_be_stacked_says_what_to_do(stack, says):
     with pytest.raises(ConfigError, match=says):
-        plan_stacked(SCHEMA, [], ListPolicy.PADDED, (stack,))
+        plan_stacked(SCHEMA, ColumnOptions(stack=(stack,)))
 
 
 @pytest.mark.parametrize(
@@ -133,18 +137,21 @@ def test_a_stack_takes_columns_that_were_not_chosen_otherwise_and_their_fill_val
         {"a": pa.array([1, None, 3]), "b": pa.array([4, 5, 6]), "c": pa.array(["x", "y", "z"])}
     )
     (stack,) = stack_specs({"x": ["b", "a"]})
-    plan = plan_stacked(batch.schema, ["c"], ListPolicy.PADDED, (stack,))
+    options = ColumnOptions(("c",), stack=(stack,))
+    plan = plan_stacked(batch.schema, replace(options, fill_null=(("a", 9.0),)))
     assert [spec.name for spec in plan.specs] == ["c", "x"]
     assert plan.leaves.top_level == ("c", "b", "a")
-    found = canonical_stacked(batch, plan, {"a": 9.0}, "")
+    found = canonical_stacked(batch, plan, "")
     assert found.column("x").to_pylist() == [[4, 1], [5, 9], [6, 3]]
-    with pytest.raises(CorruptShard, match="fill_null"):
-        canonical_stacked(batch, plan, {}, "")
+    with pytest.raises(ConfigError, match="fill_null"):
+        canonical_stacked(batch, plan_stacked(batch.schema, options), "")
 
 
 def test_a_stack_is_part_of_the_digest_and_jobs_without_one_keep_theirs():
     plain = JobSpec("f" * 32)
-    assert plain.digest() == JobSpec("f" * 32, stack=()).digest()
-    one, other = (JobSpec("f" * 32, stack=(StackSpec("x", c),)) for c in (("a", "b"), ("b", "a")))
+    one, other = (
+        JobSpec("f" * 32, column_options=ColumnOptions(stack=(StackSpec("x", c),)))
+        for c in (("a", "b"), ("b", "a"))
+    )
     assert len({plain.digest(), one.digest(), other.digest()}) == 3
     assert [name for name, _, _ in one.differences(other)] == ["stack"]

@@ -7,12 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
+from manifests import small
 
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.sealed import sealed, unsealed
-from dataplane.plan.shard import IndexedShard, Shard
+from dataplane.plan.shard import IndexedShard
 
 modest = settings(max_examples=60)
 sizes = st.integers(0, 2**40)
@@ -55,23 +56,6 @@ manifests = st.builds(
     filled,
     st.lists(indexed, max_size=4),
 )
-
-
-def small(**change):
-    shards = (
-        Shard("s3://b/0", 100, "e0", 2, Region(90, 10), False, (1,)),
-        Shard("s3://b/1", 80, "e1", 0, Region(0, 0), True, (0,)),
-        Shard("s3://b/2", 60, "e2", 1, Region(0, 4), True),
-    )
-    columns = {
-        "block_shard": np.array([0, 0, 2], np.int32),
-        "block_rows": np.array([10, 20, 30]),
-        "block_offset": np.array([0, 40, 4]),
-        "block_length": np.array([40, 50, 56]),
-        "block_decoded": np.array([80, 100, 56]),
-    }
-    given_fields = {"urls": ("s3://b/",), "format": "parquet", "schema": b"sch", "shards": shards}
-    return Manifest(**{**given_fields, **columns, **change})
 
 
 @modest

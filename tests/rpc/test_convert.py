@@ -17,14 +17,14 @@ VALUES = [
     for module in (membership, messages, tasks)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
-] + [config.JobSpec, model.Topology, model.Region, model.ColumnSpec, model.ImageSpec]
+] + list(convert._SHARED.values())
 
 
 def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
     values = {cls.__name__: cls for cls in VALUES}
     for module in (types_pb2, coordinator_pb2, local_pb2, worker_pb2):
         for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
-            if name in {"Error", "FillNull", "Steps"}:
+            if name in {"Error", "ColumnValue", "Steps"}:
                 continue
             oneof = {f.name for f in descriptor.fields if f.containing_oneof is not None}
             in_body = {f.name for o in descriptor.oneofs if o.name == "body" for f in o.fields}
@@ -49,6 +49,14 @@ images = st.builds(
     flip=finite,
     dtype=names,
     mean=st.lists(finite).map(tuple),
+    decode=st.sampled_from(model.Decoding),
+)
+of_columns = st.builds(
+    model.ColumnOptions,
+    columns=st.lists(names).map(tuple),
+    lists=st.sampled_from(model.ListPolicy),
+    fill_null=st.lists(st.tuples(names, finite)).map(tuple),
+    stack=st.lists(st.builds(model.StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
 )
 specs = st.builds(
     config.JobSpec,
@@ -59,11 +67,8 @@ specs = st.builds(
     window=u63,
     global_batch=u63,
     end=st.sampled_from(model.End),
-    columns=st.lists(names).map(tuple),
-    lists=st.sampled_from(model.ListPolicy),
-    fill_null=st.lists(st.tuples(names, finite)).map(tuple),
     transforms=st.lists(images).map(tuple),
-    stack=st.lists(st.builds(model.StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
+    column_options=of_columns,
 )
 
 

@@ -89,6 +89,33 @@ def test_a_number_of_workers_that_was_chosen_stays_and_another_may_grow():
     assert settings.node_config(resolved()).worker_count_max == this_machine().cpu_count
 
 
+@pytest.mark.parametrize(
+    ("memory", "cpus", "expected"),
+    [
+        (24 << 30, 2, 1 << 30),
+        (4 << 30, 4, 512 * MIB),
+        (1 << 30, 8, 256 * MIB),
+        (1 << 40, 99, 1 << 30),
+    ],
+)
+def test_workers_together_take_half_of_the_memory_at_most_and_a_gib_each(memory, cpus, expected):
+    machine = Machine(memory_bytes=memory, cpu_count=cpus, uid=0)
+    assert resolved(machine=machine)["worker_memory_bytes"].value == expected
+
+
+def test_a_limit_of_workers_that_was_chosen_does_not_grow_with_the_dataset():
+    chosen = settings.node_config(resolved(flags={"worker_memory_bytes": "512MiB"}))
+    assert (chosen.worker_memory_bytes, chosen.worker_memory_bytes_max) == (512 * MIB, 0)
+    half = this_machine().memory_bytes // 2 // MIB * MIB
+    assert settings.node_config(resolved()).worker_memory_bytes_max == half
+
+
+def test_a_limit_that_no_worker_can_start_with_is_refused():
+    with pytest.raises(BudgetTooSmall, match=r"worker_memory_bytes.*needs 268435456") as caught:
+        settings.node_config(resolved(flags={"worker_memory_bytes": "64MiB"}))
+    assert caught.value.needed == 256 * MIB
+
+
 def test_folders_follow_the_xdg_variables_and_then_home():
     assert resolved()["cache_dir"].value == "/nobody/.cache/dataplane"
     assert resolved()["state_dir"].value == "/nobody/.local/state/dataplane"
@@ -215,3 +242,19 @@ def test_a_trainer_reads_settings_without_heavy_imports():
     heavy = "{'torch', 'pyarrow', 'grpc', 'click', 'rich', 'numpy', 'fsspec'}"
     script = f"import sys, dataplane.settings; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_an_embedded_node_logs_less_than_a_served_one_unless_told_otherwise(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DATAPLANE_LOG_LEVEL", raising=False)
+    assert settings.default_node_config().log_level == "warning"
+    assert settings.BY_NAME["log_level"].default(this_machine(), {}) == "info"
+    (tmp_path / "dataplane.toml").write_text('log_level = "info"\nlog_format = "json"\n')
+    config = settings.default_node_config()
+    assert (config.log_level, config.log_format) == ("info", "json")
+    monkeypatch.setenv("DATAPLANE_LOG_LEVEL", "Debug")
+    assert settings.default_node_config().log_level == "debug"
+    monkeypatch.setenv("DATAPLANE_LOG_LEVEL", "chatty")
+    with pytest.raises(ConfigError, match="debug, info, warning or error"):
+        settings.default_node_config()

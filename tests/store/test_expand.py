@@ -119,6 +119,19 @@ def test_what_is_not_there_says_what_is(root: Path, url: str, says: str) -> None
         names(root, url)
 
 
+@pytest.mark.parametrize("written", ["empty", "empty/"])
+def test_an_empty_folder_is_said_to_be_empty_and_is_not_suggested(
+    tmp_path: Path, written: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ShardNotFound, match="is an empty folder") as raised:
+        expand(f"{tmp_path}/{written}", connect)
+    assert "did you mean" not in str(raised.value)
+    (tmp_path / "empty" / "2026").mkdir()
+    with pytest.raises(ShardNotFound, match=r"has folders \(2026, …\), but there is no file"):
+        expand(f"{tmp_path}/{written}", connect)
+
+
 def test_a_folder_of_hidden_files_says_so(root: Path) -> None:
     hidden = root / "only"
     hidden.mkdir()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from fake_clock import Time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,27 +23,12 @@ from dataplane.errors import (
     TruncatedRead,
 )
 from dataplane.model import ObjectInfo
+from dataplane.store.gate import PROBE, SLOW_DOWN
+from dataplane.store.outage import Outage, Outages
 from dataplane.store.pieces import PIECE_BYTES
-from dataplane.store.retry import RETRY_TABLE, Clock, Retrying, Rule, SlowDown
+from dataplane.store.retry import RETRY_TABLE, SHORT_ANSWERS_MAX, Retrying
 
 URL = "s3://bucket/key"
-
-
-@dataclass
-class Time:
-    """A clock that moves by sleeping only. `chance` is what every draw gives."""
-
-    now: float = 1000.0
-    chance: float = 1.0
-    slept: list[float] = field(default_factory=list)
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds >= 0
-        self.slept.append(seconds)
-        self.now += seconds
-
-    def clock(self) -> Clock:
-        return Clock(lambda: self.now, self.sleep, lambda: self.chance)
 
 
 @dataclass
@@ -55,6 +40,7 @@ class Failing:
     cost_s: float = 0.0
     time: Time = field(default_factory=Time)
     asked: list[tuple[int, int]] = field(default_factory=list)
+    reconnected: int = 0
 
     def _fail(self) -> None:
         self.time.now += self.cost_s
@@ -76,61 +62,125 @@ class Failing:
     def stream(self, url: str, etag: str) -> Iterator[bytes]:
         raise AssertionError("a retrying store streams by reads of its own")
 
+    def reconnect(self) -> None:
+        self.reconnected += 1
+
     def _info(self) -> ObjectInfo:
         return ObjectInfo(URL, len(self.body), "etag")
 
 
-def retrying(inner: Failing, budget_s: float = 60.0) -> Retrying:
-    return Retrying(inner, RETRY_TABLE, budget_s, inner.time.clock())
+def retrying(inner: Failing, budget_s: float = 60.0, *, is_known: bool = True) -> Retrying:
+    """`is_known`: the store has answered before."""
+    made = Retrying(
+        inner, "s3://bucket", budget_s, inner.time.clock(), Outages(lambda _: None).note
+    )
+    if is_known:
+        made.head(URL)
+    return made
 
 
 @pytest.mark.parametrize("kind", RETRY_TABLE)
-def test_what_is_in_the_table_is_tried_again(kind: type[StoreError]) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_in_the_table_is_tried_again(kind: type[StoreError], is_known: bool) -> None:
     store = Failing([kind("once"), kind("twice")])
 
-    assert retrying(store).read(URL, 2, 3, "etag") == b"234"
+    assert retrying(store, is_known=is_known).read(URL, 2, 3, "etag") == b"234"
     assert store.asked == [(2, 3)] * 3
 
 
 @pytest.mark.parametrize(
     "kind", [ShardNotFound, StoreDenied, StoreError, DatasetChangedError, CorruptShard]
 )
-def test_what_is_not_in_the_table_is_raised_at_once(kind: type[DataplaneError]) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_not_in_the_table_is_raised_at_once(
+    kind: type[DataplaneError], is_known: bool
+) -> None:
     failure = kind("for good", shard=URL)
     store = Failing([failure])
 
     with pytest.raises(kind) as raised:
-        retrying(store).read(URL, 0, 1, "etag")
+        retrying(store, is_known=is_known).read(URL, 0, 1, "etag")
     assert raised.value is failure
     assert len(store.asked) == 1
-    assert store.time.slept == []
+    assert store.time.waited == []
 
 
-def test_the_last_error_says_what_was_asked_and_how_often() -> None:
-    attempts = RETRY_TABLE[TruncatedRead].attempts
+def test_an_answer_that_stays_too_short_is_told_after_a_few_tries() -> None:
     store = Failing([TruncatedRead(f"cut {i}", shard=URL, offset=7) for i in range(99)])
 
     with pytest.raises(TruncatedRead) as raised:
         retrying(store).read(URL, 7, 3, "etag")
-    for part in (URL, "[7, 10)", f"{attempts} attempts", f"cut {attempts - 1}"):
+    for part in (URL, "[7, 10)", f"{SHORT_ANSWERS_MAX} attempts", f"cut {SHORT_ANSWERS_MAX - 1}"):
         assert part in str(raised.value)
-    assert raised.value.attempts == attempts
+    assert raised.value.attempts == SHORT_ANSWERS_MAX
     assert raised.value.offset == 7
     assert isinstance(raised.value.__cause__, TruncatedRead)
-    assert len(store.asked) == attempts
+    assert len(store.asked) == SHORT_ANSWERS_MAX
 
 
-def test_waits_grow_to_the_cap_and_are_drawn_from_zero() -> None:
-    rule = RETRY_TABLE[StoreUnavailable]
-    longest, shortest = Time(chance=1.0), Time(chance=0.0)
-    for time in (longest, shortest):
-        store = Failing([StoreUnavailable("down")] * (rule.attempts - 1), time=time)
-        assert retrying(store, budget_s=1e6).read(URL, 0, 1, "etag") == b"0"
+@pytest.mark.parametrize("kind", [StoreUnavailable, StoreThrottled])
+@pytest.mark.parametrize("away_s", [5.0, 59.0])
+def test_a_store_that_is_away_is_ridden_out_however_many_attempts_it_takes(
+    kind: type[StoreError], away_s: float
+) -> None:
+    time = Time(chance=0.1)
+    store = Failing([], time=time)
+    asking = retrying(store, budget_s=60.0)
+    until = time.now + away_s
 
-    assert longest.slept == [rule.span_s(n) for n in range(1, rule.attempts)]
-    assert longest.slept[0] == rule.base_s
-    assert max(longest.slept) <= rule.cap_s
-    assert shortest.slept == [0.0] * (rule.attempts - 1)
+    class Away(list):  # type: ignore[type-arg]
+        def __bool__(self) -> bool:
+            return time.now < until
+
+        def pop(self, _: int = 0) -> DataplaneError:
+            return kind("away", shard=URL)
+
+    store.failures = Away()
+    assert asking.read(URL, 0, 4, "etag") == b"0123"
+    assert time.now - until < PROBE.cap_s + SLOW_DOWN.cap_s
+    assert len(store.asked) > 8
+
+
+@pytest.mark.parametrize("kind", [StoreUnavailable, StoreThrottled])
+def test_a_store_that_stays_away_is_told_when_the_call_has_failed_for_its_budget(
+    kind: type[StoreError],
+) -> None:
+    store = Failing([kind("away", shard=URL) for _ in range(999)], cost_s=2.0)
+    asking = retrying(store, budget_s=30.0)
+    started = store.time.now
+
+    with pytest.raises(kind, match=r"gave up after \d+ attempts in \d+\.\d s\. The last: away"):
+        asking.read(URL, 0, 4, "etag")
+    assert 20.0 < store.time.now - started <= 34.0
+
+
+def test_pauses_of_a_call_that_fails_alone_grow_to_the_cap_and_are_drawn_from_zero() -> None:
+    wait = RETRY_TABLE[StoreUnavailable]
+    for chance in (1.0, 0.0):
+        time = Time(chance=chance)
+        store = Failing([], time=time)
+        asking = retrying(store, budget_s=1e6)
+        # Somebody else is served after the start of each attempt, so the store is not away.
+        store.failures = Served([StoreUnavailable("down") for _ in range(9)], asking, time)
+
+        assert asking.read(URL, 0, 1, "etag") == b"0"
+        waited = [seconds for seconds in time.waited if seconds > 1e-9]
+        expected = [chance * wait.span_s(n) for n in range(1, 10) if chance]
+        assert waited == pytest.approx(expected)
+
+
+class Served(list):  # type: ignore[type-arg]
+    """Failures, each of them beside an answer to somebody else."""
+
+    def __init__(self, failures: list[DataplaneError], asking: Retrying, time: Time) -> None:
+        super().__init__(failures)
+        self._asking, self._time = asking, time
+
+    def pop(self, _: int = 0) -> DataplaneError:
+        failure: DataplaneError = super().pop(0)
+        self._time.now += 0.5
+        self._asking.head(URL)
+        return failure
 
 
 @given(
@@ -140,17 +190,60 @@ def test_waits_grow_to_the_cap_and_are_drawn_from_zero() -> None:
     chance=st.floats(0, 1),
     cost_s=st.floats(0, 10),
     budget_s=st.floats(0.1, 100),
+    is_known=st.booleans(),
 )
-def test_no_call_outlives_its_budget_by_more_than_one_request(
-    kinds: list[type[StoreError]], chance: float, cost_s: float, budget_s: float
+def test_no_call_outlives_its_budget_by_more_than_two_requests(
+    kinds: list[type[StoreError]], chance: float, cost_s: float, budget_s: float, is_known: bool
 ) -> None:
     time = Time(chance=chance)
     store = Failing([kind("no") for kind in kinds], cost_s=cost_s, time=time)
+    asking = retrying(store, budget_s, is_known=is_known)
     started = time.now
 
     with contextlib.suppress(StoreError):
-        retrying(store, budget_s).read(URL, 0, 1, "etag")
-    assert time.now - started <= budget_s + cost_s + 1e-6
+        asking.read(URL, 0, 1, "etag")
+    assert time.now - started <= budget_s + 2 * cost_s + 1e-6
+
+
+def test_a_probe_goes_out_over_new_connections() -> None:
+    store = Failing([StoreUnavailable("away") for _ in range(3)])
+
+    retrying(store, is_known=False).read(URL, 0, 1, "etag")
+    assert (len(store.asked), store.reconnected) == (4, 3)
+
+
+def test_a_failed_call_says_why_it_waits_until_it_is_served() -> None:
+    time = Time()
+    store = Failing([], time=time)
+    asking = retrying(store)
+    told = []
+
+    class Telling(Served):
+        def pop(self, _: int = 0) -> DataplaneError:
+            told.append(asking.trouble(URL))
+            return super().pop(0)
+
+    store.failures = Telling([StoreUnavailable("first"), StoreUnavailable("second")], asking, time)
+    asking.read(URL, 0, 1, "etag")
+    assert [str(error) for error in told] == ["None", "first"]
+    assert asking.trouble(URL) is None
+
+
+def test_an_outage_is_observed_from_its_first_failure_to_the_first_answer() -> None:
+    seen: list[Outage] = []
+    time = Time(chance=0.5)
+    store = Failing([StoreUnavailable(f"{URL}: gone", shard=URL)] * 5, time=time, cost_s=0.25)
+    asking = Retrying(store, "s3://bucket", 60.0, time.clock(), seen.append)
+    asking.head(URL)
+    began = time.now
+
+    asking.read(URL, 0, 1, "etag")
+    first, last = seen[0], seen[-1]
+    assert (first.store, first.since, first.error) == ("s3://bucket", began, "gone")
+    assert not first.is_over
+    assert (last.since, last.until) == (began, time.now)
+    assert began < last.asked < last.until
+    assert [outage.is_over for outage in seen].count(True) == 1
 
 
 def test_a_stream_resumes_where_it_broke() -> None:
@@ -185,94 +278,6 @@ def test_a_listing_that_breaks_off_is_taken_anew() -> None:
 def test_one_refusal_slows_every_call_to_the_store() -> None:
     store = Failing([StoreThrottled("slow down")])
     asking = retrying(store)
-    rule = RETRY_TABLE[StoreThrottled]
 
     asking.read(URL, 0, 1, "etag")
-    waited = [seconds for seconds in store.time.slept if seconds]
-    assert waited == [2 * rule.span_s(1)]  # the shared pause, then a moment of its own
-
-    gate = SlowDown(rule, store.time.clock())
-    began_in, wait_s = gate.enter()
-    assert wait_s == 0
-    gate.refused(began_in)
-    assert gate.enter()[1] > 0
-
-
-def test_refusals_that_arrive_together_count_once() -> None:
-    time = Time()
-    rule = Rule(attempts=5, base_s=1.0, cap_s=100.0)
-    gate = SlowDown(rule, time.clock())
-    rounds = [gate.enter()[0] for _ in range(16)]
-    for began_in in rounds:
-        gate.refused(began_in)
-
-    first = gate.enter()[1]
-    assert first == 2 * rule.span_s(1)
-
-    time.now += first
-    gate.refused(gate.enter()[0])
-    assert gate.enter()[1] == 2 * rule.span_s(2)
-
-
-def test_a_store_that_serves_again_is_asked_at_full_speed_again() -> None:
-    time = Time()
-    rule = Rule(attempts=5, base_s=1.0, cap_s=100.0)
-    gate = SlowDown(rule, time.clock())
-    for _ in range(4):
-        gate.refused(gate.enter()[0])
-        time.now += 1000
-    for _ in range(4):
-        gate.served()
-    gate.refused(gate.enter()[0])
-
-    assert gate.enter()[1] == 2 * rule.span_s(1)
-
-
-def test_throttling_for_good_ends_within_the_budget() -> None:
-    store = Failing([StoreThrottled("slow down", shard=URL)] * 999)
-    started = store.time.now
-
-    with pytest.raises(StoreThrottled) as raised:
-        retrying(store, budget_s=30.0).read(URL, 0, 4, "etag")
-    assert store.time.now - started <= 30.0
-    assert URL in str(raised.value)
-    assert 1 < len(store.asked) < 20
-
-
-def test_threads_share_the_pause() -> None:
-    """Sixteen threads are refused once each; the gate counts one round of refusals."""
-    time = Time(chance=0.5)
-    barrier = threading.Barrier(16)
-    asking = Retrying(_RefusesFirst(barrier), RETRY_TABLE, 1e6, time.clock())
-    results: list[bytes] = []
-
-    def read() -> None:
-        results.append(bytes(asking.read(URL, 0, 1, "etag")))
-
-    threads = [threading.Thread(target=read) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [b"x"] * 16
-    assert asking._slow_down._round == 1
-
-
-class _RefusesFirst:
-    def __init__(self, barrier: threading.Barrier) -> None:
-        self._barrier = barrier
-        self._seen = threading.local()
-
-    def _unused(self, *_: object) -> Iterator[ObjectInfo]:
-        raise AssertionError
-
-    list: Callable[[str], Iterator[ObjectInfo]] = _unused
-    stream: Callable[..., Iterator[bytes]] = _unused  # type: ignore[assignment]
-    head: Callable[[str], ObjectInfo] = _unused  # type: ignore[assignment]
-
-    def read(self, url: str, offset: int, length: int, etag: str) -> bytes:
-        if not getattr(self._seen, "refused", False):
-            self._seen.refused = True
-            self._barrier.wait(timeout=30)
-            raise StoreThrottled("all at once")
-        return b"x"
+    assert store.time.waited == [2 * SLOW_DOWN.span_s(1)]  # the pause, then a moment of its own

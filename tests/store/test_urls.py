@@ -77,6 +77,38 @@ def test_what_names_nothing_is_refused(written: str) -> None:
         normalise(written)
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("s3:/lab", "s3://lab"),
+        ("s3:lab/train/*.parquet", "s3://lab/train/*.parquet"),
+        ("S3A:/lab", "s3a://lab"),
+        ("gs:/lab/x", "gs://lab/x"),
+        ("gcs:/lab", "gcs://lab"),
+        ("az:/lab", "az://lab"),
+        ("abfss:/lab", "abfss://lab"),
+        ("http:/host/x.tar", "http://host/x.tar"),
+        ("https:host/x.tar", "https://host/x.tar"),
+        ("hf:/datasets/a/b", "hf://datasets/a/b"),
+    ],
+)
+def test_a_url_that_lacks_a_slash_is_a_typo_and_no_local_path(written: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean") as raised:
+        normalise(written)
+    assert f"{meant}?" in str(raised.value)
+    assert f"./{written}" in str(raised.value)
+
+
+def test_a_local_path_that_looks_like_such_a_typo_is_taken_if_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "lab").mkdir(parents=True)
+    assert normalise("s3:/lab") == f"file://{tmp_path}/s3:/lab"
+    assert normalise("./gs:/lab") == f"file://{tmp_path}/gs:/lab"
+    assert normalise("C:/lab") == f"file://{tmp_path}/C:/lab"
+
+
 def test_bytes_are_refused() -> None:
     with pytest.raises(ConfigError, match="bytes"):
         normalise(b"s3://bucket/key")  # type: ignore[arg-type]

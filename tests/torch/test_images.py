@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from dataplane_torch import (
     ToDtype,
     ToLayout,
 )
+from pictures import by_torchvision, encoded
 from pictures import drawn as drawn_picture
-from pictures import encoded
 from PIL import Image
 
 from dataplane.errors import ConfigError, ImageError, SpecMismatch
@@ -66,8 +67,11 @@ def shards(tmp_path: Path) -> str:
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, name: str, workers: int) -> None:
-    """Loaders from here on have a node of their own, with so many workers."""
-    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": name}.items():
+    """Loaders from here on have a node of their own, with so many workers: nobody else's tests
+    run under this name.
+    """
+    run_id = f"{name}-{os.getpid()}"
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": run_id}.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("DATAPLANE_WORKER_COUNT", str(workers))
 
@@ -195,22 +199,38 @@ def test_photographs_of_every_dtype_and_layout(data_dir, shard, column) -> None:
         assert difference <= (tolerance / min(STD) if normal else tolerance)
 
 
-def test_a_centred_crop_shows_the_middle_in_its_colours(shards) -> None:
+def test_a_centred_crop_is_what_torchvision_makes_of_it(shards) -> None:
     steps = {"jpg": [Resize(32), CenterCrop(16)]}
     with DataLoader(shards, 20, columns=["jpg", "text", "tokens"], transforms=steps) as loader:
         batches = list(loader)
     for number, pixels in enumerate(image for batch in batches for image in batch["jpg"]):
-        whole = Image.open(io.BytesIO(jpeg(number)))
-        scale = 32 / min(whole.size)
-        size = (int(whole.width * scale), int(whole.height * scale))
-        left, top = round((size[0] - 16) / 2), round((size[1] - 16) / 2)
-        middle = whole.resize(size, Image.Resampling.BILINEAR).crop(
-            (left, top, left + 16, top + 16)
-        )
-        assert np.abs(np.asarray(middle, np.float32) - pixels.numpy()).mean() < 8
+        expected = by_torchvision(jpeg(number), steps["jpg"])
+        assert np.abs(pixels.numpy() - expected).max() <= 2
     assert [text for batch in batches for text in batch["text"]] == [
         f"no. {i}" for i in range(COUNT)
     ]
+
+
+def test_decode_says_which_images_are_decoded_at_a_reduced_size(shards) -> None:
+    def made(decode: str | None, steps) -> list[int]:
+        given = {"columns": ["jpg"], "transforms": {"jpg": steps}, "decode": decode}
+        with DataLoader(shards, 20, **given) as loader:
+            return torch.cat([batch["jpg"] for batch in loader]).flatten().tolist()
+
+    for steps, same in (([Resize((12, 12))], "exact"), ([RandomResizedCrop(6)], "fast")):
+        found = {decode: made(decode, steps) for decode in (None, "exact", "fast")}
+        assert found["exact"] != found["fast"]
+        assert found[None] == found[same]
+
+
+def test_a_rank_that_decodes_otherwise_is_refused(shards) -> None:
+    steps = {"jpg": [Resize((8, 8))]}
+    with DataLoader(shards, 5, name="decode", transforms=steps) as loader:
+        len(loader)
+        other = DataLoader(shards, 5, name="decode", transforms=steps, decode="fast")
+        with other, pytest.raises(SpecMismatch, match="decode=fast") as caught:
+            len(other)
+        assert caught.value.field == "transforms"
 
 
 def test_a_broken_image_names_shard_row_and_column(tmp_path) -> None:

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed
-from dataplane_torch import DataLoader
-from dataplane_torch.group import launch_token
+from dataplane_torch import DataLoader, ShardedIterableDataset
+from dataplane_torch.group import check_pixels, launch_token
+
+from dataplane.errors import SpecMismatch
 
 pytestmark = pytest.mark.usefixtures("small_node")
 
@@ -119,6 +122,36 @@ def test_a_token_is_drawn_once_a_launch(group, shards, monkeypatch) -> None:
         assert launch_token() == launch_token() != ""
         incarnations += [DataLoader(shards)._shards._job.request.incarnation for _ in range(2)]
     assert incarnations[0] == incarnations[1] != incarnations[2] == incarnations[3]
+
+
+def test_ranks_whose_nodes_make_other_pixels_are_refused(group) -> None:
+    check_pixels("Pillow 13.0.0 ()")  # there is nobody to compare with
+    group("only")
+    check_pixels("")
+    check_pixels("Pillow 12.2.0 ()")
+    check_pixels("Pillow 12.2.0 ()")
+    check_pixels("")
+    with pytest.raises(SpecMismatch, match=r"pillow==12\.2\.0") as caught:
+        check_pixels("Pillow 13.0.0 ()")
+    assert caught.value.expected == "Pillow 12.2.0 ()"
+    assert caught.value.found == "Pillow 13.0.0 ()"
+
+
+def test_loaders_compare_their_pixels_with_those_of_other_ranks(group, fake) -> None:
+    group("only")
+    fake(pixels="Pillow 13.0.0 ()")
+    with DataLoader("/data", 10) as loader:
+        assert len(list(loader)) == 10
+    with closing(ShardedIterableDataset("/data", 10)) as dataset:
+        assert len(list(dataset)) == 10
+    fake(pixels="Pillow 12.2.0 ()")
+    with DataLoader("/data", 10) as loader, pytest.raises(SpecMismatch, match="pixels"):
+        next(iter(loader))
+    with (
+        closing(ShardedIterableDataset("/data", 10)) as dataset,
+        pytest.raises(SpecMismatch, match="pixels"),
+    ):
+        next(iter(dataset))
 
 
 def test_a_forked_child_leaves_the_groups_connections_alone(group) -> None:

@@ -9,9 +9,10 @@ from arrow_columns import Leaf, canonical_values, comparable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.errors import ConfigError, CorruptShard
-from dataplane.model import Kind, ListPolicy
-from dataplane.transforms.columns import canonical, plan_columns
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnOptions, Kind, ListPolicy
+from dataplane.transforms.canonical import canonical
+from dataplane.transforms.columns import plan_columns
 
 URL = "file:///shard.parquet"
 LISTS = st.sampled_from(ListPolicy)
@@ -27,22 +28,25 @@ def test_every_leaf_has_the_values_of_its_source(
     drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy, fill: float | None
 ) -> None:
     batch, leaves = drawn
-    plan = plan_columns(batch.schema, [], lists)
+    fills = () if fill is None else tuple((leaf.name, fill) for leaf in leaves)
+    plan = plan_columns(batch.schema, ColumnOptions(lists=lists, fill_null=fills))
     variable = Kind.PADDED if lists is ListPolicy.PADDED else Kind.RAGGED
     assert [(s.name, s.kind, s.dtype, s.shape) for s in plan.specs] == [
         (at.name, variable if at.kind is Kind.PADDED else at.kind, at.dtype, at.shape)
         for at in leaves
     ]
     expected = [canonical_values(leaf, fill) for leaf in leaves]
-    fills = {} if fill is None else {leaf.name: fill for leaf in leaves}
     if any(values is None for values in expected):
-        first = leaves[expected.index(None)]
-        with pytest.raises(CorruptShard, match=r"fill_null") as caught:
-            canonical(batch, plan, fills, URL)
-        assert caught.value.nouns["field"] == first.name
-        assert caught.value.nouns["shard"] == URL
+        refused = [leaf for leaf, values in zip(leaves, expected, strict=True) if values is None]
+        with pytest.raises(ConfigError, match=URL) as caught:
+            canonical(batch, plan, URL)
+        assert caught.value.nouns["field"] == refused[0].name
+        pasted = ", ".join(
+            f'"{leaf.name}": {"False" if leaf.dtype == "bool" else 0}' for leaf in refused
+        )
+        assert f"fill_null={{{pasted}}}" in str(caught.value)
         return
-    result = canonical(batch, plan, fills, URL)
+    result = canonical(batch, plan, URL)
     result.validate(full=True)
     assert result.schema == plan.schema
     assert [comparable(c.to_pylist()) for c in result.columns] == [comparable(v) for v in expected]
@@ -55,14 +59,14 @@ def test_chosen_leaves_come_alone_and_in_the_order_chosen(
     batch, leaves = drawn
     names = data.draw(st.permutations([leaf.name for leaf in leaves]))
     chosen = names[: data.draw(st.integers(1, len(names)))]
-    plan = plan_columns(batch.schema, chosen, ListPolicy.PADDED)
+    fills = tuple((name, 1.0) for name in chosen)
+    plan = plan_columns(batch.schema, ColumnOptions(tuple(chosen), fill_null=fills))
     assert [spec.name for spec in plan.specs] == chosen
     assert set(plan.top_level) == {name.partition(".")[0] for name in chosen}
     by_name = {leaf.name: leaf for leaf in leaves}
     # A format decodes just these columns, in this order.
     decoded = batch.select(list(plan.top_level))
-    fills = dict.fromkeys(chosen, 1.0)
-    result = canonical(decoded, plan, fills, URL)
+    result = canonical(decoded, plan, URL)
     for name, column in zip(chosen, result.columns, strict=True):
         assert comparable(column.to_pylist()) == comparable(canonical_values(by_name[name], 1.0))
 
@@ -75,8 +79,8 @@ def test_a_column_that_is_canonical_already_is_not_copied() -> None:
             "z": pa.array([[1], [], [2]], pa.large_list(pa.int64())),
         }
     )
-    plan = plan_columns(batch.schema, [], ListPolicy.RAGGED)
-    result = canonical(batch, plan, {}, URL)
+    plan = plan_columns(batch.schema, ColumnOptions(lists=ListPolicy.RAGGED))
+    result = canonical(batch, plan, URL)
     for before, after in zip(batch.columns, result.columns, strict=True):
         assert [b and b.address for b in before.buffers()] == [
             b and b.address for b in after.buffers()
@@ -92,7 +96,8 @@ def test_a_structs_name_means_all_of_its_leaves() -> None:
         "a.v.w": ["a.v.w"],
         "b": ["b"],
     }.items():
-        assert [s.name for s in plan_columns(schema, [name], ListPolicy.PADDED).specs] == leaves
+        plan = plan_columns(schema, ColumnOptions((name,)))
+        assert [spec.name for spec in plan.specs] == leaves
 
 
 @pytest.mark.parametrize(
@@ -110,24 +115,24 @@ def test_a_column_that_is_missing_or_named_twice_is_refused(
 ) -> None:
     schema = pa.schema([("a", pa.struct([("u", pa.int8())])), ("b", pa.int8())])
     with pytest.raises(ConfigError, match=message):
-        plan_columns(schema, columns, ListPolicy.PADDED)
+        plan_columns(schema, ColumnOptions(tuple(columns)))
 
 
 def test_a_name_with_a_dot_that_means_two_columns_is_refused() -> None:
     schema = pa.schema([("a", pa.struct([("b", pa.int8())])), ("a.b", pa.int16())])
     for columns in ([], ["a.b"], ["a"]):
         with pytest.raises(ConfigError, match=r"'a\.b' occurs twice"):
-            plan_columns(schema, columns, ListPolicy.PADDED)
+            plan_columns(schema, ColumnOptions(tuple(columns)))
 
 
 def test_two_columns_of_one_name_are_refused_however_many_columns_there_are() -> None:
     names = [f"c{i}" for i in range(6000)]
     schema = pa.schema([(name, pa.int8()) for name in [*names, "c17"]])
     with pytest.raises(ConfigError, match="'c17' occurs twice"):
-        plan_columns(schema, [], ListPolicy.PADDED)
+        plan_columns(schema)
     twice = pa.schema([("a", pa.struct([("b", pa.int8())])), ("a", pa.struct([("c", pa.int8())]))])
-    with pytest.raises(ConfigError, match="'a' occurs twice"):
-        plan_columns(twice, [], ListPolicy.PADDED)
+    with pytest.raises(ConfigError, match=r"occurs twice \('a'\)"):
+        plan_columns(twice)
 
 
 def test_names_with_dots_are_read_from_where_they_lie() -> None:
@@ -138,8 +143,8 @@ def test_names_with_dots_are_read_from_where_they_lie() -> None:
             "a.x": pa.array([5]),
         }
     )
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
-    result = canonical(batch, plan, {}, URL)
+    plan = plan_columns(batch.schema)
+    result = canonical(batch, plan, URL)
     assert dict(zip(result.schema.names, (c[0].as_py() for c in result.columns), strict=True)) == {
         "a.b.c": 1,
         "a.b.y": 2,
@@ -147,10 +152,10 @@ def test_names_with_dots_are_read_from_where_they_lie() -> None:
         "a.b.d": 4,
         "a.x": 5,
     }
-    of_a = plan_columns(batch.schema, ["a"], ListPolicy.PADDED)
+    of_a = plan_columns(batch.schema, ColumnOptions(("a",)))
     assert [spec.name for spec in of_a.specs] == ["a.b.c", "a.b.y", "a."]
     with pytest.raises(ConfigError, match="no column 'x'"):
-        plan_columns(pa.schema([("x.y", pa.int8())]), ["x"], ListPolicy.PADDED)
+        plan_columns(pa.schema([("x.y", pa.int8())]), ColumnOptions(("x",)))
 
 
 def test_a_tensor_whose_dimensions_are_permuted_is_not_taken_for_another_tensor() -> None:
@@ -159,9 +164,9 @@ def test_a_tensor_whose_dimensions_are_permuted_is_not_taken_for_another_tensor(
         kind, pa.array([[1, 2, 3, 4, 5, 6], None], pa.list_(pa.int8(), 6))
     )
     batch = pa.record_batch({"t": array})
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    plan = plan_columns(batch.schema)
     assert [(spec.kind, spec.shape) for spec in plan.specs] == [(Kind.OBJECT, ())]
-    result = canonical(batch, plan, {}, URL)
+    result = canonical(batch, plan, URL)
     assert result.column(0).to_pylist() == [[1, 2, 3, 4, 5, 6], None]
 
 
@@ -175,15 +180,15 @@ def test_a_tensor_whose_dimensions_are_permuted_is_not_taken_for_another_tensor(
     ids=str,
 )
 def test_fixed_lists_of_what_is_no_number_are_objects(kind: pa.DataType) -> None:
-    (spec,) = plan_columns(pa.schema([("t", kind)]), [], ListPolicy.PADDED).specs
+    (spec,) = plan_columns(pa.schema([("t", kind)])).specs
     assert (spec.kind, spec.dtype) == (Kind.OBJECT, "")
 
 
 def test_fixed_lists_of_no_values_have_rows_all_the_same() -> None:
     batch = pa.record_batch({"e": pa.array([[], None, []], pa.list_(pa.int16(), 0))})
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
+    plan = plan_columns(batch.schema)
     assert plan.specs[0].shape == (0,)
-    assert canonical(batch, plan, {}, URL).num_rows == 3
+    assert canonical(batch, plan, URL).num_rows == 3
 
 
 def test_a_null_run_in_a_null_struct_is_no_value() -> None:
@@ -192,6 +197,6 @@ def test_a_null_run_in_a_null_struct_is_no_value() -> None:
     )
     struct = pa.StructArray.from_arrays([runs], ["r"], mask=pa.array([False, True, False]))
     batch = pa.record_batch({"s": struct})
-    plan = plan_columns(batch.schema, [], ListPolicy.PADDED)
-    found = canonical(batch, plan, {}, URL).column(0).to_pylist()
+    plan = plan_columns(batch.schema)
+    found = canonical(batch, plan, URL).column(0).to_pylist()
     assert comparable(found) == ["1.0", "nan", "2.0"]

@@ -6,7 +6,9 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +26,7 @@ from dataplane.transforms.images import (
     image_spec,
     image_specs,
 )
+from dataplane.transforms.stacks import Stack, stack_specs
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NORMAL = Normalize(MEAN, STD)
@@ -46,6 +49,76 @@ def test_lists_that_mean_the_same_are_equal() -> None:
         ImageSpec("a", 4, 6, Cut.WHOLE, resize=(4, 6)),
         ImageSpec("b", 8, 8, Cut.CENTER),
     )
+
+
+def test_deterministic_geometries_are_exact_and_random_crops_fast_unless_told_otherwise() -> None:
+    steps = {"a": [Resize(9), CenterCrop(8)], "b": [Resize((8, 8))], "c": [RandomResizedCrop(8)]}
+    for decode, reduced in (
+        (None, [False, False, True]),
+        ("exact", [False, False, False]),
+        ("fast", [True, True, True]),
+    ):
+        assert [spec.may_reduce for spec in image_specs(steps, decode)] == reduced
+
+
+def test_a_decode_that_changes_no_pixel_changes_no_spec() -> None:
+    crop, resize = {"a": [RandomResizedCrop(8)]}, {"a": [Resize((8, 8))]}
+    assert image_specs(crop, "fast") == image_specs(crop)
+    assert image_specs(resize, "exact") == image_specs(resize)
+    assert image_specs(crop, "exact") != image_specs(crop)
+    assert image_specs(resize, "fast") != image_specs(resize)
+
+
+@pytest.mark.parametrize(
+    ("decode", "transforms"),
+    [("auto", {"a": [CenterCrop(8)]}), (True, {"a": [CenterCrop(8)]}), ("fast", {})],
+)
+def test_a_decode_that_means_nothing_is_refused(decode, transforms) -> None:
+    with pytest.raises(ConfigError, match="decode") as caught:
+        image_specs(transforms, decode)
+    assert caught.value.field == "decode"
+
+
+def foreign(name: str, module: str = "torchvision.transforms.transforms") -> object:
+    return type(name, (), {"__module__": module})()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("RandomResizedCrop", "use RandomResizedCrop of dataplane_torch"),
+        ("Normalize", "use Normalize of dataplane_torch"),
+        ("ToTensor", r'use ToDtype\("float32"\) and ToLayout'),
+        ("ColorJitter", "torchvision's ColorJitter, which nodes do not have; allowed are"),
+    ],
+)
+def test_a_transform_of_torchvision_says_what_to_use_here(name, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        image_specs({"jpg": [foreign(name)]})
+    with pytest.raises(ConfigError, match="use a list of the transforms"):
+        image_specs({"jpg": foreign("Compose", "torchvision.transforms.v2")})
+
+
+@pytest.mark.parametrize("given", [torch.float16, np.float16, np.dtype("float16"), "float16"])
+def test_a_dtype_may_be_torchs_or_numpys(given) -> None:
+    (spec,) = image_specs({"a": [CenterCrop(8), ToDtype(given)]})
+    assert spec.dtype == "float16"
+    assert stack_specs({"x": Stack(["a"], dtype=given)})[0].dtype == "float16"
+    with pytest.raises(ConfigError, match="uint8, float16, bfloat16, float32"):
+        image_specs({"a": [CenterCrop(8), ToDtype(torch.float64)]})
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.int32, torch.tensor])
+def test_sides_may_be_any_whole_numbers(number) -> None:
+    plain = {"a": [Resize(20), CenterCrop((8, 12))]}
+    same = {"a": [Resize(number(20)), CenterCrop((number(8), number(12)))]}
+    assert image_specs(same) == image_specs(plain)
+    assert image_specs({"a": [CenterCrop(np.array([8, 12]))]}) == image_specs(
+        {"a": [CenterCrop((8, 12))]}
+    )
+    for wrong in (True, 8.0, np.float64(8), (8, True), (8,), None):
+        with pytest.raises(ConfigError, match="a size is one int"):
+            image_specs({"a": [CenterCrop(wrong)]})
 
 
 def test_shapes_and_dtypes_of_what_is_delivered() -> None:
@@ -99,7 +172,7 @@ def test_only_the_orders_that_make_sense_are_taken(steps) -> None:
         ([Resize(256)], r"Resize\(int\) keeps the ratio.*CenterCrop"),
         ([], "no fixed size.*begin with a geometry"),
         ([CenterCrop(8), CenterCrop(8)], r"step 2 .*cannot come after CenterCrop"),
-        ([CenterCrop(8), "flip"], r"step 2 \('flip'\) is no transform"),
+        ([CenterCrop(8), "flip"], r"step 2 \('flip'\): is not a transform"),
         (CenterCrop(8), "pass a list"),
         ([Resize(8), CenterCrop(9)], r"CenterCrop\(9, 9\) is larger than what Resize\(8,\)"),
         ([CenterCrop(0)], "1 to 16384 pixels"),

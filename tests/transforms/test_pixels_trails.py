@@ -22,7 +22,7 @@ from pictures import Encoded, drawn, encoded, exif, made, photographs, sizes
 
 from dataplane.errors import ImageError
 from dataplane.transforms.pixels import PixelView, render
-from dataplane.transforms.pixels_library import PILLOW, Maker, maker
+from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
 
 FOUND = maker()
 VIEW = PixelView(24, 32, "HWC", "uint8", None, None)
@@ -41,7 +41,7 @@ Box = tuple[float, ...]
 
 @pytest.fixture(autouse=True, scope="module")
 def _libjpeg() -> None:
-    if not FOUND.has_jpeg:
+    if FOUND.library is None:
         without(FOUND.missing)
 
 
@@ -170,7 +170,7 @@ def test_what_has_no_use_for_a_trail_leaves_none() -> None:
         _over(kept, [image], [whole])
         assert not kept.memory[0][:400].any()
     kept = Kept([400])
-    _over(kept, [encoded(picture)], [whole], by=PILLOW)
+    _over(kept, [encoded(picture)], [whole], by=pillow_maker())
     assert not kept.memory[0][:400].any()
     for none in (Kept([0]), Kept([HEAD_BYTES]), Kept([40])):
         _over(none, [encoded(picture)], [whole])

@@ -13,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_ROW, _FRAME = 27, 62
+_ROW, _FRAME = 27, 66
+_TICK = 4
+_TICKS_MIN, _TICKS_MAX = 3, 8
+_STEPS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
+"""Where a logarithmic axis may have its ticks: of each decade, from few to many."""
 _NAME_WIDTH = 24
 
 
@@ -100,6 +104,9 @@ def axis(title: str) -> dict[str, Any]:
         "fixedrange": True,
         "automargin": True,
         "nticks": 6,
+        "ticks": "outside",
+        "ticklen": _TICK,
+        "tickcolor": "--muted",
         # 20k, but 0.5 and not 500m.
         "tickformat": "~s" if title == "samples/s" else "~r",
         "rangemode": "tozero",
@@ -107,19 +114,37 @@ def axis(title: str) -> dict[str, Any]:
 
 
 def log_axis(title: str, values: Sequence[float], unit: str = "") -> dict[str, Any]:
-    """From the lowest value to the highest: 1, 2, 5 of a decade, or 1 where they are several."""
+    """From the lowest value to the highest, with three to eight ticks at round numbers."""
     low, high = math.log10(min(values)), math.log10(max(values))
-    steps = (1, 2, 5) if high - low < 1.4 else (1,)
-    decades = range(math.floor(low) - 1, math.ceil(high) + 1)
-    ticks = [step * 10.0**decade for decade in decades for step in steps]
     room = max(0.04 * (high - low), 0.05)
+    low, high = low - room, high + room
+    ticks = _ticks(10**low, 10**high)
     return axis(title) | {
         "type": "log",
-        "range": [shortened(low - room), shortened(high + room)],
+        "range": [shortened(low), shortened(high)],
         "tickvals": ticks,
         "tickangle": 0,
         "ticktext": [f"{tick:g}{unit}" for tick in ticks],
     }
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers of a logarithmic axis from `low` to `high`. Where even many of a decade are too
+    few, the axis is short enough for even steps.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in _STEPS:
+        ticks = [step * 10.0**decade for decade in decades for step in steps]
+        shown = [tick for tick in ticks if low <= tick <= high]
+        if len(shown) >= _TICKS_MIN:
+            # Over many decades, every second or third of them.
+            return shown[:: -(-len(shown) // _TICKS_MAX)]
+    power = 10.0 ** math.floor(math.log10((high - low) / _TICKS_MIN))
+    for step in (5 * power, 2 * power, power):
+        ticks = [shortened(at * step) for at in range(math.ceil(low / step), int(high / step) + 1)]
+        if len(ticks) >= _TICKS_MIN:
+            break
+    return ticks
 
 
 def names(titles: Sequence[str]) -> dict[str, Any]:

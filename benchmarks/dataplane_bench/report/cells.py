@@ -205,11 +205,11 @@ def headings(case: CaseFigures, *, are_wide: bool = False) -> tuple[Heading, ...
     columns = STARTS if case.is_start else RATES
     if are_wide:
         columns = (*columns[:-1], TRAINER, columns[-1])
-    always = (columns[0], _OFF, _RATIO)
+    always = (columns[0], _RATIO)
     return tuple(
         one
         for one in columns
-        if one in always or any(one.cell(each) != NOTHING for each in case.measured)
+        if one in always or any(one.cell(each) not in (NOTHING, "") for each in case.measured)
     )
 
 

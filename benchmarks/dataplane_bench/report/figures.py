@@ -22,6 +22,10 @@ from dataplane_bench.report.results import Bound, CaseResult, Figures, Report, S
 
 NOISY = 0.15
 """A round this far from the median, as a share of it, is told to the reader."""
+OTHERS = 0.1
+"""Other processes that took more than this share of the machine's cores are told to the reader."""
+STEAL = 0.02
+"""As is a hypervisor that took more than this share of their time."""
 HEADROOM = 3.0
 """The harness alone must be so many times as fast as the fastest system, or it is told."""
 
@@ -110,6 +114,11 @@ class SystemFigures:
         return not (self.is_ours or self.is_harness)
 
     @property
+    def has_spread(self) -> bool:
+        """Whether there is more than one round."""
+        return self.main is not None and len(self.main.values) > 1
+
+    @property
     def is_noisy(self) -> bool:
         return self.main is not None and (self.main.relative or 0.0) > NOISY
 
@@ -128,6 +137,12 @@ class CaseFigures:
     measured: tuple[SystemFigures, ...]
     absent: tuple[SystemFigures, ...]
     bounds: tuple[tuple[str, Spread], ...]
+    load: Mapping[str, float]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether others used the machine while the case was measured."""
+        return is_busy(self.load)
 
     @property
     def is_start(self) -> bool:
@@ -162,6 +177,11 @@ class CaseFigures:
         if harness is None or harness.speed is None or fastest[0].speed is None:
             return None
         return harness.speed.median / fastest[0].speed.median
+
+
+def is_busy(load: Mapping[str, float]) -> bool:
+    """Whether this load of others (see `CaseResult`) is worth a warning."""
+    return load.get("others", 0.0) > OTHERS or load.get("steal", 0.0) > STEAL
 
 
 def is_start(case: Case) -> bool:
@@ -213,6 +233,7 @@ def _case(
         measured=tuple(measured),
         absent=tuple(one for one in systems if one.speed is None),
         bounds=tuple((bound.name, Spread(_finite(bound.samples_per_s))) for bound in bounds),
+        load={name: value for name, told in found.load.items() if (value := known(told))},
     )
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dataplane.commands.output import counted
 from dataplane_bench.model import Case, Mode, Store, Workload
-from dataplane_bench.report.cells import number, off, rate, settings_told, size, times, title
+from dataplane_bench.report.cells import number, off, rate, settings_told, share, size, times, title
 from dataplane_bench.report.figures import (
     HEADROOM,
     NOISY,
+    OTHERS,
+    STEAL,
     CaseFigures,
     Spread,
     Standing,
     SystemFigures,
+    is_busy,
     is_comparable,
     known,
     spread,
@@ -115,6 +118,8 @@ def notes(case: CaseFigures) -> list[str]:
     noisy = [f"{one.result.title} {off(one.main)}" for one in case.measured if one.is_noisy]
     if noisy:
         told.append(f"noisy, a round more than {NOISY:.0%} off the median: {', '.join(noisy)}")
+    if case.is_busy:
+        told.append(f"the machine was busy: {_load(case.load)}")
     headroom = case.harness_headroom
     if headroom is not None and headroom < HEADROOM:
         told.append(
@@ -135,6 +140,7 @@ def gist(cases: Sequence[CaseFigures]) -> list[str]:
     ]
     if not against:
         return ["No peer was measured beside Dataplane."]
+    has_spread = any(len(ratio.values) > 1 for _, _, ratio in against)
     faster = sum(ratio.low > 1 for _, _, ratio in against)
     slower = sum(ratio.high < 1 for _, _, ratio in against)
     level = len(against) - faster - slower
@@ -144,15 +150,41 @@ def gist(cases: Sequence[CaseFigures]) -> list[str]:
     def told(case: CaseFigures, peer: SystemFigures, ratio: Spread) -> str:
         return f"{times(ratio.median)} ({title(case)}, {peer.result.title})"
 
+    cases_told = counted(len(against), "case")
     first = (
         f"Against the best peer of each case, Dataplane was faster in {faster}, slower in {slower}"
-        f" and level, within the spread of the rounds, in {level} of"
-        f" {counted(len(against), 'case')}."
+        f" and level, within the spread of the rounds, in {level} of {cases_told}."
+        if has_spread
+        else f"Against the best peer of each case, Dataplane was faster in {faster} and slower in"
+        f" {slower} of {cases_told}. There was one round, so the spread is not known."
     )
     if len(against) == 1:
         return [first, f"The ratio is {told(*ordered[0])}."]
     ends = f"{told(*ordered[0])} to {told(*ordered[-1])}"
     return [first, f"The ratio's median is {times(middle)}; it goes from {ends}."]
+
+
+def busy(report: Report) -> str:
+    """A warning where others used the machine during the run; "" where they did not."""
+    cases = [case for scenario in report.scenarios for case in scenario.cases]
+    loads = [{name: known(value) or 0.0 for name, value in case.load.items()} for case in cases]
+    heavy = [load for load in loads if is_busy(load)]
+    if not heavy:
+        return ""
+    worst = max(heavy, key=lambda load: sum(load.values()))
+    where = f"{len(heavy)} of {counted(len(cases), 'case')}"
+    return (
+        f"The machine was busy with something else in {where}: {_load(worst, 'up to ')}. Figures"
+        " are lower than on an idle machine, and ratios less certain: measure again when nothing"
+        " else runs."
+    )
+
+
+def _load(load: Mapping[str, float], up_to: str = "") -> str:
+    others, steal = (load.get(name, 0.0) for name in ("others", "steal"))
+    told = [f"other processes took {up_to}{share(others)}"] if others > OTHERS else []
+    told += [f"the hypervisor took {up_to}{share(steal)}"] if steal > STEAL else []
+    return f"{' and '.join(told)} of its CPU time"
 
 
 def machine(report: Report) -> str:

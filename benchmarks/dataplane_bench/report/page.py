@@ -127,6 +127,8 @@ def render(report: Report) -> str:
         overview=placed,
         overview_keys=_overview_keys(found, looks),
         gist=notes.gist(found),
+        busy=notes.busy(report),
+        has_spread=any(one.has_spread for case in found for one in case.measured),
         summary_headings=cells.SUMMARY,
         summary=[(f"case-{place}", row) for place, row in enumerate(cells.summary(found))],
         scenarios=scenarios,

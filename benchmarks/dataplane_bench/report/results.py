@@ -75,11 +75,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """All systems in one case."""
+    """All systems in one case. `load` is what others did during its rounds, as shares of the time
+    of all cores: "others" (processes that are not of this run), "steal" (the hypervisor).
+    """
 
     case: Case
     systems: tuple[SystemResult, ...]
     bounds: tuple[Bound, ...] = ()
+    load: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def render(report: Report, width: int) -> RenderableType:
     if report.missing:
         parts += [Text(), said("took no part", "bold")]
         parts += [_hanging(name, why) for name, why in report.missing.items()]
-    parts += [Text(), *_bounds(report), Text(), *_summary(cases, gap)]
+    parts += [Text(), *_bounds(report), Text(), *_summary(report, cases, gap)]
     return Group(*parts)
 
 
@@ -145,7 +145,7 @@ def _bounds(report: Report) -> Iterator[RenderableType]:
             yield _hanging(name, told)
 
 
-def _summary(cases: Sequence[CaseFigures], gap: int) -> Iterator[RenderableType]:
+def _summary(report: Report, cases: Sequence[CaseFigures], gap: int) -> Iterator[RenderableType]:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for heading in cells.SUMMARY:
         is_text = heading in ("case", "best peer")
@@ -162,12 +162,16 @@ def _summary(cases: Sequence[CaseFigures], gap: int) -> Iterator[RenderableType]
     yield Text()
     for sentence in notes.gist(cases):
         yield said(sentence)
+    if warning := notes.busy(report):
+        yield said(f"! {warning}", "yellow")
 
 
 def markdown(report: Report) -> str:
     """The same as Markdown, for a document."""
     cases = case_figures(report)
     lines = [f"{notes.machine(report)}.", "", *(f"{one}" for one in notes.gist(cases)), ""]
+    if warning := notes.busy(report):
+        lines += [f"**{_plain(warning)}**", ""]
     lines += [*_markdown_rows(cells.SUMMARY, cells.summary(cases)), ""]
     question = ""
     for case in cases:

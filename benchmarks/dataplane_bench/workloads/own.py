@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dataplane import suffixes
 from dataplane.errors import ConfigError, DataplaneError, TruncatedRead, rebuild
 from dataplane.formats import registry
 from dataplane.formats.base import Format
 from dataplane.model import ObjectInfo
-from dataplane.node.index import MANIFEST_SUFFIX, choose_shards, index_dataset, open_dataset
+from dataplane.node.index import choose_shards, index_dataset, open_dataset
 from dataplane.store.connect import connect
 from dataplane.store.expand import expand
 from dataplane.store.urls import normalise
@@ -83,7 +84,7 @@ def own(
 def _shards(urls: Sequence[str]) -> tuple[Format, list[ObjectInfo]]:
     """What `urls` stand for, as Dataplane sees it; a saved manifest stands for its shards."""
     names = [normalise(url) for url in urls]
-    if len(names) == 1 and names[0].endswith(MANIFEST_SUFFIX):
+    if len(names) == 1 and names[0].endswith(suffixes.MANIFEST):
         manifest = open_dataset(names)
         listed = [ObjectInfo(one.url, one.size_bytes, one.etag) for one in manifest.shards]
         return registry.by_name(manifest.format), listed

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataplane.commands.datasets import read_block, schema_of
-from dataplane.errors import ConfigError, CorruptShard
-from dataplane.model import ColumnSpec, ListPolicy
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnOptions, ColumnSpec, ListPolicy
 from dataplane.model import Kind as Form
 from dataplane.plan.manifest import Manifest
-from dataplane.transforms.columns import ColumnPlan, canonical, plan_columns
+from dataplane.transforms.canonical import canonical
+from dataplane.transforms.columns import ColumnPlan, Part, plan_columns
 from dataplane_bench.model import Column, Kind
 from dataplane_bench.workloads.about import About, shared_names
 from dataplane_bench.workloads.recipe import SHARD_COUNT
@@ -81,18 +82,13 @@ def write_source(manifest: Manifest, folder: Path) -> About:
 
 def _usable(manifest: Manifest) -> tuple[list[_Usable], list[str]]:
     schema = schema_of(manifest)
-    plan = plan_columns(schema, (), ListPolicy.RAGGED)
+    plan = plan_columns(schema, ColumnOptions(lists=ListPolicy.RAGGED))
     first = read_block(manifest, 0, schema, plan.top_level)
     found: list[_Usable] = []
     notes: list[str] = []
     names = shared_names([spec.name for spec in plan.specs])
     for index, (spec, name) in enumerate(zip(plan.specs, names, strict=True)):
-        leaf = ColumnPlan(
-            (plan.places[index][0],),
-            (spec,),
-            pa.schema([plan.schema.field(index)]),
-            (plan.places[index],),
-        )
+        leaf = ColumnPlan.of(plan.options, [(plan.leaves[index], Part.VALUES)])
         try:
             column = _column(name, spec, leaf, first)
         except _Unfit as error:
@@ -119,7 +115,7 @@ def _column(name: str, spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch
             return Column(name, Kind.STRING)
         case Form.BYTES:
             column = Column(name, Kind.IMAGE)
-            _check(column, canonical(first, leaf, {}, "").column(0).slice(0, 1))
+            _check(column, canonical(first, leaf, "").column(0).slice(0, 1))
             return column
         case _:
             raise _Unfit(f"it is neither numbers nor text nor JPEGs, but {leaf.schema.types[0]}")
@@ -173,10 +169,8 @@ def _batches(
 def _values(one: _Usable, read: pa.RecordBatch, url: str) -> pa.Array:
     """Raises:  _Unfit."""
     try:
-        values = canonical(read, one.leaf, {}, url).column(0)
-    except CorruptShard as error:
-        if error.nouns.get("found") != "null":
-            raise
+        values = canonical(read, one.leaf, url).column(0)
+    except ConfigError as error:
         raise _Unfit("it has nulls, which tensors of whole numbers have not") from error
     _check(one.column, values)
     return values.cast(_stored_type(one.column))

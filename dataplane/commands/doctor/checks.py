@@ -14,14 +14,16 @@ from itertools import islice
 import psutil  # type: ignore[import-untyped]
 
 from dataplane.commands import output
+from dataplane.commands.stores import STORES
+from dataplane.compiled import INSTALL_AGAIN
 from dataplane.config import NodeConfig
 from dataplane.machine import this_machine
 from dataplane.node.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
-from dataplane.store.connect import connect
 from dataplane.store.urls import local_path
+from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
 
 MORE = 4
@@ -87,16 +89,16 @@ def _memory(config: NodeConfig) -> Check:
 
 
 def _compiled() -> list[Check]:
-    again = "install a C compiler, then Dataplane once more"
     found = []
     for name, missing, instead in (
         ("rows in C", kernel().missing, "numpy, several times slower"),
         ("order in C", loops().missing, "numpy, several times slower"),
     ):
-        found.append(Check(name, missing or "yes", f"{instead}: {again}" if missing else ""))
-    missing = maker().missing
-    advice = f"Pillow, several times slower: {again}" if missing else ""
-    return [*found, Check("images in C, with libjpeg", missing or "yes", advice)]
+        advice = f"{instead}: {INSTALL_AGAIN}" if missing else ""
+        found.append(Check(name, missing or "yes", advice))
+    made = maker()
+    advice = f"Pillow, several times slower: {INSTALL_LIBJPEG}" if made.missing else ""
+    return [*found, Check("images in C, with libjpeg", made.missing or made.name, advice)]
 
 
 def _descriptors(manifest: Manifest) -> Check:
@@ -158,7 +160,7 @@ def _read(place: _Place) -> float:
     """How long it took."""
     shard, offset, length = place
     began = time.monotonic()
-    connect(shard.url).read(shard.url, offset, length, shard.etag)
+    STORES.connect(shard.url).read(shard.url, offset, length, shard.etag)
     return time.monotonic() - began
 
 

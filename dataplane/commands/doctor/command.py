@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -130,8 +128,7 @@ def doctor(
     if not as_json:
         output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
         output.stdout().print()
-    with _flags_for_the_node(settings):
-        done = _tried(request, step_ms / 1e3, trial.Length(seconds, steps))
+    done = _tried(request, _node_command(settings), step_ms / 1e3, trial.Length(seconds, steps))
     from dataplane.client.bound import bound_of
 
     bound = bound_of(done.found)
@@ -155,7 +152,7 @@ def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
     """Raises:  ConfigError: transforms that mean nothing."""
     from dataplane.client import identity
     from dataplane.commands.doctor.given import stacks_of, transforms_of
-    from dataplane.model import Topology
+    from dataplane.model import ColumnOptions, Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
     from dataplane.transforms.stacks import stack_specs
@@ -172,10 +169,12 @@ def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
         lanes=job.lanes,
         window=job.window,
         global_batch=job.batch_size,
-        columns=tuple(job.columns.split(",")) if job.columns else (),
-        lists=ListPolicy(job.lists),
         transforms=image_specs(transforms_of(job.transform)),
-        stack=stack_specs(stacks_of(job.stack)),
+        column_options=ColumnOptions(
+            columns=tuple(job.columns.split(",")) if job.columns else (),
+            lists=ListPolicy(job.lists),
+            stack=stack_specs(stacks_of(job.stack)),
+        ),
     )
 
 
@@ -206,16 +205,19 @@ def _looked_at(
     return at, found
 
 
-def _tried(request: OpenJob, step_s: float, length: Any) -> Trial:
+def _tried(request: OpenJob, command: tuple[str, ...], step_s: float, length: Any) -> Trial:
     """The run, with a progress bar."""
     from dataplane.client import identity
-    from dataplane.client.endpoint import find_endpoint
+    from dataplane.client.endpoint import Embedded
     from dataplane.client.session import Session
     from dataplane.client.statistics import Statistics
     from dataplane.commands.doctor import trial
+    from dataplane.config import VERSION
+    from dataplane.rpc import names
 
-    endpoint = find_endpoint(None, identity.node_name(identity.launch_identity({})))
-    session = Session(endpoint, request)
+    run = identity.node_name(identity.launch_identity({}))
+    name = names.embedded_name(os.getuid(), VERSION, run)
+    session = Session(Embedded(name, command), request)
     try:
         with output.progress() as bar:
             task = bar.add_task("running", total=1.0, note="")
@@ -228,18 +230,16 @@ def _tried(request: OpenJob, step_s: float, length: Any) -> Trial:
         session.close()
 
 
-@contextmanager
-def _flags_for_the_node(settings: Settings) -> Iterator[None]:
-    """A node of our own reads the environment, as the node of a trainer does."""
-    before = dict(os.environ)
-    for one in settings.values():
-        if one.source != "default":  # which the node computes by itself
-            os.environ[one.setting.variable] = str(one.value)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def _node_command(settings: Settings) -> tuple[str, ...]:
+    """A node of our own, with the settings of this command line in its environment."""
+    from dataplane.client.launch import node_command
+
+    given = [
+        f"{one.setting.variable}={one.value}"
+        for one in settings.values()
+        if one.source != "default"  # which the node computes by itself
+    ]
+    return ("env", *given, *node_command())
 
 
 def _show(done: Trial, bound: Bound | None) -> None:

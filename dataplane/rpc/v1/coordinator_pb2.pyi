@@ -30,7 +30,7 @@ class RegisterNodeResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., coordinator_id: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job_id", "dataset", "spec", "topology", "incarnation", "member_id", "node_id", "sample_count")
+    __slots__ = ("job_id", "dataset", "spec", "topology", "incarnation", "member_id", "node_id", "sample_count", "pixels")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class JoinRequest(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PIXELS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
     spec: _types_pb2.JobSpec
@@ -47,7 +48,8 @@ class JoinRequest(_message.Message):
     member_id: str
     node_id: str
     sample_count: int
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ...) -> None: ...
+    pixels: str
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("generation", "lease_s")
@@ -77,13 +79,25 @@ class MemberProgress(_message.Message):
     bound: str
     def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
+class StoreOutage(_message.Message):
+    __slots__ = ("store", "away_s", "error")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    AWAY_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    away_s: float
+    error: str
+    def __init__(self, store: _Optional[str] = ..., away_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node", "members")
+    __slots__ = ("node", "members", "stores_away")
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STORES_AWAY_FIELD_NUMBER: _ClassVar[int]
     node: RegisterNodeRequest
     members: _containers.RepeatedCompositeFieldContainer[MemberProgress]
-    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ...) -> None: ...
+    stores_away: _containers.RepeatedCompositeFieldContainer[StoreOutage]
+    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ...) -> None: ...
 
 class MemberVerdict(_message.Message):
     __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s")
@@ -176,18 +190,20 @@ class JobStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s")
+    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_S_FIELD_NUMBER: _ClassVar[int]
+    STORES_AWAY_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host: str
     pid: int
     version: str
     last_seen_s: float
-    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ...) -> None: ...
+    stores_away: _containers.RepeatedCompositeFieldContainer[StoreOutage]
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("version", "coordinator_id", "jobs", "nodes")

@@ -74,7 +74,7 @@ class DatasetSource(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ...) -> None: ...
 
 class OpenJob(_message.Message):
-    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null", "transforms", "sharing", "stack")
+    __slots__ = ("job_id", "incarnation", "member_id", "source", "topology", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "sharing", "column_options")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -86,12 +86,9 @@ class OpenJob(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_BATCH_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_FIELD_NUMBER: _ClassVar[int]
-    LISTS_FIELD_NUMBER: _ClassVar[int]
-    FILL_NULL_FIELD_NUMBER: _ClassVar[int]
     TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
     SHARING_FIELD_NUMBER: _ClassVar[int]
-    STACK_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     incarnation: str
     member_id: str
@@ -103,16 +100,13 @@ class OpenJob(_message.Message):
     window: int
     global_batch: int
     end: _types_pb2.End
-    columns: _containers.RepeatedScalarFieldContainer[str]
-    lists: _types_pb2.ListPolicy
-    fill_null: _containers.RepeatedCompositeFieldContainer[_types_pb2.FillNull]
     transforms: _containers.RepeatedCompositeFieldContainer[_types_pb2.ImageSpec]
     sharing: str
-    stack: _containers.RepeatedCompositeFieldContainer[_types_pb2.StackSpec]
-    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., stack: _Optional[_Iterable[_Union[_types_pb2.StackSpec, _Mapping]]] = ...) -> None: ...
+    column_options: _types_pb2.ColumnOptions
+    def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
-    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s")
+    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +115,8 @@ class JobOpened(_message.Message):
     HELD_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STALL_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    PIXELS_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.JobSpec
     digest: str
     sample_count: int
@@ -129,7 +125,9 @@ class JobOpened(_message.Message):
     held_bytes_max: int
     generation: int
     stall_timeout_s: float
-    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ...) -> None: ...
+    dataset: _types_pb2.DatasetIdentity
+    pixels: str
+    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ...) -> None: ...
 
 class OpenStream(_message.Message):
     __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x61taplane/rpc/v1/types.proto\x12\x10\x64\x61taplane.rpc.v1\"\x87\x01\n\x05\x45rror\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x31\n\x05nouns\x18\x03 \x03(\x0b\x32\".dataplane.rpc.v1.Error.NounsEntry\x1a,\n\nNounsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\")\n\x08\x46illNull\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xd4\x01\n\tImageSpec\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x0e\n\x06height\x18\x02 \x01(\x04\x12\r\n\x05width\x18\x03 \x01(\x04\x12\"\n\x03\x63ut\x18\x04 \x01(\x0e\x32\x15.dataplane.rpc.v1.Cut\x12\x0e\n\x06resize\x18\x05 \x03(\x04\x12\r\n\x05scale\x18\x06 \x03(\x01\x12\r\n\x05ratio\x18\x07 \x03(\x01\x12\x0c\n\x04\x66lip\x18\x08 \x01(\x01\x12\x0e\n\x06layout\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0c\n\x04mean\x18\x0b \x03(\x01\x12\x0b\n\x03std\x18\x0c \x03(\x01\"9\n\tStackSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\xe0\x02\n\x07JobSpec\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0f\n\x07shuffle\x18\x03 \x01(\x08\x12\r\n\x05lanes\x18\x04 \x01(\x04\x12\x0e\n\x06window\x18\x05 \x01(\x04\x12\x14\n\x0cglobal_batch\x18\x06 \x01(\x04\x12\"\n\x03\x65nd\x18\x07 \x01(\x0e\x32\x15.dataplane.rpc.v1.End\x12\x0f\n\x07\x63olumns\x18\x08 \x03(\t\x12+\n\x05lists\x18\t \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12-\n\tfill_null\x18\n \x03(\x0b\x32\x1a.dataplane.rpc.v1.FillNull\x12/\n\ntransforms\x18\x0b \x03(\x0b\x32\x1b.dataplane.rpc.v1.ImageSpec\x12*\n\x05stack\x18\x0c \x03(\x0b\x32\x1b.dataplane.rpc.v1.StackSpec\"|\n\x08Topology\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nlocal_rank\x18\x05 \x01(\r\x12\x18\n\x10local_world_size\x18\x06 \x01(\r\"(\n\x06Region\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"^\n\nColumnSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.dataplane.rpc.v1.Kind\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04*E\n\x03\x45nd\x12\x13\n\x0f\x45ND_UNSPECIFIED\x10\x00\x12\x0e\n\nEND_RAGGED\x10\x01\x12\x0c\n\x08\x45ND_DROP\x10\x02\x12\x0b\n\x07\x45ND_PAD\x10\x03*Y\n\nListPolicy\x12\x1b\n\x17LIST_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12LIST_POLICY_PADDED\x10\x01\x12\x16\n\x12LIST_POLICY_RAGGED\x10\x02*\x80\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_FIXED\x10\x01\x12\x0f\n\x0bKIND_PADDED\x10\x02\x12\x0f\n\x0bKIND_RAGGED\x10\x03\x12\x0e\n\nKIND_BYTES\x10\x04\x12\x0f\n\x0bKIND_STRING\x10\x05\x12\x0f\n\x0bKIND_OBJECT\x10\x06*I\n\x03\x43ut\x12\x13\n\x0f\x43UT_UNSPECIFIED\x10\x00\x12\r\n\tCUT_WHOLE\x10\x01\x12\x0e\n\nCUT_CENTER\x10\x02\x12\x0e\n\nCUT_RANDOM\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x61taplane/rpc/v1/types.proto\x12\x10\x64\x61taplane.rpc.v1\"\x87\x01\n\x05\x45rror\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x31\n\x05nouns\x18\x03 \x03(\x0b\x32\".dataplane.rpc.v1.Error.NounsEntry\x1a,\n\nNounsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\",\n\x0b\x43olumnValue\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x80\x02\n\tImageSpec\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x0e\n\x06height\x18\x02 \x01(\x04\x12\r\n\x05width\x18\x03 \x01(\x04\x12\"\n\x03\x63ut\x18\x04 \x01(\x0e\x32\x15.dataplane.rpc.v1.Cut\x12\x0e\n\x06resize\x18\x05 \x03(\x04\x12\r\n\x05scale\x18\x06 \x03(\x01\x12\r\n\x05ratio\x18\x07 \x03(\x01\x12\x0c\n\x04\x66lip\x18\x08 \x01(\x01\x12\x0e\n\x06layout\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0c\n\x04mean\x18\x0b \x03(\x01\x12\x0b\n\x03std\x18\x0c \x03(\x01\x12*\n\x06\x64\x65\x63ode\x18\r \x01(\x0e\x32\x1a.dataplane.rpc.v1.Decoding\"9\n\tStackSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x86\x02\n\rColumnOptions\x12\x0f\n\x07\x63olumns\x18\x01 \x03(\t\x12+\n\x05lists\x18\x02 \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12\x30\n\tfill_null\x18\x03 \x03(\x0b\x32\x1d.dataplane.rpc.v1.ColumnValue\x12*\n\x05stack\x18\x04 \x03(\x0b\x32\x1b.dataplane.rpc.v1.StackSpec\x12\x1a\n\rfill_null_all\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12+\n\x05nulls\x18\x06 \x01(\x0e\x32\x1c.dataplane.rpc.v1.NullPolicyB\x10\n\x0e_fill_null_all\"\x98\x02\n\x07JobSpec\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0f\n\x07shuffle\x18\x03 \x01(\x08\x12\r\n\x05lanes\x18\x04 \x01(\x04\x12\x0e\n\x06window\x18\x05 \x01(\x04\x12\x14\n\x0cglobal_batch\x18\x06 \x01(\x04\x12\"\n\x03\x65nd\x18\x07 \x01(\x0e\x32\x15.dataplane.rpc.v1.End\x12/\n\ntransforms\x18\x0b \x03(\x0b\x32\x1b.dataplane.rpc.v1.ImageSpec\x12\x37\n\x0e\x63olumn_options\x18\r \x01(\x0b\x32\x1f.dataplane.rpc.v1.ColumnOptionsJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\n\x10\x0bJ\x04\x08\x0c\x10\r\"2\n\x0f\x44\x61tasetIdentity\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\"|\n\x08Topology\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nlocal_rank\x18\x05 \x01(\r\x12\x18\n\x10local_world_size\x18\x06 \x01(\r\"(\n\x06Region\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"^\n\nColumnSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.dataplane.rpc.v1.Kind\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04*E\n\x03\x45nd\x12\x13\n\x0f\x45ND_UNSPECIFIED\x10\x00\x12\x0e\n\nEND_RAGGED\x10\x01\x12\x0c\n\x08\x45ND_DROP\x10\x02\x12\x0b\n\x07\x45ND_PAD\x10\x03*Y\n\nListPolicy\x12\x1b\n\x17LIST_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12LIST_POLICY_PADDED\x10\x01\x12\x16\n\x12LIST_POLICY_RAGGED\x10\x02*U\n\nNullPolicy\x12\x1b\n\x17NULL_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10NULL_POLICY_FILL\x10\x01\x12\x14\n\x10NULL_POLICY_MASK\x10\x02*\x80\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_FIXED\x10\x01\x12\x0f\n\x0bKIND_PADDED\x10\x02\x12\x0f\n\x0bKIND_RAGGED\x10\x03\x12\x0e\n\nKIND_BYTES\x10\x04\x12\x0f\n\x0bKIND_STRING\x10\x05\x12\x0f\n\x0bKIND_OBJECT\x10\x06*I\n\x03\x43ut\x12\x13\n\x0f\x43UT_UNSPECIFIED\x10\x00\x12\r\n\tCUT_WHOLE\x10\x01\x12\x0e\n\nCUT_CENTER\x10\x02\x12\x0e\n\nCUT_RANDOM\x10\x03*^\n\x08\x44\x65\x63oding\x12\x18\n\x14\x44\x45\x43ODING_UNSPECIFIED\x10\x00\x12\x11\n\rDECODING_AUTO\x10\x01\x12\x12\n\x0e\x44\x45\x43ODING_EXACT\x10\x02\x12\x11\n\rDECODING_FAST\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_NOUNSENTRY']._loaded_options = None
   _globals['_ERROR_NOUNSENTRY']._serialized_options = b'8\001'
-  _globals['_END']._serialized_start=1124
-  _globals['_END']._serialized_end=1193
-  _globals['_LISTPOLICY']._serialized_start=1195
-  _globals['_LISTPOLICY']._serialized_end=1284
-  _globals['_KIND']._serialized_start=1287
-  _globals['_KIND']._serialized_end=1415
-  _globals['_CUT']._serialized_start=1417
-  _globals['_CUT']._serialized_end=1490
+  _globals['_END']._serialized_start=1416
+  _globals['_END']._serialized_end=1485
+  _globals['_LISTPOLICY']._serialized_start=1487
+  _globals['_LISTPOLICY']._serialized_end=1576
+  _globals['_NULLPOLICY']._serialized_start=1578
+  _globals['_NULLPOLICY']._serialized_end=1663
+  _globals['_KIND']._serialized_start=1666
+  _globals['_KIND']._serialized_end=1794
+  _globals['_CUT']._serialized_start=1796
+  _globals['_CUT']._serialized_end=1869
+  _globals['_DECODING']._serialized_start=1871
+  _globals['_DECODING']._serialized_end=1965
   _globals['_ERROR']._serialized_start=51
   _globals['_ERROR']._serialized_end=186
   _globals['_ERROR_NOUNSENTRY']._serialized_start=142
   _globals['_ERROR_NOUNSENTRY']._serialized_end=186
-  _globals['_FILLNULL']._serialized_start=188
-  _globals['_FILLNULL']._serialized_end=229
-  _globals['_IMAGESPEC']._serialized_start=232
-  _globals['_IMAGESPEC']._serialized_end=444
-  _globals['_STACKSPEC']._serialized_start=446
-  _globals['_STACKSPEC']._serialized_end=503
-  _globals['_JOBSPEC']._serialized_start=506
-  _globals['_JOBSPEC']._serialized_end=858
-  _globals['_TOPOLOGY']._serialized_start=860
-  _globals['_TOPOLOGY']._serialized_end=984
-  _globals['_REGION']._serialized_start=986
-  _globals['_REGION']._serialized_end=1026
-  _globals['_COLUMNSPEC']._serialized_start=1028
-  _globals['_COLUMNSPEC']._serialized_end=1122
+  _globals['_COLUMNVALUE']._serialized_start=188
+  _globals['_COLUMNVALUE']._serialized_end=232
+  _globals['_IMAGESPEC']._serialized_start=235
+  _globals['_IMAGESPEC']._serialized_end=491
+  _globals['_STACKSPEC']._serialized_start=493
+  _globals['_STACKSPEC']._serialized_end=550
+  _globals['_COLUMNOPTIONS']._serialized_start=553
+  _globals['_COLUMNOPTIONS']._serialized_end=815
+  _globals['_JOBSPEC']._serialized_start=818
+  _globals['_JOBSPEC']._serialized_end=1098
+  _globals['_DATASETIDENTITY']._serialized_start=1100
+  _globals['_DATASETIDENTITY']._serialized_end=1150
+  _globals['_TOPOLOGY']._serialized_start=1152
+  _globals['_TOPOLOGY']._serialized_end=1276
+  _globals['_REGION']._serialized_start=1278
+  _globals['_REGION']._serialized_end=1318
+  _globals['_COLUMNSPEC']._serialized_start=1320
+  _globals['_COLUMNSPEC']._serialized_end=1414
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,12 @@ class ListPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LIST_POLICY_PADDED: _ClassVar[ListPolicy]
     LIST_POLICY_RAGGED: _ClassVar[ListPolicy]
 
+class NullPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NULL_POLICY_UNSPECIFIED: _ClassVar[NullPolicy]
+    NULL_POLICY_FILL: _ClassVar[NullPolicy]
+    NULL_POLICY_MASK: _ClassVar[NullPolicy]
+
 class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KIND_UNSPECIFIED: _ClassVar[Kind]
@@ -36,6 +42,13 @@ class Cut(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CUT_WHOLE: _ClassVar[Cut]
     CUT_CENTER: _ClassVar[Cut]
     CUT_RANDOM: _ClassVar[Cut]
+
+class Decoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DECODING_UNSPECIFIED: _ClassVar[Decoding]
+    DECODING_AUTO: _ClassVar[Decoding]
+    DECODING_EXACT: _ClassVar[Decoding]
+    DECODING_FAST: _ClassVar[Decoding]
 END_UNSPECIFIED: End
 END_RAGGED: End
 END_DROP: End
@@ -43,6 +56,9 @@ END_PAD: End
 LIST_POLICY_UNSPECIFIED: ListPolicy
 LIST_POLICY_PADDED: ListPolicy
 LIST_POLICY_RAGGED: ListPolicy
+NULL_POLICY_UNSPECIFIED: NullPolicy
+NULL_POLICY_FILL: NullPolicy
+NULL_POLICY_MASK: NullPolicy
 KIND_UNSPECIFIED: Kind
 KIND_FIXED: Kind
 KIND_PADDED: Kind
@@ -54,6 +70,10 @@ CUT_UNSPECIFIED: Cut
 CUT_WHOLE: Cut
 CUT_CENTER: Cut
 CUT_RANDOM: Cut
+DECODING_UNSPECIFIED: Decoding
+DECODING_AUTO: Decoding
+DECODING_EXACT: Decoding
+DECODING_FAST: Decoding
 
 class Error(_message.Message):
     __slots__ = ("name", "message", "nouns")
@@ -72,7 +92,7 @@ class Error(_message.Message):
     nouns: _containers.ScalarMap[str, str]
     def __init__(self, name: _Optional[str] = ..., message: _Optional[str] = ..., nouns: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
-class FillNull(_message.Message):
+class ColumnValue(_message.Message):
     __slots__ = ("column", "value")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -81,7 +101,7 @@ class FillNull(_message.Message):
     def __init__(self, column: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class ImageSpec(_message.Message):
-    __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std")
+    __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std", "decode")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +114,7 @@ class ImageSpec(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MEAN_FIELD_NUMBER: _ClassVar[int]
     STD_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
     column: str
     height: int
     width: int
@@ -106,7 +127,8 @@ class ImageSpec(_message.Message):
     dtype: str
     mean: _containers.RepeatedScalarFieldContainer[float]
     std: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ...) -> None: ...
+    decode: Decoding
+    def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ..., decode: _Optional[_Union[Decoding, str]] = ...) -> None: ...
 
 class StackSpec(_message.Message):
     __slots__ = ("name", "columns", "dtype")
@@ -118,8 +140,24 @@ class StackSpec(_message.Message):
     dtype: str
     def __init__(self, name: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
+class ColumnOptions(_message.Message):
+    __slots__ = ("columns", "lists", "fill_null", "stack", "fill_null_all", "nulls")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    LISTS_FIELD_NUMBER: _ClassVar[int]
+    FILL_NULL_FIELD_NUMBER: _ClassVar[int]
+    STACK_FIELD_NUMBER: _ClassVar[int]
+    FILL_NULL_ALL_FIELD_NUMBER: _ClassVar[int]
+    NULLS_FIELD_NUMBER: _ClassVar[int]
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    lists: ListPolicy
+    fill_null: _containers.RepeatedCompositeFieldContainer[ColumnValue]
+    stack: _containers.RepeatedCompositeFieldContainer[StackSpec]
+    fill_null_all: float
+    nulls: NullPolicy
+    def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ...) -> None: ...
+
 class JobSpec(_message.Message):
-    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "columns", "lists", "fill_null", "transforms", "stack")
+    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
@@ -127,11 +165,8 @@ class JobSpec(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_BATCH_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_FIELD_NUMBER: _ClassVar[int]
-    LISTS_FIELD_NUMBER: _ClassVar[int]
-    FILL_NULL_FIELD_NUMBER: _ClassVar[int]
     TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
-    STACK_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     seed: int
     shuffle: bool
@@ -139,12 +174,17 @@ class JobSpec(_message.Message):
     window: int
     global_batch: int
     end: End
-    columns: _containers.RepeatedScalarFieldContainer[str]
-    lists: ListPolicy
-    fill_null: _containers.RepeatedCompositeFieldContainer[FillNull]
     transforms: _containers.RepeatedCompositeFieldContainer[ImageSpec]
-    stack: _containers.RepeatedCompositeFieldContainer[StackSpec]
-    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[FillNull, _Mapping]]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ...) -> None: ...
+    column_options: ColumnOptions
+    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., column_options: _Optional[_Union[ColumnOptions, _Mapping]] = ...) -> None: ...
+
+class DatasetIdentity(_message.Message):
+    __slots__ = ("content", "layout")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    content: str
+    layout: str
+    def __init__(self, content: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size")

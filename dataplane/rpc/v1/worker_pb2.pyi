@@ -27,18 +27,36 @@ class Task(_message.Message):
     def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ..., open_blocks: _Optional[_Union[OpenBlocks, _Mapping]] = ..., copy_slab: _Optional[_Union[CopySlab, _Mapping]] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("error", "done", "decoded", "assembled")
+    __slots__ = ("error", "done", "decoded", "assembled", "reading", "out_of_memory")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
     ASSEMBLED_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
+    OUT_OF_MEMORY_FIELD_NUMBER: _ClassVar[int]
     error: _types_pb2.Error
     done: Done
     decoded: Decoded
     assembled: Assembled
-    def __init__(self, error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ..., assembled: _Optional[_Union[Assembled, _Mapping]] = ...) -> None: ...
+    reading: Reading
+    out_of_memory: OutOfMemory
+    def __init__(self, error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ..., assembled: _Optional[_Union[Assembled, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., out_of_memory: _Optional[_Union[OutOfMemory, _Mapping]] = ...) -> None: ...
 
 class Done(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Reading(_message.Message):
+    __slots__ = ("block_key", "row", "column")
+    BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    block_key: int
+    row: int
+    column: str
+    def __init__(self, block_key: _Optional[int] = ..., row: _Optional[int] = ..., column: _Optional[str] = ...) -> None: ...
+
+class OutOfMemory(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -55,26 +73,22 @@ class DetachArena(_message.Message):
     def __init__(self, arena_id: _Optional[int] = ...) -> None: ...
 
 class OpenDataset(_message.Message):
-    __slots__ = ("dataset_id", "format", "schema", "more", "columns", "lists", "fill_null", "pack", "stack")
+    __slots__ = ("dataset_id", "format", "schema", "more", "pack", "memory_bytes", "column_options")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_FIELD_NUMBER: _ClassVar[int]
-    LISTS_FIELD_NUMBER: _ClassVar[int]
-    FILL_NULL_FIELD_NUMBER: _ClassVar[int]
     PACK_FIELD_NUMBER: _ClassVar[int]
-    STACK_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     format: str
     schema: bytes
     more: bool
-    columns: _containers.RepeatedScalarFieldContainer[str]
-    lists: _types_pb2.ListPolicy
-    fill_null: _containers.RepeatedCompositeFieldContainer[_types_pb2.FillNull]
     pack: bool
-    stack: _containers.RepeatedCompositeFieldContainer[_types_pb2.StackSpec]
-    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: _Optional[bool] = ..., columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[_types_pb2.ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[_types_pb2.FillNull, _Mapping]]] = ..., pack: _Optional[bool] = ..., stack: _Optional[_Iterable[_Union[_types_pb2.StackSpec, _Mapping]]] = ...) -> None: ...
+    memory_bytes: int
+    column_options: _types_pb2.ColumnOptions
+    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: _Optional[bool] = ..., pack: _Optional[bool] = ..., memory_bytes: _Optional[int] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
 
 class RawBlock(_message.Message):
     __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces")
@@ -165,7 +179,7 @@ class Render(_message.Message):
     def __init__(self, images: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., seed: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Assemble(_message.Message):
-    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep")
+    __slots__ = ("dataset_id", "block_keys", "row_index", "batches", "arena_id", "slab", "render", "keep", "say_where")
     DATASET_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ROW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +188,7 @@ class Assemble(_message.Message):
     SLAB_FIELD_NUMBER: _ClassVar[int]
     RENDER_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    SAY_WHERE_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     row_index: _types_pb2.Region
@@ -182,7 +197,8 @@ class Assemble(_message.Message):
     slab: _types_pb2.Region
     render: Render
     keep: _types_pb2.Region
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    say_where: bool
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: _Optional[bool] = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns", "disk")

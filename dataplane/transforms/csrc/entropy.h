@@ -4,8 +4,8 @@
 #define PIXELS_ENTROPY_H
 
 #include <stdio.h>
+#include <jpeglib.h> /* needs stdio.h */
 
-#include "libjpeg/jpeglib.h"
 #include "pixels.h"
 
 enum {

@@ -96,7 +96,7 @@ enum outcome jpeg_header(const struct image *image, struct header *header, char 
     const uint8_t *bytes = image->bytes;
     int64_t length = image->length, at = 2;
     if (length < 3 || bytes[0] != MARKER || bytes[1] != SOI || bytes[2] != MARKER)
-        return NO_JPEG;
+        return FOR_PILLOW;
     int is_exif_seen = 0;
     memset(header, 0, sizeof *header);
     header->orientation = 1;

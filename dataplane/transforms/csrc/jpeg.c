@@ -1,12 +1,11 @@
 /*
- * Part of a JPEG, decoded by libjpeg-turbo row by row into a resize.
+ * Decode part of a JPEG with libjpeg-turbo, row by row into a resize.
  *
- * The library is found at run time, since the wheels of Pillow carry one: any that speaks the
- * interface of libjpeg 6b (62) and can skip rows. libjpeg itself checks the version and the size of
- * the structures that the vendored headers describe.
+ * The library is the one that the headers at build time belong to, of any ABI (6b or 8). When it is
+ * created, libjpeg itself compares the ABI and the size of its structure with those of the headers.
  *
- * A warning of libjpeg means that it went on with guesses, so it is an error here, but for a few
- * that touch no pixel.
+ * A warning from libjpeg means that it guessed missing pixels, so a warning is an error here, except
+ * for a few that affect no pixel.
  */
 
 #define _GNU_SOURCE /* dladdr */
@@ -20,7 +19,16 @@
 #include "pixels.h"
 #include "trail.h"
 
-#include "libjpeg/jerror.h"
+#include <jerror.h> /* needs jpeglib.h */
+
+/* Of an ABI 8 library, separate numbers; they differ only in files that libjpeg-turbo refuses. */
+#if JPEG_LIB_VERSION >= 70
+#define DCT_HEIGHT(cinfo) ((cinfo)->min_DCT_v_scaled_size)
+#define DCT_WIDTH(cinfo) ((cinfo)->min_DCT_h_scaled_size)
+#else
+#define DCT_HEIGHT(cinfo) ((cinfo)->min_DCT_scaled_size)
+#define DCT_WIDTH(cinfo) ((cinfo)->min_DCT_scaled_size)
+#endif
 
 enum {
     LINE_BYTES = 64,
@@ -29,11 +37,11 @@ enum {
     SCANS_MAX = 500  /* a hostile file can have many thousands, each as slow as an image */
 };
 
-struct library libjpeg;
-
 /*
- * How libjpeg decodes an MCU: the head of jpegint.h's struct jpeg_entropy_decoder, which has been
- * the same since libjpeg 6. It is changed only where both functions are libjpeg's own.
+ * How libjpeg decodes an MCU: the first two members of struct jpeg_entropy_decoder in jpegint.h,
+ * the only private structure that is used here. They have been the same since libjpeg 6, under
+ * every ABI. They are changed only if both point to functions of the library itself; if not, libjpeg
+ * decodes on its own.
  */
 struct methods {
     void (*start_pass)(j_decompress_ptr);
@@ -124,18 +132,18 @@ static void progress_check(j_common_ptr cinfo)
 /* Returns 0, and the reason, where libjpeg cannot be used. */
 static int decoder_make(struct decoder *decoder)
 {
-    decoder->cinfo.err = libjpeg.std_error(&decoder->errors);
+    decoder->cinfo.err = jpeg_std_error(&decoder->errors);
     decoder->cinfo.client_data = decoder;
     decoder->errors.error_exit = fail;
     decoder->errors.emit_message = warn;
     decoder->errors.output_message = say_nothing;
     if (setjmp(decoder->failed))
         return 0;
-    libjpeg.create(&decoder->cinfo, JPEG_LIB_VERSION, sizeof decoder->cinfo);
+    jpeg_create_decompress(&decoder->cinfo);
     decoder->source.init_source = source_begin;
     decoder->source.fill_input_buffer = source_fill;
     decoder->source.skip_input_data = source_skip;
-    decoder->source.resync_to_restart = libjpeg.resync;
+    decoder->source.resync_to_restart = jpeg_resync_to_restart;
     decoder->source.term_source = source_begin;
     decoder->cinfo.src = &decoder->source;
     decoder->progress.progress_monitor = progress_check;
@@ -154,58 +162,45 @@ void decoder_free(struct decoder *decoder)
     if (decoder == NULL)
         return;
     if (decoder->is_made)
-        libjpeg.destroy(&decoder->cinfo);
+        jpeg_destroy_decompress(&decoder->cinfo);
     resize_free(&decoder->resize);
     entropy_free(&decoder->entropy);
     free(decoder->rows);
     free(decoder);
 }
 
-/* Does this library do what it should, with the codes of messages that the headers give? */
-EXPORT int64_t pixels_open(const char *path, char *reason)
+/* Where the library that is linked was loaded from. Returns 0 if the loader does not know. */
+static int library_found(Dl_info *found)
 {
-    entropy_prepare();
-    struct { const char *name; void *place; } wanted[] = {
-        {"jpeg_std_error", &libjpeg.std_error},
-        {"jpeg_CreateDecompress", &libjpeg.create},
-        {"jpeg_destroy_decompress", &libjpeg.destroy},
-        {"jpeg_abort_decompress", &libjpeg.abort},
-        {"jpeg_read_header", &libjpeg.read_header},
-        {"jpeg_start_decompress", &libjpeg.start},
-        {"jpeg_read_scanlines", &libjpeg.read},
-        {"jpeg_skip_scanlines", &libjpeg.skip},
-        {"jpeg_crop_scanline", &libjpeg.crop},
-        {"jpeg_has_multiple_scans", &libjpeg.has_scans},
-        {"jpeg_resync_to_restart", &libjpeg.resync},
-    };
-    void *opened = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (opened == NULL) {
-        snprintf(reason, REASON_BYTES, "%.200s", dlerror());
-        return 0;
-    }
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-        void *found = dlsym(opened, wanted[i].name);
-        if (found == NULL) {
-            snprintf(reason, REASON_BYTES, "it has no %s", wanted[i].name);
-            dlclose(opened);
-            return 0;
-        }
-        memcpy(wanted[i].place, &found, sizeof found);
-    }
+    /* ISO C does not convert a pointer to a function, so its bytes are copied. */
+    int (*function)(j_decompress_ptr, boolean) = jpeg_read_header;
+    void *address;
+    memcpy(&address, &function, sizeof address);
+    return dladdr(address, found) && found->dli_fname != NULL;
+}
+
+/*
+ * Is the library that the loader found the one that the headers described? Returns 0, and why, if
+ * not: libjpeg has compared ABI and structure, and the numbers of its messages are compared here.
+ */
+EXPORT int64_t pixels_open(char *path, char *reason)
+{
     struct decoder *decoder = decoder_new();
+    Dl_info found;
     int is_good = 0;
+    entropy_prepare();
+    snprintf(path, PATH_BYTES, "%s", library_found(&found) ? found.dli_fname : "");
+    snprintf(reason, REASON_BYTES, "no memory for a decoder");
     if (decoder != NULL) {
         decoder->reason = reason;
         is_good = decoder_make(decoder);
         if (is_good && strncmp(decoder->errors.jpeg_message_table[JWRN_EXTRANEOUS_DATA],
                                "Corrupt JPEG data: %u", 21) != 0) {
-            snprintf(reason, REASON_BYTES, "its messages have other numbers");
+            snprintf(reason, REASON_BYTES, "its messages are numbered differently");
             is_good = 0;
         }
     }
     decoder_free(decoder);
-    if (!is_good)
-        dlclose(opened);
     return is_good;
 }
 
@@ -247,11 +242,9 @@ static boolean mcu_decode(j_decompress_ptr cinfo, JBLOCKROW *blocks)
 static int are_of_libjpeg(struct decoder *decoder, void *const *functions)
 {
     Dl_info found, known;
-    void *header = NULL;
-    memcpy(&header, &libjpeg.read_header, sizeof header);
     if (functions[0] == decoder->known_functions[0] && functions[1] == decoder->known_functions[1])
         return 1;
-    if (!dladdr(header, &known))
+    if (!library_found(&known))
         return 0;
     for (int i = 0; i < 2; i++)
         if (!dladdr(functions[i], &found) || found.dli_fbase != known.dli_fbase)
@@ -273,8 +266,8 @@ static void entropy_take_over(struct decoder *decoder, const struct trail *trail
         !entropy_begin(entropy, cinfo))
         return;
     int is_lone = cinfo->num_components == 1;
-    int height = cinfo->min_DCT_scaled_size * (is_lone ? 1 : cinfo->max_v_samp_factor);
-    int width = cinfo->min_DCT_scaled_size * (is_lone ? 1 : cinfo->max_h_samp_factor);
+    int height = DCT_HEIGHT(cinfo) * (is_lone ? 1 : cinfo->max_v_samp_factor);
+    int width = DCT_WIDTH(cinfo) * (is_lone ? 1 : cinfo->max_h_samp_factor);
     entropy->row_first = (top < 0 ? 0 : top) / height;
     entropy->row_last = (bottom - 1) / height;
     entropy->column_first = (left < 0 ? 0 : left) / width;
@@ -284,6 +277,18 @@ static void entropy_take_over(struct decoder *decoder, const struct trail *trail
     int whole_width = is_lone ? DCTSIZE : DCTSIZE * cinfo->max_h_samp_factor;
     trail_follow(entropy, cinfo->num_components, whole_width, trail);
     methods->decode_mcu = mcu_decode;
+}
+
+/*
+ * Before 3.0.0 libjpeg-turbo leaves samples undefined if it both shrinks and crops an image of which
+ * one sample of colour covers four pixels in a direction.
+ * Source: libjpeg-turbo, ChangeLog.md, 3.0.0, 4.
+ */
+static int is_crop_right(const struct jpeg_decompress_struct *cinfo)
+{
+    int most = cinfo->max_h_samp_factor > cinfo->max_v_samp_factor ? cinfo->max_h_samp_factor
+                                                                   : cinfo->max_v_samp_factor;
+    return cinfo->scale_denom == 1 || most <= 2;
 }
 
 /* Decode what the resize needs, and no more. */
@@ -296,11 +301,14 @@ static void rows_read(struct decoder *decoder, const struct trail *trail)
     int first = resize->columns.first - margin, end = resize->columns.end + margin;
     first = first < 0 ? 0 : first;
     end = end > (int)cinfo->output_width ? (int)cinfo->output_width : end;
-    JDIMENSION from = (JDIMENSION)first, width = (JDIMENSION)(end - first);
+    JDIMENSION from = 0, width = cinfo->output_width;
     entropy_take_over(decoder, trail, resize->rows.first - margin, resize->rows.end + margin,
                       first, end);
-    if (width < cinfo->output_width)
-        libjpeg.crop(cinfo, &from, &width);
+    if (end - first < (int)width && is_crop_right(cinfo)) {
+        from = (JDIMENSION)first;
+        width = (JDIMENSION)(end - first);
+        jpeg_crop_scanline(cinfo, &from, &width);
+    }
     size_t stride = ((size_t)width + (size_t)resize_padding(resize)) * PIXEL_BYTES;
     stride = (stride + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
     decoder->rows =
@@ -318,11 +326,11 @@ static void rows_read(struct decoder *decoder, const struct trail *trail)
         rows[i] = first_row + (size_t)i * stride;
     int skipped = resize->rows.first - margin, row = 0;
     if (skipped > 0)
-        row = (int)libjpeg.skip(cinfo, (JDIMENSION)skipped);
+        row = (int)jpeg_skip_scanlines(cinfo, (JDIMENSION)skipped);
     while (row < resize->rows.end) {
         int wanted = resize->rows.end - row;
         wanted = wanted > ROWS_AT_ONCE ? ROWS_AT_ONCE : wanted;
-        int count = (int)libjpeg.read(cinfo, rows, (JDIMENSION)wanted);
+        int count = (int)jpeg_read_scanlines(cinfo, rows, (JDIMENSION)wanted);
         if (count == 0)
             fail_saying((j_common_ptr)cinfo, "truncated: no more rows");
         for (int i = 0; i < count; i++, row++) {
@@ -340,32 +348,51 @@ static void decoder_begin(struct decoder *decoder, const struct image *image)
     decoder->is_single_scan = decoder->is_end_given = 0;
     decoder->source.next_input_byte = image->bytes;
     decoder->source.bytes_in_buffer = (size_t)image->length;
-    libjpeg.read_header(&decoder->cinfo, TRUE);
-    decoder->is_single_scan = !libjpeg.has_scans(&decoder->cinfo);
+    jpeg_read_header(&decoder->cinfo, TRUE);
+    decoder->is_single_scan = !jpeg_has_multiple_scans(&decoder->cinfo);
+}
+
+/*
+ * Do the scans of a progressive JPEG say all of every coefficient? If not, Pillow has libjpeg smooth
+ * over what is missing, which works on whole images alone.
+ */
+static int is_complete(const struct jpeg_decompress_struct *cinfo)
+{
+    if (!cinfo->progressive_mode || cinfo->coef_bits == NULL)
+        return 1;
+    for (int component = 0; component < cinfo->num_components; component++)
+        for (int k = 0; k < DCTSIZE2; k++)
+            if (cinfo->coef_bits[component][k] != 0)
+                return 0;
+    return 1;
 }
 
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
                          const struct trail *trail, const struct header *header,
-                         const struct box *box, const struct view *view, uint8_t *out,
-                         char *reason)
+                         const struct box *box, const struct view *view, int may_reduce,
+                         uint8_t *out, char *reason)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
     decoder->reason = reason;
     if (!decoder->is_made && !decoder_make(decoder))
         return FAILED;
     if (setjmp(decoder->failed)) {
-        libjpeg.abort(cinfo);
+        jpeg_abort_decompress(cinfo);
         return FAILED;
     }
     decoder_begin(decoder, image);
     if ((int)cinfo->image_height != header->height || (int)cinfo->image_width != header->width)
         fail_saying((j_common_ptr)cinfo, "its headers contradict each other");
     choose_colours(decoder);
-    int shrink = resize_shrink(box, view);
+    int shrink = may_reduce ? resize_shrink(box, view) : 1;
     cinfo->scale_num = 1;
     cinfo->scale_denom = (unsigned)shrink;
     cinfo->do_block_smoothing = FALSE;
-    libjpeg.start(cinfo);
+    jpeg_start_decompress(cinfo);
+    if (!is_complete(cinfo)) {
+        jpeg_abort_decompress(cinfo);
+        return FOR_PILLOW;
+    }
     if (!resize_begin(&decoder->resize, header, (int)cinfo->output_height,
                       (int)cinfo->output_width, shrink, box, view, out))
         fail_saying((j_common_ptr)cinfo, "no memory for its resize");
@@ -373,6 +400,6 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     decoder->entropy.noting.noted = decoder->entropy.noting.known = 0;
     rows_read(decoder, trail);
     trail_leave(&decoder->entropy);
-    libjpeg.abort(cinfo);
+    jpeg_abort_decompress(cinfo);
     return DONE;
 }

@@ -1,4 +1,4 @@
-/* libjpeg-turbo, found at run time, and what is kept of it from image to image. */
+/* What is kept of libjpeg-turbo from image to image. */
 
 #ifndef PIXELS_JPEG_H
 #define PIXELS_JPEG_H
@@ -6,26 +6,14 @@
 #include <setjmp.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <jpeglib.h> /* needs stdio.h */
 
 #include "entropy.h"
-#include "libjpeg/jpeglib.h"
 #include "pixels.h"
 
-struct library {
-    struct jpeg_error_mgr *(*std_error)(struct jpeg_error_mgr *);
-    void (*create)(j_decompress_ptr, int version, size_t struct_bytes);
-    void (*destroy)(j_decompress_ptr);
-    void (*abort)(j_decompress_ptr);
-    int (*read_header)(j_decompress_ptr, boolean);
-    boolean (*start)(j_decompress_ptr);
-    JDIMENSION (*read)(j_decompress_ptr, JSAMPARRAY, JDIMENSION);
-    JDIMENSION (*skip)(j_decompress_ptr, JDIMENSION);
-    void (*crop)(j_decompress_ptr, JDIMENSION *from, JDIMENSION *width);
-    boolean (*has_scans)(j_decompress_ptr);
-    boolean (*resync)(j_decompress_ptr, int);
-};
-
-extern struct library libjpeg;
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2000090
+#error "the headers of libjpeg-turbo 2.0.90 or newer are needed"
+#endif
 
 /* libjpeg hands it back as the client_data of its own structure. */
 struct decoder {

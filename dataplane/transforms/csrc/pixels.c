@@ -3,7 +3,7 @@
  *
  * Called through ctypes, which holds no lock of the interpreter meanwhile; pixels.py describes the
  * arrays. A function returns -1, or the number of the first row that failed, whose reason it wrote.
- * What is no JPEG is left for Pillow, whose pixels come back through pixels_resize.
+ * What is not a JPEG is left to Pillow, whose pixels come back through pixels_resize.
  */
 
 #include <stdio.h>
@@ -26,7 +26,7 @@ EXPORT int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *
         outcomes[i] = (uint8_t)jpeg_header(images + i, &header, reason);
         if (outcomes[i] == FAILED)
             return i;
-        if (outcomes[i] == NO_JPEG)
+        if (outcomes[i] == FOR_PILLOW)
             continue;
         int is_transposed = is_transposing(header.orientation);
         sizes[2 * i] = is_transposed ? header.width : header.height;
@@ -37,7 +37,7 @@ EXPORT int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *
 
 static enum outcome render(struct decoder *decoder, const struct image *image,
                            const struct trail *trail, const struct box *box,
-                           const struct view *view, uint8_t *out, char *reason)
+                           const struct view *view, int may_reduce, uint8_t *out, char *reason)
 {
     struct header header;
     enum outcome outcome = jpeg_header(image, &header, reason);
@@ -48,12 +48,13 @@ static enum outcome render(struct decoder *decoder, const struct image *image,
                  header.height, header.width);
         return FAILED;
     }
-    return jpeg_render(decoder, image, trail, &header, box, view, out, reason);
+    return jpeg_render(decoder, image, trail, &header, box, view, may_reduce, out, reason);
 }
 
 EXPORT int64_t pixels_render(const struct image *images, const struct trail *trails, int64_t count,
                              const double *boxes, const uint8_t *flips, const struct view *view,
-                             int64_t view_bytes, uint8_t *out, uint8_t *outcomes, char *reason)
+                             int64_t view_bytes, int32_t may_reduce, uint8_t *out,
+                             uint8_t *outcomes, char *reason)
 {
     struct decoder *decoder = decoder_new();
     int64_t failed = -1;
@@ -62,7 +63,8 @@ EXPORT int64_t pixels_render(const struct image *images, const struct trail *tra
         struct box box = box_at(boxes, flips, i);
         outcomes[i] = decoder == NULL ? FAILED
                                       : (uint8_t)render(decoder, images + i, trails + i, &box,
-                                                        view, out + i * view_bytes, reason);
+                                                        view, may_reduce, out + i * view_bytes,
+                                                        reason);
         if (outcomes[i] == FAILED)
             failed = i;
     }
@@ -70,19 +72,23 @@ EXPORT int64_t pixels_render(const struct image *images, const struct trail *tra
     return failed;
 }
 
-/* One image of RGBX pixels, as it is stored: Pillow decoded it. Returns 0, or 1 without memory. */
-EXPORT int64_t pixels_resize(const uint8_t *pixels, int32_t height, int32_t width,
-                             int32_t orientation, const double *boxes, const uint8_t *flips,
-                             const struct view *view, uint8_t *out)
+/*
+ * One image of RGBX pixels, which Pillow decoded. `decoded` is their height and width, `stored` those
+ * of the image, of which they are 1/shrink. Returns 0, or 1 without memory.
+ */
+EXPORT int64_t pixels_resize(const uint8_t *pixels, const int32_t *decoded, const int32_t *stored,
+                             int32_t orientation, int32_t shrink, const double *boxes,
+                             const uint8_t *flips, const struct view *view, uint8_t *out)
 {
-    struct header header = {.height = height, .width = width, .orientation = orientation};
+    struct header header = {
+        .height = stored[0], .width = stored[1], .orientation = orientation};
     struct box box = box_at(boxes, flips, 0);
     struct resize resize;
     memset(&resize, 0, sizeof resize);
     void *row = NULL;
-    size_t used = (size_t)width * PIXEL_BYTES;
+    size_t used = (size_t)decoded[1] * PIXEL_BYTES;
     int64_t failed = 1;
-    if (resize_begin(&resize, &header, height, width, 1, &box, view, out)) {
+    if (resize_begin(&resize, &header, decoded[0], decoded[1], shrink, &box, view, out)) {
         row = malloc(used + (size_t)resize_padding(&resize) * PIXEL_BYTES);
         for (int i = resize.rows.first; row != NULL && i < resize.rows.end; i++) {
             memcpy(row, pixels + (size_t)i * used, used);

@@ -26,9 +26,9 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
-enum { REASON_BYTES = 256, PIXEL_BYTES = 4, PIXELS_MAX = 178956970 /* as Pillow refuses */ };
+enum { REASON_BYTES = 256, PATH_BYTES = 4096, PIXEL_BYTES = 4, PIXELS_MAX = 178956970 /* as Pillow refuses */ };
 enum dtype { BYTE, HALF, BFLOAT, FLOAT };
-enum outcome { DONE, NO_JPEG, FAILED };
+enum outcome { DONE, FOR_PILLOW, FAILED };
 
 /* As pixels.py lays it out. A value v of 0..255 becomes v * scale + bias, of its channel. */
 struct view {
@@ -111,7 +111,7 @@ void resize_free(struct resize *resize);
 /* By what the decoder may shrink an image and leave enough pixels: 1, 2, 4 or 8. */
 int resize_shrink(const struct box *box, const struct view *view);
 
-/* DONE and the header, NO_JPEG, or FAILED and the reason. */
+/* DONE and the header, FOR_PILLOW where it is not a JPEG, or FAILED and the reason. */
 enum outcome jpeg_header(const struct image *image, struct header *header, char *reason);
 
 struct decoder; /* One thread's: what libjpeg and the resize keep from image to image. */
@@ -119,11 +119,14 @@ struct decoder; /* One thread's: what libjpeg and the resize keep from image to 
 struct decoder *decoder_new(void);
 void decoder_free(struct decoder *decoder);
 
-/* Of an image that has this header, what lies in the box: DONE, or FAILED and the reason. */
+/*
+ * Of an image that has this header, what lies in the box: DONE, FAILED and the reason, or FOR_PILLOW.
+ * Only if it `may_reduce` is the image decoded at a half, a quarter or an eighth where that is enough.
+ */
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
                          const struct trail *trail, const struct header *header,
-                         const struct box *box, const struct view *view, uint8_t *out,
-                         char *reason);
+                         const struct box *box, const struct view *view, int may_reduce,
+                         uint8_t *out, char *reason);
 
 /* 0 where the box does not lie in an image of this seen size. */
 int is_box_within(const struct header *header, const struct box *box);

@@ -18,6 +18,7 @@ from dataplane_torch.local.sampling import (
     explicit_generators,
     load_generators,
     load_samplers,
+    names_of,
     stands_as,
 )
 
@@ -30,6 +31,7 @@ class Place:
         self.worker_count = worker_count
         self.batch_size = loader.batch_size
         self.length = None if self.is_iterable else _length(loader.dataset)
+        self.samplers = None if self.is_iterable else names_of(loader._index_sampler)
         self.has_default_generator = loader.generator is None
         self.step = 0
         self.is_finished = False
@@ -57,6 +59,7 @@ class Place:
             len_called=self.len_called,
             sampler=self.sampler,
             workers=tuple(self.workers),
+            samplers=self.samplers,
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
 
 from dataplane.errors import ConfigError, VersionMismatch
+from dataplane.units import whole
 
 VERSION: Final = 1
 
@@ -55,7 +56,9 @@ class SamplerState:
 class PassState:
     """A pass after `step` batches. `worker_count` is 0 where the trainer itself loads.
 
-    `length` is the dataset's, None where that has none or where it does not matter.
+    `length` is the dataset's, None where that has none or where it does not matter. `samplers`
+    names the classes that draw the indices; None for iterable datasets, and in states that were
+    saved before states recorded it.
     """
 
     is_iterable: bool
@@ -69,6 +72,7 @@ class PassState:
     len_called: int | None
     sampler: SamplerState
     workers: tuple[WorkerState, ...]
+    samplers: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, in which nothing is not JSON but what the user's own states contain."""
@@ -76,6 +80,7 @@ class PassState:
             "version": VERSION,
             "source": "iterable" if self.is_iterable else "map",
             **{name: getattr(self, name) for name in _PLAIN},
+            "samplers": self.samplers,
             "sampler": {**_fields(self.sampler), "missing": list(self.sampler.missing)},
             "workers": [_fields(worker) for worker in self.workers],
         }
@@ -88,26 +93,37 @@ class PassState:
         """
         if not isinstance(given, Mapping):
             raise ConfigError(f"{given!r:.80} is not the state of a DataLoader", field="state_dict")
-        version = given.get("version")
+        version = _plain(given.get("version"))
         if given.get("source") not in ("map", "iterable") or not _is_count(version):
             raise ConfigError(
-                "this is not the state of a DataLoader over a torch Dataset: it has "
-                f"{', '.join(sorted(map(str, given))) or 'no keys'}",
+                "this is not the state of a DataLoader over a torch Dataset"
+                + (
+                    ", but of one over urls: load it into a loader over the same urls"
+                    if "spec_digest" in given
+                    else f": it has {', '.join(sorted(map(str, given))) or 'no keys'}"
+                ),
                 field="state_dict",
             )
         if version > VERSION:
             raise VersionMismatch(
-                f"this state is of version {version}, and only versions up to {VERSION} are known: "
-                "use a newer dataplane"
+                f"this state has version {version}, and this dataplane knows versions up to "
+                f"{VERSION}: resume with the dataplane that saved it, or a newer one",
+                expected=VERSION,
+                found=version,
             )
         try:
             read = cls(
                 is_iterable=given["source"] == "iterable",
-                **{name: given[name] for name in _PLAIN},
+                **{name: _plain(given[name]) for name in _PLAIN},
                 sampler=SamplerState(
-                    **{**given["sampler"], "missing": tuple(given["sampler"]["missing"])}
+                    **{name: _plain(value) for name, value in given["sampler"].items()}
+                    | {"missing": tuple(given["sampler"]["missing"])}
                 ),
-                workers=tuple(WorkerState(**worker) for worker in given["workers"]),
+                workers=tuple(
+                    WorkerState(**{name: _plain(value) for name, value in worker.items()})
+                    for worker in given["workers"]
+                ),
+                samplers=given.get("samplers"),
             )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"this state is damaged: {error}", field="state_dict") from error
@@ -128,6 +144,7 @@ class PassState:
         for name in ("batch_size", "length", "len_called"):
             value = getattr(self, name)
             yield name, value, value is None or _is_count(value)
+        yield "samplers", self.samplers, isinstance(self.samplers, str | None)
         yield "is_finished", self.is_finished, isinstance(self.is_finished, bool)
         yield "base_seed", self.base_seed, isinstance(self.base_seed, int)
         yield "states", sampler.states, isinstance(sampler.states, dict | None)
@@ -135,7 +152,7 @@ class PassState:
         are_texts = isinstance(texts, dict) and all(isinstance(one, str) for one in texts.values())
         yield "generators", texts, are_texts
         told = sampler.epochs
-        are_epochs = isinstance(told, dict) and all(type(one) is int for one in told.values())
+        are_epochs = isinstance(told, dict) and None not in map(whole, told.values())
         yield "epochs", told, are_epochs
         for each in self.workers:
             is_right = _is_count(each.fetched) and _is_count(each.skip)
@@ -151,21 +168,30 @@ class PassState:
         if self.is_iterable != now.is_iterable:
             kinds = {True: "an iterable dataset", False: "a map-style dataset"}
             raise ConfigError(
-                f"this is the state of {kinds[self.is_iterable]}, and this loader has "
-                f"{kinds[now.is_iterable]}",
+                f"this is the state of a loader over {kinds[self.is_iterable]}, and this loader "
+                f"has {kinds[now.is_iterable]}: pass the dataset that the state was taken with",
                 field="dataset",
             )
         if self.batch_size != now.batch_size:
             raise ConfigError(
                 f"the state was taken with batch_size={self.batch_size}, and this loader has "
-                f"{now.batch_size}: batches are what is counted, so pass the same",
+                f"{now.batch_size}: the state counts batches, so pass the same",
                 field="batch_size",
             )
         if self.length != now.length and self.sampler.states is None:
             raise ConfigError(
                 f"the dataset had {self.length} samples when the state was taken, and has "
-                f"{now.length}: the order of its samples is not the same",
+                f"{now.length} now: its samples come in another order. Pass the dataset as it was",
                 field="dataset",
+            )
+        # Between two epochs a sampler may be replaced by any other.
+        is_under_way = self.step > 0 and not self.is_finished
+        if is_under_way and self.samplers is not None and self.samplers != now.samplers:
+            raise ConfigError(
+                f"the state was taken in the middle of an epoch drawn by {self.samplers}, and this "
+                f"loader draws by {now.samplers}: samples would repeat, and others be left out. "
+                "Pass the same shuffle and sampler",
+                field="sampler",
             )
         told = any(worker.is_told for worker in self.workers)
         if max(1, self.worker_count) != max(1, now.worker_count) and (self.is_iterable or told):
@@ -181,6 +207,12 @@ _PLAIN: Final = (
     *("worker_count", "batch_size", "length", "step", "is_finished"),
     *("next_worker", "base_seed", "len_called"),
 )
+
+
+def _plain(value: Any) -> Any:
+    """An int for any whole number, as numpy has them; all else as it is."""
+    number = whole(value)
+    return value if number is None else number
 
 
 def _is_count(given: object) -> TypeGuard[int]:

@@ -210,6 +210,11 @@ def _parts(index_sampler: Any) -> dict[str, Any]:
     return parts
 
 
+def names_of(index_sampler: Any) -> str:
+    """The classes of an index sampler, outermost first: "BatchSampler over RandomSampler"."""
+    return " over ".join(type(part).__name__ for part in _parts(index_sampler).values())
+
+
 def _generators(
     index_sampler: Any, generator: torch.Generator | None
 ) -> dict[str, torch.Generator]:

@@ -315,11 +315,33 @@ def test_a_state_of_another_loader_is_refused_with_what_differs() -> None:
         (DataLoader(Samples("int", 9), 2), map_style, ConfigError, "had 8 samples .* has 9"),
         (DataLoader(Flow("int", 8), 2, num_workers=1), flow, ConfigError, "num_workers=2"),
         (DataLoader(Flow("int", 8), 2), {**flow, "version": 2}, VersionMismatch, "version 2"),
-        (DataLoader(Samples("int", 8), 2), url, ConfigError, "cursor, epoch"),
+        (DataLoader(Samples("int", 8), 2), url, ConfigError, "over urls"),
+        (
+            DataLoader(Samples("int", 8), 2),
+            {"version": 1, "x": 2},
+            ConfigError,
+            "it has version, x",
+        ),
+        (
+            DataLoader(Samples("int", 8), 2, shuffle=True),
+            map_style,
+            ConfigError,
+            "by BatchSampler over SequentialSampler, .* by BatchSampler over RandomSampler",
+        ),
         (DataLoader(Samples("int", 8), 2), [1], ConfigError, "is not the state"),
     ]:
         with pytest.raises(error, match=told):
             loader.load_state_dict(state)
+
+
+def test_a_sampler_may_be_replaced_between_epochs_and_by_states_that_name_none() -> None:
+    ended = taken(DataLoader(Samples("int", 8), 2), 5)
+    begun = taken(DataLoader(Samples("int", 8), 2), 2)
+    del begun["samplers"]
+    for state, steps in ((ended, 4), (begun, 2)):
+        with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
+            loader.load_state_dict(state)
+            assert len(list(loader)) == steps
 
 
 @st.composite

@@ -1,0 +1,169 @@
+"""The messages of an Arrow IPC stream or file: where each lies, and what a file's footer says.
+
+Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from dataplane.formats.base import ShardReader
+from dataplane.formats.faults import corrupt, foreign_faults
+from dataplane.formats.flatbuf import (
+    SCHEMA,
+    Head,
+    footer_batches,
+    footer_is_big_endian,
+    message_head,
+)
+from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, Parts, Source, Window
+
+MAGIC = b"ARROW1"
+CONTINUATION = b"\xff\xff\xff\xff"
+METADATA_BYTES_MAX = 256 << 20
+# Of how many record batches the metadata is read at once; and the end-of-stream mark, padded.
+_TOGETHER_MIN, _TOGETHER_MAX = 4, 1 << 14
+_END_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a stream: where it lies, and what its metadata says."""
+
+    offset: int
+    metadata_length: int
+    head: Head
+
+    @property
+    def end(self) -> int:
+        """Where the next message starts."""
+        return self.offset + self.metadata_length + self.head.body_length
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What a file's footer says. `start` is where it lies, which is where the messages end;
+    `batches` are the record batches in their order: offset, and length of the metadata there.
+    """
+
+    start: int
+    batches: tuple[tuple[int, int], ...]
+    schema: pa.Schema
+    is_big_endian: bool
+
+
+def is_legacy(window: Window, size: int) -> bool:
+    """Whether a stream starts as before Arrow 0.15: with the length of the first message, without a
+    continuation mark.
+    """
+    length = int.from_bytes(window.view(0, 4), "little")
+    if not 16 <= length <= min(size - 4, METADATA_BYTES_MAX):
+        return False
+    try:
+        return message_head(window.view(4, length)).kind == SCHEMA
+    except ValueError:
+        return False
+
+
+def file_footer(shard: ShardReader) -> Footer:
+    """The footer of a file.
+
+    Raises:  CorruptShard: it is not there, or damaged.
+    """
+    url, size = shard.url, shard.size_bytes
+    # The end of the file is read once: all of the footer is there, but of very many batches.
+    window = Window(shard)
+    window.view(max(0, size - PROBE_BYTES), min(PROBE_BYTES, size))
+    tail = bytes(window.view(max(0, size - 10), 10))
+    if size < 18 or tail[4:] != MAGIC:
+        raise corrupt(
+            url,
+            max(0, size - 6),
+            "the Arrow IPC file is truncated, its footer is missing; upload it again",
+            expected="ARROW1",
+            found=tail[4:].hex(" "),
+        )
+    length = int.from_bytes(tail[:4], "little", signed=True)
+    if not 0 < length <= min(size - 18, METADATA_BYTES_MAX):
+        raise corrupt(url, size - 10, "the length of the footer is wrong", found=length)
+    start = size - 10 - length
+    with foreign_faults(url, start, "the footer of the Arrow IPC file is damaged"):
+        footer = window.view(start, length)
+        # To pyarrow, a file of no more than its two ends.
+        ends = pa.py_buffer(b"".join((MAGIC, b"\0\0", footer, tail)))
+        return Footer(
+            start,
+            tuple(footer_batches(footer)),
+            pa.ipc.open_file(ends).schema,
+            footer_is_big_endian(footer),
+        )
+
+
+def read_together(shard: ShardReader, window: Window, footer: Footer) -> Source:
+    """The metadata of large record batches, read at once and not one after the other: a store takes
+    as long for each of them as for a MiB.
+    """
+    end, batches = footer.start, footer.batches
+    far = len(batches) >= _TOGETHER_MIN and end > len(batches) * NEAR_BYTES
+    if not far or len(batches) > _TOGETHER_MAX:
+        return window
+    places = [(at, length) for at, length in batches if at >= 0 and 0 < length <= PROBE_BYTES]
+    mark = max(0, end - _END_BYTES)
+    return Parts(shard, window, [*places, (mark, end - mark)])
+
+
+def messages_of(source: Source, at: int, end: int, *, file: bool) -> Iterator[Message]:
+    """The messages between two offsets, up to the end-of-stream mark.
+
+    Raises:  CorruptShard: damaged, truncated, or more data after the mark.
+    """
+    url = source.url
+    while True:
+        prefix = bytes(source.view(at, 8))
+        marked = prefix.startswith(CONTINUATION)
+        skip = 8 if marked else 4
+        if at + skip > end or len(prefix) < skip:
+            raise corrupt(
+                url,
+                at,
+                "the Arrow IPC stream is truncated: it was not closed, or not uploaded whole",
+                expected="a message or the end-of-stream mark",
+                found="the end of the shard",
+            )
+        length = int.from_bytes(prefix[skip - 4 : skip], "little", signed=True)
+        if length == 0:
+            break
+        if not 8 <= length <= min(METADATA_BYTES_MAX, end - at - skip):
+            raise corrupt(url, at, "the length of a message's metadata is wrong", found=length)
+        with foreign_faults(url, at, "the metadata of an Arrow message is damaged"):
+            head = message_head(source.view(at + skip, length))
+        message = Message(at, skip + length, head)
+        if message.end > end:
+            raise corrupt(
+                url,
+                at,
+                "the Arrow IPC shard is truncated in the middle of a message",
+                expected=f"{message.end} bytes",
+                found=end,
+            )
+        yield message
+        at = message.end
+    if not file and at + skip != end:
+        raise corrupt(
+            url,
+            at + skip,
+            "more data follows the end of the Arrow IPC stream; write one stream to a shard",
+            expected=f"{at + skip} bytes",
+            found=end,
+        )
+
+
+def whole_messages(source: Source, at: int, end: int) -> Iterator[Message]:
+    """The messages of a piece that may end without a mark."""
+    for message in messages_of(source, at, end, file=True):
+        yield message
+        if message.end == end:
+            return

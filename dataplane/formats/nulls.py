@@ -1,0 +1,94 @@
+"""How many nulls a shard has: one number for each field node of its schema.
+
+A field node is a field, or a field within a field (the item of a list, the member of a struct), in
+depth-first order: the nodes that Arrow IPC lists for a record batch. A dictionary is one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from dataplane.plan.null_counts import NEVER, UNKNOWN
+
+
+def children(kind: pa.DataType) -> Sequence[pa.Field]:
+    """The fields directly below a type."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return children(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return ()
+    return [kind.field(i) for i in range(kind.num_fields)]
+
+
+def node_count(fields: Sequence[pa.Field] | pa.Schema) -> int:
+    """How many field nodes there are."""
+    return sum(1 + node_count(children(field.type)) for field in fields)
+
+
+def field_nodes(fields: Sequence[pa.Field] | pa.Schema) -> Iterator[pa.Field]:
+    """Every field node, in order."""
+    for field in fields:
+        yield field
+        yield from field_nodes(children(field.type))
+
+
+def declared(schema: pa.Schema, *, otherwise: int = UNKNOWN) -> list[int]:
+    """NEVER for each node that is declared to have no nulls, and `otherwise` for all others."""
+    return [otherwise if node.nullable else NEVER for node in field_nodes(schema)]
+
+
+def counted(arrays: Sequence[pa.Array]) -> list[int]:
+    """The nulls of some columns, looked at. Below a null there is nothing to count."""
+    found = []
+    for array in arrays:
+        found.append(array.null_count)
+        kind = array.type
+        if pa.types.is_struct(kind):
+            found += counted(array.flatten())
+        elif pa.types.is_list(kind) and not _has_null_type(kind.value_type):
+            found += counted([array.flatten()])
+        else:
+            found += [UNKNOWN] * node_count(children(kind))
+    return found
+
+
+def _has_null_type(kind: pa.DataType) -> bool:
+    """Whether a parser may have left fewer values than the lists above say."""
+    return pa.types.is_null(kind) or any(_has_null_type(child.type) for child in children(kind))
+
+
+def aligned(expected: pa.Schema, found: pa.Schema, counts: Sequence[int], rows: int) -> list[int]:
+    """A shard's counts as those of the dataset's schema, where the shard's own differs from it. A
+    column that the shard lacks is null in all of its rows.
+    """
+    starts, at = {}, 0
+    for field in found:
+        starts[field.name] = at
+        at += node_count([field])
+    if at != len(counts):
+        counts = [UNKNOWN] * at
+    out: list[int] = []
+    for field in expected:
+        start = starts.get(field.name)
+        if start is None:
+            out += [rows] + [0] * node_count(children(field.type))
+        else:
+            out += _aligned(field.type, found.field(field.name).type, counts, start)
+    return out
+
+
+def _aligned(
+    expected: pa.DataType, found: pa.DataType, counts: Sequence[int], at: int
+) -> list[int]:
+    below, others = children(expected), children(found)
+    out, at = [counts[at]], at + 1
+    if [child.name for child in below] == [other.name for other in others] or (
+        len(below) == len(others) == 1
+    ):
+        for child, other in zip(below, others, strict=True):
+            out += _aligned(child.type, other.type, counts, at)
+            at += node_count([other])
+        return out
+    return out + [UNKNOWN] * node_count(below)

@@ -1,0 +1,79 @@
+"""Columns that no batch can be made of: known when a dataset is opened, and told with the way out.
+
+A type tells it by itself. What only the file tells (encrypted pages, a codec that nobody has) is a
+mark in the field's metadata, which the format's `index` writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+
+from dataplane.errors import ConfigError
+
+MARK = b"dataplane.unsupported"
+# pyarrow has no arrays of them, unlike month_day_nano_interval.
+_INTERVALS = frozenset({pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME})
+_NAMES_SHOWN = 10
+
+
+def marked(schema: pa.Schema, reasons: Mapping[str, str]) -> pa.Schema:
+    """The schema, with a mark on each of these columns: name -> "is encrypted"."""
+    for name, reason in reasons.items():
+        at = schema.get_field_index(name)
+        field = schema.field(at)
+        noted = dict(field.metadata or {}) | {MARK: reason.encode()}
+        schema = schema.set(at, field.with_metadata(noted))
+    return schema
+
+
+def unsupported(field: pa.Field) -> str:
+    """Why no batch can have this column, as the rest of a sentence; "" if one can."""
+    return unsupported_mark(field) or unsupported_type(field.type)
+
+
+def unsupported_mark(field: pa.Field) -> str:
+    """The same, as far as the file told it."""
+    return str((field.metadata or {}).get(MARK, b""), "utf-8")
+
+
+def unsupported_type(kind: pa.DataType) -> str:
+    """Why no batch can have values of this type, as the rest of a sentence; "" if one can."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return unsupported_type(kind.storage_type)
+    if kind.id in _INTERVALS:
+        return f"is of type {kind}"
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return unsupported_type(kind.value_type)
+    if not pa.types.is_nested(kind):
+        return ""
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    twins = [name for name, count in Counter(field.name for field in fields).items() if count > 1]
+    if twins and pa.types.is_struct(kind):
+        return f"has two fields named {twins[0]!r}"
+    return next(filter(None, (unsupported_type(field.type) for field in fields)), "")
+
+
+def supported_names(schema: pa.Schema) -> list[str]:
+    """The columns that batches can have."""
+    return [field.name for field in schema if not unsupported(field)]
+
+
+def refusal(
+    reasons: Mapping[str, str], others: Sequence[str] | None = None, url: str = ""
+) -> ConfigError:
+    """The error for columns that were asked for: name -> reason. `others` are those that can be,
+    where that is known.
+    """
+    told = ", ".join(f"column {name!r} {reason}" for name, reason in reasons.items())
+    way = "name the others with columns=[…]"
+    if others is not None:
+        some = ", ".join(others[:_NAMES_SHOWN]) + (", …" if len(others) > _NAMES_SHOWN else "")
+        way = f"{way}: {some}" if others else "there are no others"
+    return ConfigError(
+        f"{url}{': ' if url else ''}not supported: {told}; {way}",
+        shard=url or None,
+        field=next(iter(reasons)),
+    )

@@ -1,0 +1,143 @@
+"""How a worker process ended, and what the log and whoever waits for its task are told of it.
+
+A task gets a second worker: the first may have been killed by somebody who did not mean the task,
+or earlier tasks had left it short of memory. What ends two becomes one error, which names shard and
+block, and row and column where they are known.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
+from dataplane.units import show_bytes
+
+# What C++ and Python say when memory runs out where no error can be returned.
+_MEMORY_WORDS = ("bad_alloc", "MemoryError", "Cannot allocate memory")
+_WORDS_MAX = 200
+
+
+class Cause(enum.Enum):
+    """Why a worker is no more."""
+
+    CRASHED = "crashed"
+    KILLED = "killed"
+    MACHINE_SHORT = "the kernel ran out of memory"
+    OUT_OF_MEMORY = "it reached its memory limit"
+    STUCK = "stuck"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one worker ended: the cause, and a phrase that goes on after its name."""
+
+    cause: Cause
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a worker was at. `block` counts the shard's blocks and `row` its rows, from 0;
+    `first_row` is the block's.
+    """
+
+    shard: str
+    block: int | None = None
+    row: int | None = None
+    column: str | None = None
+    first_row: int = 0
+
+    def __str__(self) -> str:
+        parts = [self.shard]
+        parts += [f"block {self.block}"] if self.block is not None else []
+        parts += [f"row {self.row}"] if self.row is not None else []
+        parts += [f"column {self.column!r}"] if self.column is not None else []
+        return ", ".join(parts)
+
+    def at_row(self, row: int | None, column: str | None) -> Place:
+        """A row of the block, and a column of that row."""
+        return replace(self, row=None if row is None else self.first_row + row, column=column)
+
+    @property
+    def nouns(self) -> dict[str, str | int | None]:
+        """As errors have them."""
+        return {"shard": self.shard, "block": self.block, "row": self.row, "column": self.column}
+
+
+def end_of(status: int, last_words: str, *, is_machine_short: bool) -> End:
+    """What an exit status says, together with the last lines of stderr. `is_machine_short`: since
+    the worker was started, the kernel has killed processes because memory ran out.
+    """
+    if status == -signal.SIGKILL:
+        if is_machine_short:
+            return End(Cause.MACHINE_SHORT, "was killed by the kernel, which was out of memory")
+        return End(Cause.KILLED, "was killed by SIGKILL")
+    words = f"was ended by {_name_of(-status)}" if status < 0 else f"ended with status {status}"
+    said = [line.strip() for line in last_words.splitlines()]
+    short = next((line for line in said if any(each in line for each in _MEMORY_WORDS)), None)
+    if short is None:
+        return End(Cause.CRASHED, words)
+    return End(Cause.OUT_OF_MEMORY, f"{words} ({short[:_WORDS_MAX]})")
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def blame(doing: str, place: Place, ends: Sequence[End], limit_bytes: int) -> DataplaneError:
+    """The error for a task at which these workers ended. `doing` is a phrase that speaks of the
+    place as "it"; `limit_bytes` is what each worker might take.
+    """
+    last = ends[-1]
+    who = "a worker process ended" if len(ends) == 1 else f"{len(ends)} worker processes ended"
+    ended = f"{place}: {who} while {doing}; the last one {last.words}."
+    match last.cause:
+        case Cause.OUT_OF_MEMORY:
+            return BudgetTooSmall(
+                f"{place}: {doing} takes more memory than the {show_bytes(limit_bytes)} that a "
+                "worker process may have. If the shard is as it should be, raise "
+                "worker_memory_bytes (--worker-memory-bytes, DATAPLANE_WORKER_MEMORY_BYTES), or "
+                "write smaller blocks (row groups)",
+                budget=limit_bytes,
+                **place.nouns,
+            )
+        case Cause.MACHINE_SHORT:
+            return BudgetTooSmall(
+                f"{ended} Lower worker_count, worker_memory_bytes or block_arena_bytes, or give "
+                "this machine or container more memory",
+                **place.nouns,
+            )
+        case Cause.STUCK:
+            return DataStallError(
+                f"{place}: a worker process was killed, because {doing} {last.words}. Either a "
+                "library loops over damaged bytes or a disk does not answer; if blocks may take "
+                "so long, raise stall_timeout_s",
+                stage=doing,
+                **place.nouns,
+            )
+        case Cause.KILLED:
+            return DataplaneError(
+                f"{ended} The kernel does that where memory runs out (see `dmesg`); otherwise "
+                "somebody did",
+                **place.nouns,
+            )
+        case Cause.CRASHED:
+            return CorruptShard(
+                f"{ended} The bytes are damaged in a way that a library does not survive: write "
+                "the shard again, or leave it out",
+                **place.nouns,
+            )
+
+
+def nobody_alive(end: End) -> DataplaneError:
+    """The error for every job that waits where no worker comes up."""
+    return DataplaneError(
+        f"no worker process stays alive: the last one {end.words}; look at the node's output for "
+        "the reason"
+    )

@@ -1,0 +1,90 @@
+"""Local shards, mapped for reading: each is checked against its etag whenever it is used."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.arena.memfd import populate
+from dataplane.errors import DatasetChangedError, ShardNotFound
+from dataplane.node.columns import BlockColumns
+from dataplane.rpc import tasks
+from dataplane.store.local import local_etag
+
+_OPEN_SHARDS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class MappedShard:
+    """A mapped local file; its descriptor is closed when the last block of it is forgotten."""
+
+    url: str
+    etag: str
+    fd: int
+    mapping: mmap.mmap
+
+    def check(self) -> None:
+        """Raises:  DatasetChangedError: the file was written since it was indexed."""
+        _check_etag(self.url, self.etag, self.fd)
+
+    def populate(self, columns: BlockColumns) -> None:
+        """Map the columns of a block, as far as they lie in the file, and nothing else of it."""
+        start = np.frombuffer(self.mapping, np.uint8).ctypes.data
+        for part in columns.values:
+            if start <= part.address < start + len(self.mapping):
+                populate(self.mapping, part.address - start, part.length)
+
+
+class MappedShards:
+    """The last few shards that were used."""
+
+    def __init__(self) -> None:
+        self._shards: OrderedDict[tuple[str, str], MappedShard] = OrderedDict()
+
+    def of(self, raw: tasks.RawBlock) -> MappedShard:
+        """The local file of a block.
+
+        Raises:  ShardNotFound, DatasetChangedError.
+        """
+        key = (str(raw.path), raw.etag)
+        shard = self._shards.get(key)
+        if shard is None:
+            shard = self._shards[key] = _map(str(raw.path), raw)
+            if len(self._shards) > _OPEN_SHARDS_MAX:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(key)
+        shard.check()
+        return shard
+
+
+def _map(path: str, raw: tasks.RawBlock) -> MappedShard:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ShardNotFound(f"{raw.url}: {error}", shard=raw.url) from error
+    try:
+        _check_etag(raw.url, raw.etag, fd)  # its size, too: what is shorter cannot be mapped
+        mapping = mmap.mmap(fd, raw.shard_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    except BaseException:
+        os.close(fd)
+        raise
+    shard = MappedShard(raw.url, raw.etag, fd, mapping)
+    weakref.finalize(shard, os.close, fd)
+    return shard
+
+
+def _check_etag(url: str, etag: str, fd: int) -> None:
+    found = local_etag(os.fstat(fd))
+    if found != etag:
+        raise DatasetChangedError(
+            f"{url} changed since it was indexed (etag {etag}, now {found}): "
+            "index the dataset again",
+            shard=url,
+            expected=etag,
+            found=found,
+        )

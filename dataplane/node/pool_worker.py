@@ -1,0 +1,204 @@
+"""One worker as the pool sees it: what it was told, what it is told next, and what it is at.
+
+Before a job a worker is told whatever it needs and does not know yet: arenas, the dataset, the
+blocks. It is sent one packet at a time, and answers each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dataplane.machine import kill_count_for_memory, waited_for_processor_s
+from dataplane.node.death import Cause, End, Place, end_of
+from dataplane.node.process import WorkerProcess
+from dataplane.rpc import tasks
+
+_SCHEMA_PART_BYTES = 128 * 1024
+# A block's source has its url and its path, of a few thousand bytes each at most.
+_BLOCKS_A_PACKET = 20
+_KEYS_A_PACKET = 10_000
+_NO_ARENA = (1 << 64) - 1
+
+Report = Callable[[tasks.ResultBody], None]
+
+_DOING: dict[type, str] = {
+    tasks.Decode: "decoding it",
+    tasks.Assemble: "reading rows of it",
+    tasks.CopySlab: "copying a slab that starts with rows of it",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One order to a worker, and what the worker must know for it.
+
+    `arenas` are (arena id, descriptor); `source` tells of a block that `body` names by key. `place`
+    tells which block it is about, or the first of several, and `place_of` tells it by key.
+    """
+
+    body: tasks.Decode | tasks.Assemble | tasks.CopySlab
+    dataset: tasks.OpenDataset
+    arenas: tuple[tuple[int, int], ...]
+    report: Report
+    place: Callable[[], Place]
+    source: Callable[[int], tasks.BlockSource] | None = None
+    place_of: Callable[[int], Place] | None = None
+    ends: list[End] = field(default_factory=list)
+    """How workers ended at it."""
+    started: float = 0.0
+    """When a worker began with it."""
+
+    @property
+    def block_keys(self) -> tuple[int, ...]:
+        """The blocks that it gathers from."""
+        return self.body.block_keys if isinstance(self.body, tasks.Assemble) else ()
+
+    @property
+    def doing(self) -> str:
+        """What a worker does with its place, in words."""
+        if isinstance(self.body, tasks.Assemble) and self.body.render is not None:
+            return "decoding images of it"
+        return _DOING[type(self.body)]
+
+    @property
+    def attempt_count(self) -> int:
+        """How many workers may be stuck at it. The first that gathers does not say where it is."""
+        return 2 if isinstance(self.body, tasks.Assemble) else 1
+
+    def retried(self) -> None:
+        """Its worker has ended: the next one says which block and which image it is about to read,
+        in case that it ends as well.
+        """
+        if isinstance(self.body, tasks.Assemble):
+            self.body = dataclasses.replace(self.body, say_where=True)
+
+
+@dataclass(slots=True, eq=False)
+class PoolWorker:
+    """A worker process, what it knows, and the packets that it is still to be sent."""
+
+    process: WorkerProcess
+    limit_bytes: int
+    job: Job | None = None
+    packets: deque[tuple[tasks.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
+    arenas: set[int] = field(default_factory=set)
+    datasets: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+    forget: list[int] = field(default_factory=list)
+    jobs_done: int = 0
+    waiting: bool = False
+    is_up: bool = False
+    is_ending: bool = False
+    """It hung up or was killed, and is not collected yet."""
+    reading: tasks.Reading | None = None
+    """What it says that it is at."""
+    end: End | None = None
+    """Why it is ended, if that is known before its exit status."""
+    _watched: tuple[Job, float, float] | None = None
+    _kill_count: int = field(default_factory=kill_count_for_memory)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do, and could do something."""
+        return self.job is None and not self.packets and not self.is_ending
+
+    def ask_whether_up(self) -> None:
+        """Whatever it is asked first, its answer says that it is up."""
+        self.packets.append((tasks.DetachArena(_NO_ARENA), ()))
+
+    def prepare(self, job: Job) -> None:
+        """Queue the packets that tell it all it needs for a job, and then the job."""
+        self.job, self.reading, job.started = job, None, time.monotonic()
+        for arena_id, fd in job.arenas:
+            if arena_id not in self.arenas:
+                self.arenas.add(arena_id)
+                self.packets.append((tasks.AttachArena(arena_id), (fd,)))
+        dataset_id = job.dataset.dataset_id
+        if dataset_id not in self.datasets:
+            self.datasets.add(dataset_id)
+            self.limit_bytes = max(self.limit_bytes, job.dataset.memory_bytes)
+            self.packets.extend((part, ()) for part in _in_parts(job.dataset))
+        new = [key for key in job.block_keys if key not in self.blocks]
+        self.blocks.update(new)
+        forget, self.forget = self.forget, []
+        for at in range(0, len(forget), _KEYS_A_PACKET):
+            some_keys = tuple(forget[at : at + _KEYS_A_PACKET])
+            self.packets.append((tasks.OpenBlocks(dataset_id, (), some_keys), ()))
+        # One by one where one of them may have ended a worker.
+        together = 1 if job.ends else _BLOCKS_A_PACKET
+        for at in range(0, len(new), together):
+            assert job.source is not None
+            some = tuple(map(job.source, new[at : at + together]))
+            self.packets.append((tasks.OpenBlocks(dataset_id, some), ()))
+        self.packets.append((job.body, ()))
+
+    def undo(self, job: Job, failed: tasks.TaskBody) -> None:
+        """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
+        undone = [failed, *(body for body, _ in self.packets)]
+        self.packets = deque(p for p in self.packets if isinstance(p[0], tasks.DetachArena))
+        self.datasets.discard(job.dataset.dataset_id)
+        keys = self.blocks.intersection(job.block_keys)
+        self.blocks -= keys
+        self.forget.extend(keys)
+        for body in undone:
+            if isinstance(body, tasks.AttachArena):
+                self.arenas.discard(body.arena_id)
+            elif isinstance(body, tasks.OpenBlocks):
+                self.forget.extend(body.forget)
+
+    @property
+    def place(self) -> Place | None:
+        """What it is at, as far as is known."""
+        job = self.job
+        if job is None:
+            return None
+        if job.place_of is None or not self.packets:
+            return job.place()
+        if self.reading is not None:
+            place = job.place_of(self.reading.block_key)
+            return place.at_row(self.reading.row, self.reading.column)
+        body = self.packets[0][0]
+        if isinstance(body, tasks.OpenBlocks) and body.blocks:
+            return job.place_of(body.blocks[0].key)
+        return job.place()
+
+    def ended(self, status: int) -> End:
+        """How it ended, with this exit status."""
+        is_machine_short = kill_count_for_memory() > self._kill_count
+        return self.end or end_of(
+            status, self.process.last_words, is_machine_short=is_machine_short
+        )
+
+    def is_stuck(self, now: float, timeout_s: float) -> bool:
+        """Whether it has been at one job for so long, not counting the time that it waited for a
+        processor. Asked every now and then: the time counts from when it was asked first.
+        """
+        job = self.job
+        if job is None or self.is_ending:
+            self._watched = None
+            return False
+        if self._watched is None or self._watched[0] is not job:
+            self._watched = (job, now, waited_for_processor_s(self.process.pid))
+            return False
+        _, since, waited_s = self._watched
+        if now - since <= timeout_s:
+            return False
+        waited_s = waited_for_processor_s(self.process.pid) - waited_s
+        if now - since - waited_s <= timeout_s:
+            return False
+        self.end = End(Cause.STUCK, f"did not end within {timeout_s:g} s of its own time")
+        return True
+
+
+def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
+    """The schema in pieces, then the rest: neither need leave room for the other."""
+    schema, step = dataset.schema, _SCHEMA_PART_BYTES
+    parts = [
+        tasks.OpenDataset(dataset.dataset_id, dataset.format, schema[at : at + step], more=True)
+        for at in range(0, len(schema), step)
+    ]
+    return [*parts, dataclasses.replace(dataset, schema=b"", more=False)]

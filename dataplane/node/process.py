@@ -1,0 +1,166 @@
+"""One worker process and its socket: started by exec, killed, and collected without waiting.
+
+A process that was killed may live on: one that sleeps in the kernel, in a read from a file server
+that is away, dies only when the kernel wakes it. So nothing here waits on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Self
+
+from dataplane.rpc import local
+
+MEMORY_BYTES = 1 << 30
+"""Of its own, that a worker may take if nobody says otherwise."""
+# Arrow's allocator would reserve a GiB to use it bit by bit, and a limit counts what is reserved.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
+_PAUSE_S = 0.001
+_PAUSE_S_MAX = 0.5
+_PIECE_BYTES = 4096
+_WORDS_BYTES_MAX = 4096
+_PIECES_LEFT_MAX = 16
+"""Of a pipe that is about to be closed: as much as a pipe holds."""
+
+
+class WorkerProcess:
+    """A worker process of this node, our end of its socket, and the end of what it wrote to its
+    stderr, which is passed on.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], sock: socket.socket, stderr: StderrCopy
+    ) -> None:
+        self.sock = sock
+        self._process = process
+        self._stderr = stderr
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    def start(cls, stderr_fd: int | None, memory_bytes: int = MEMORY_BYTES) -> Self:
+        """Run one that may take so much memory; its stderr goes to ours, or to this one."""
+        ours, theirs = local.pair()
+        ours.setblocking(False)
+        said, says = os.pipe()
+        try:
+            with theirs:
+                descriptor = theirs.fileno()
+                command = [sys.executable, "-P", "-m", "dataplane.node"]
+                command += ["--memory-bytes", str(memory_bytes), "--worker-fd", str(descriptor)]
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stderr=says,
+                    pass_fds=(descriptor,),
+                    close_fds=True,
+                    env={**_ENVIRONMENT, **os.environ},
+                )
+        except BaseException:
+            ours.close()
+            os.close(said)
+            raise
+        finally:
+            os.close(says)
+        return cls(process, ours, StderrCopy(said, 2 if stderr_fd is None else stderr_fd))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def last_words(self) -> str:
+        """The last few lines that it wrote to its stderr."""
+        return self._stderr.tail.decode(errors="replace")
+
+    def on_readable(self, call: Callable[[], None]) -> None:
+        """Have this called whenever the worker has sent something, or hung up."""
+        self._loop.add_reader(self.sock.fileno(), call)
+
+    def end(self, ended: Callable[[int], None]) -> None:
+        """Hang up and kill it; `ended` gets the exit status when the process is gone, and with it
+        every thread that could still write into our memory.
+        """
+        self._hang_up()
+        self._process.kill()
+        self._collect(ended, _PAUSE_S)
+
+    def kill(self) -> None:
+        """Hang up and kill it, and hear no more of it. May be called twice."""
+        self._hang_up()
+        self._stderr.close()
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is gone within this time. Blocks, so it is for a node that ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode is not None
+
+    def _hang_up(self) -> None:
+        if self.sock.fileno() >= 0:
+            self._loop.remove_reader(self.sock.fileno())
+        self.sock.close()
+
+    def _collect(self, ended: Callable[[int], None], pause_s: float) -> None:
+        status = self._process.poll()
+        if status is None:
+            longer_s = min(2 * pause_s, _PAUSE_S_MAX)
+            self._loop.call_later(pause_s, self._collect, ended, longer_s)
+        else:
+            self._stderr.close()
+            ended(status)
+
+
+class StderrCopy:
+    """Passes on what comes out of a pipe, and remembers the last of it."""
+
+    def __init__(self, source_fd: int, target_fd: int) -> None:
+        self.tail = b""
+        self._source_fd: int | None = source_fd
+        self._target_fd = target_fd
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(source_fd, False)
+        self._loop.add_reader(source_fd, self._copy)
+
+    def close(self) -> None:
+        """Take what is left in the pipe, and close it. May be called twice."""
+        for _ in range(_PIECES_LEFT_MAX):
+            if not self._copy():
+                break
+        if self._source_fd is not None:
+            self._loop.remove_reader(self._source_fd)
+            os.close(self._source_fd)
+            self._source_fd = None
+
+    def _copy(self) -> bool:
+        """Pass a piece on: False if there is none now."""
+        if self._source_fd is None:
+            return False
+        try:
+            piece = os.read(self._source_fd, _PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        if not piece:  # the process has closed it
+            self._loop.remove_reader(self._source_fd)
+            os.close(self._source_fd)
+            self._source_fd = None
+            return False
+        self.tail = (self.tail + piece)[-_WORDS_BYTES_MAX:]
+        self._pass_on(piece)
+        return True
+
+    def _pass_on(self, piece: bytes) -> None:
+        """Drop it where nobody reads, rather than let the event loop wait."""
+        poll = select.poll()
+        poll.register(self._target_fd, select.POLLOUT)
+        if any(event & select.POLLOUT for _, event in poll.poll(0)):
+            with contextlib.suppress(OSError):
+                os.write(self._target_fd, piece)

@@ -1,0 +1,82 @@
+"""Secrets in urls: text without them, and the name of an object that does not depend on them.
+
+A url may carry a password (`https://user:password@host`) or a signature (`?X-Amz-Signature=…`,
+`?sig=…`, `?token=…`). Whoever reads such a url in a log can use it, so no error, log line, status
+or database has one. Every error passes `redacted` when it is made, every log line when it is
+written.
+"""
+
+from __future__ import annotations
+
+import re
+
+HIDDEN = "***"
+
+# Parameters of signed urls: AWS, Google, CloudFront, Azure SAS. All of them change when a url is
+# signed again, so none of them says which object it is.
+_SIGNING = frozenset(
+    {"signature", "expires", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid"}
+    | {"sv", "ss", "srt", "sp", "se", "st", "spr", "sig", "sr", "sip", "sdd", "ses"}
+    | {"skoid", "sktid", "skt", "ske", "sks", "skv", "saoid", "suoid", "scid"}
+    | {"token", "access_token", "accesstoken", "auth", "apikey", "api_key", "key", "password"}
+)
+_SIGNING_PREFIXES = ("x-amz-", "x-goog-")
+
+# The part before @ is a container here, not a user.
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "adl")
+_USER = re.compile(r"\b([A-Za-z][A-Za-z0-9+.\-]*)://([^\s/@?#'\"<>]*)@")
+# Elsewhere a user alone is no secret: sftp://me@host.
+_TOKEN_AS_USER = ("http", "https")
+
+_TELLING_NAME = r"sig|token|key|secret|passw|pwd|auth|cred|polic|session|jwt|hmac|md5|code|cookie"
+_PARAMETER = re.compile(
+    rf"([?&;#])([\w.\-%]*(?:{_TELLING_NAME})[\w.\-%]*|[\w.\-%]+)=([^\s&;#'\"<>]+)", re.IGNORECASE
+)
+_IS_SECRET_NAME = re.compile(_TELLING_NAME, re.IGNORECASE)
+_LONG = 20
+"""A value of so many characters is taken for a secret, whatever its name."""
+_CLOSING = ".,:)]}"
+
+
+def redacted(text: str) -> str:
+    """The same text, with passwords and signatures of the urls in it replaced by `***`."""
+    if "://" not in text and "=" not in text:
+        return text
+    return _PARAMETER.sub(_hidden_parameter, _USER.sub(_hidden_user, text))
+
+
+def unsigned(url: str) -> str:
+    """The url without what only lets somebody in: the same for every signing of one object.
+
+    A url without such parts is returned as it is.
+    """
+    if "@" not in url and "?" not in url:
+        return url
+    scheme = url.partition("://")[0].lower()
+    if scheme not in _CONTAINERS:
+        url = _USER.sub(lambda found: f"{found[1]}://", url, count=1)
+    if scheme not in ("http", "https"):
+        return url
+    path, mark, query = url.partition("?")
+    if not mark:
+        return url
+    kept = [one for one in query.split("&") if not _is_signing(one.partition("=")[0].lower())]
+    return f"{path}?{'&'.join(kept)}" if kept else path
+
+
+def _is_signing(name: str) -> bool:
+    return name in _SIGNING or name.startswith(_SIGNING_PREFIXES)
+
+
+def _hidden_user(found: re.Match[str]) -> str:
+    scheme, user = found[1].lower(), found[2]
+    is_secret = scheme not in _CONTAINERS and (":" in user or scheme in _TOKEN_AS_USER)
+    return f"{found[1]}://{HIDDEN}@" if user and is_secret else found[0]
+
+
+def _hidden_parameter(found: re.Match[str]) -> str:
+    name, value = found[2], found[3]
+    closing = value[len(value.rstrip(_CLOSING)) :]
+    if not _IS_SECRET_NAME.search(name) and len(value) - len(closing) < _LONG:
+        return found[0]
+    return f"{found[1]}{name}={HIDDEN}{closing}"

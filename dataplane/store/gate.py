@@ -1,0 +1,278 @@
+"""When a store may be asked: one gate for each store, which all of its callers pass.
+
+A store that does not answer anybody is *away*. While it is, one caller at a time asks it, and all
+others wait: threads that each tried for themselves would meet it with a storm when it comes back.
+
+Invariants:
+1. A store is away when requests to it fail and none has been answered since the first of them
+   began: at once if it never answered, and otherwise when that has lasted for AWAY_AFTER_S. One
+   answer, be it a refusal, ends that.
+2. While it is away at most one request is under way, that of the caller who has waited longest.
+   So a single object that the store can never give keeps nobody else from asking.
+3. When a store that answers asks to slow down, every call to it waits.
+4. `observe` is told of an outage in the order in which things happened, and never under the lock.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dataplane.errors import ClosedError, StoreError, StoreThrottled
+from dataplane.redact import redacted
+from dataplane.store.outage import Observe, Outage
+from dataplane.trace import Trace
+
+AWAY_AFTER_S = 1.0
+RETRIES_TOLD_S = 60.0
+"""How often failures of a store that answers others are told, all together."""
+RETURN_S = 1.0
+"""Those who waited come back one after the other within this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How waits grow: `base_s`, doubled each time, up to `cap_s`. The wait itself is drawn evenly
+    from zero to that ("full jitter").
+
+    Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
+    """
+
+    base_s: float
+    cap_s: float
+
+    def span_s(self, attempt: int) -> float:
+        """The longest wait after the attempt of that number, counted from 1."""
+        return float(min(self.cap_s, self.base_s * 2.0 ** min(attempt - 1, 60)))
+
+
+SLOW_DOWN = Wait(base_s=0.5, cap_s=20.0)
+PROBE = Wait(base_s=0.5, cap_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time and chance, as a retry needs them; a test gives its own. `wait` waits for a condition
+    whose lock is held, and may return early.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    wait: Callable[[threading.Condition, float], object] = threading.Condition.wait
+    random: Callable[[], float] = random.random
+    wall: Callable[[], float] = time.time
+
+
+class SlowDown:
+    """The pause that all calls to one store share.
+
+    A store that throttles sheds load by the second, so the whole process must ask for less: were
+    only the refused calls to wait, the others would keep the store at its limit. Refusals that
+    arrive together count once: each call carries the round in which it began.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._level = 0
+        self._until = 0.0
+        self.round = 0
+
+    def wait_s(self) -> float:
+        """How long a call has to wait before it may begin.
+
+        A waiting call comes back at a moment of its own within the span of the pause, so that
+        they do not all return at once.
+        """
+        left = self._until - self._clock.now()
+        return left + self._clock.random() * SLOW_DOWN.span_s(self._level) if left > 0 else 0.0
+
+    def refused(self, began_in: int) -> None:
+        """The store throttled a call that began in that round."""
+        if began_in == self.round:
+            self.round += 1
+            self._level += 1
+            span_s = SLOW_DOWN.span_s(self._level)
+            self._until = self._clock.now() + self._clock.random() * span_s
+
+    def served(self) -> None:
+        """The store answered: the next pause is shorter again."""
+        self._level = max(0, self._level - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Leave to ask once. A probe asks whether the store is there again."""
+
+    began: float
+    round: int
+    is_probe: bool
+
+
+class Gate:
+    """The gate of one store."""
+
+    def __init__(self, store: str, clock: Clock, observe: Observe) -> None:
+        self._store = redacted(store)
+        self._clock = clock
+        self._observe = observe
+        self._changed = threading.Condition()
+        self._telling = threading.Lock()
+        self._untold: deque[Outage] = deque()
+        self._queue: deque[object] = deque()
+        self._slow_down = SlowDown(clock)
+        self._answered_at: float | None = None
+        self._failing_since: float | None = None
+        self._asking = 0
+        self._away: Outage | None = None
+        self._last_error: StoreError | None = None
+        self._is_probed = False
+        self._probes = 0
+        self._probe_at = 0.0
+        self._closed = False
+        self._retries = 0
+        self._retries_told: float | None = None
+
+    @property
+    def last_error(self) -> StoreError | None:
+        """Why the store is away; None while it answers."""
+        return self._last_error
+
+    def enter(self, deadline: float) -> Turn | None:
+        """Wait until the store may be asked; None where that is not before the deadline.
+
+        Raises:  ClosedError: while it waited, the gate was closed.
+        """
+        me, was_held = object(), False
+        with self._changed:
+            self._queue.append(me)
+            try:
+                while True:
+                    wait_s = self._wait_s(me)
+                    if was_held and self._away is None:
+                        was_held = False
+                        wait_s = max(wait_s, self._clock.random() * RETURN_S)
+                    if wait_s <= 0:
+                        self._asking += 1
+                        is_probe = self._is_probed = self._away is not None
+                        return Turn(self._clock.now(), self._slow_down.round, is_probe)
+                    was_held = self._away is not None
+                    if not self._waited(wait_s, deadline):
+                        return None
+            finally:
+                self._queue.remove(me)
+                self._changed.notify_all()
+
+    def pause(self, seconds: float, deadline: float) -> bool:
+        """Wait, but not for the gate: False where that would pass the deadline.
+
+        Raises:  ClosedError: while it waited, the gate was closed.
+        """
+        with self._changed:
+            until = self._clock.now() + seconds
+            while (left := until - self._clock.now()) > 0 and self._away is None:
+                if not self._waited(left, deadline):
+                    return False
+            return True
+
+    def answered(self, turn: Turn) -> None:
+        """The store answered, well or with a refusal."""
+        with self._changed:
+            self._left(turn)
+            self._answered_at, self._failing_since = self._clock.now(), None
+            self._slow_down.served()
+            retries = self._retries_to_tell() if self._away is None else 0
+            if self._away is not None:
+                self._untold.append(replace(self._away, until=self._clock.wall()))
+                self._away, self._last_error, self._probes = None, None, 0
+                self._changed.notify_all()
+        if retries:
+            _trace.noted("requests failed and were tried again", store=self._store, count=retries)
+        self._tell()
+
+    def failed(self, turn: Turn, error: StoreError) -> None:
+        """No answer, or one that says to come back later."""
+        with self._changed:
+            self._left(turn)
+            self._retries += self._away is None
+            now = self._clock.now()
+            is_alone = self._answered_at is not None and self._answered_at > turn.began
+            if not is_alone:
+                since = turn.began if self._failing_since is None else self._failing_since
+                self._failing_since = min(since, turn.began)
+                self._note_failure(error, now)
+            if isinstance(error, StoreThrottled) and (is_alone or self._away is None):
+                self._slow_down.refused(turn.round)
+            if turn.is_probe:
+                self._probes += 1
+                self._probe_at = now + self._clock.random() * PROBE.span_s(self._probes)
+        self._tell()
+
+    def dropped(self, turn: Turn) -> None:
+        """The attempt ended in a way that says nothing about the store."""
+        with self._changed:
+            self._left(turn)
+
+    def close(self) -> None:
+        """End whoever waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _retries_to_tell(self) -> int:
+        now, count, told = self._clock.now(), self._retries, self._retries_told
+        if not count or (told is not None and now - told < RETRIES_TOLD_S):
+            return 0
+        self._retries, self._retries_told = 0, now
+        return count
+
+    def _wait_s(self, me: object) -> float:
+        if self._away is None:
+            return self._slow_down.wait_s()
+        if self._is_probed or self._queue[0] is not me:
+            return float("inf")  # until that changes
+        return self._probe_at - self._clock.now()
+
+    def _waited(self, seconds: float, deadline: float) -> bool:
+        """Whether there was time for that. What is waited for without end may last to the end."""
+        left = deadline - self._clock.now()
+        if left <= 0 or (left < seconds < float("inf")):
+            return False
+        self._clock.wait(self._changed, min(seconds, left))
+        if self._closed:
+            raise ClosedError(f"{self._store} was closed while somebody waited for it")
+        return True
+
+    def _left(self, turn: Turn) -> None:
+        self._asking -= 1
+        if turn.is_probe:
+            self._is_probed = False
+            self._changed.notify_all()
+
+    def _note_failure(self, error: StoreError, now: float) -> None:
+        assert self._failing_since is not None
+        if self._away is None:
+            never_answered = self._answered_at is None and not self._asking
+            if not never_answered and now - self._failing_since < AWAY_AFTER_S:
+                return
+            self._retries = 0  # they are told as the outage
+            since = self._clock.wall() - (now - self._failing_since)
+            self._probe_at = now + self._clock.random() * PROBE.span_s(1)
+            self._changed.notify_all()  # who pauses for itself now waits here
+        else:
+            since = self._away.since
+        # A copy: the error itself would keep alive what its traceback holds.
+        self._last_error = type(error)(str(error), **error.nouns)
+        said = str(error).removeprefix(f"{error.nouns.get('shard')}: ")
+        self._away = Outage(self._store, since, said, asked=self._clock.wall())
+        self._untold.append(self._away)
+
+    def _tell(self) -> None:
+        with self._telling:
+            while self._untold:
+                self._observe(self._untold.popleft())
+
+
+_trace = Trace("store")

@@ -1,0 +1,80 @@
+"""What "the store cannot be reached" means, and how it is told.
+
+Everything here passes by itself, sooner or later: a server that is restarted, a network that is
+down, a name that DNS does not know yet. What never passes (no such bucket, access refused, a
+certificate that nobody trusts, an endpoint that is no url) is an error of another class, and is
+raised at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import socket
+
+from dataplane.errors import StoreThrottled, StoreUnavailable
+
+UNREACHABLE = (StoreUnavailable, StoreThrottled)
+"""The errors of a store that cannot be reached now, and may be later."""
+
+_NETWORK = frozenset(
+    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
+)
+# A disk or a network file system may recover from these, and a process may close descriptors.
+_PASSING = _NETWORK | {
+    errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.EMFILE, errno.ENFILE,
+    errno.ENOBUFS, errno.ENOMEM, errno.EREMOTEIO, errno.EPROTO, errno.ENONET, errno.ENOTCONN,
+}  # fmt: skip
+
+_ENDPOINT_HINTS = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL, AWS_REGION"),
+    "http": ("the port in the url", "in the url"),
+    "https": ("the port in the url", "in the url"),
+}
+_OTHER_HINT = ("the endpoint", "of the endpoint")
+
+
+class Why(enum.Enum):
+    """How a store cannot be reached."""
+
+    REFUSED = "refused the connection"
+    NO_ROUTE = "cannot be reached: there is no route to it"
+    NO_ADDRESS = "has no address"
+    LATE = "did not answer in time"
+    BROKEN = "broke off the connection"
+    UNKNOWN = "cannot be connected to"
+
+
+def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
+    """The error that says so, and what to check. `endpoint` is who did not answer."""
+    scheme = url.partition("://")[0]
+    port, host = _ENDPOINT_HINTS.get(scheme, _OTHER_HINT)
+    advice = {
+        Why.REFUSED: f": check that it runs, and {port}",
+        Why.NO_ROUTE: ": check the network",
+        Why.NO_ADDRESS: f": check the host name ({host}) and DNS",
+        Why.LATE: ": it is overloaded, or a firewall drops packets",
+        Why.BROKEN: "",
+        Why.UNKNOWN: ": check the endpoint, the network, the proxy and TLS",
+    }[why]
+    return StoreUnavailable(f"{url}: {endpoint} {why.value}{advice}", shard=url)
+
+
+def why_of(error: BaseException) -> Why | None:
+    """How a connection failed; None if it failed in another way."""
+    if isinstance(error, TimeoutError):
+        return Why.LATE
+    if isinstance(error, ConnectionRefusedError):
+        return Why.REFUSED
+    if isinstance(error, socket.gaierror):
+        return Why.NO_ADDRESS
+    if isinstance(error, OSError) and error.errno in _NETWORK:
+        return Why.NO_ROUTE
+    return Why.BROKEN if isinstance(error, ConnectionError) else None
+
+
+def passes(error: OSError) -> bool:
+    """Whether an error of the operating system may be gone at the next try. One without a number
+    is a library's own, which uses it for whatever the network does.
+    """
+    return why_of(error) is not None or error.errno is None or error.errno in _PASSING

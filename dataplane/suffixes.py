@@ -1,0 +1,34 @@
+"""How the files of shards are named, format by format.
+
+Trainers look here, too, who link no format: to tell a list of shards from a list of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# The longest ones first, in lower case.
+BY_FORMAT: Mapping[str, tuple[str, ...]] = {
+    "parquet": (".parquet", ".parq", ".pqt"),
+    "arrow": (".arrows", ".arrow", ".feather", ".ipc"),
+    "tfrecord": (
+        *(".tfrecords.gz", ".tfrecord.gz", ".tfrecords", ".tfrecord", ".tfrec.gz"),
+        ".tfrec",
+    ),
+    "tar": (".tar.gz", ".tgz", ".tar"),
+    "jsonl": (".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl", ".ndjson"),
+}
+MANIFEST = ".manifest"
+"""A whole dataset, as `dataplane index` saves it."""
+
+_ALL = (MANIFEST, *(suffix for suffixes in BY_FORMAT.values() for suffix in suffixes))
+
+
+def path_of(url: str) -> str:
+    """The path that a suffix ends, in lower case: without query and fragment."""
+    return url.lower().partition("?")[0].partition("#")[0]
+
+
+def names_a_shard(url: str) -> bool:
+    """Whether a name ends as that of a shard of a built-in format does, or of a manifest."""
+    return path_of(url).endswith(_ALL)

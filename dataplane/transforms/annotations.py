@@ -1,0 +1,30 @@
+"""What is known of a dataset beside its types, kept in the metadata of its schema, so that node and
+workers plan the same columns from one value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.model import ColumnOptions, NullPolicy
+from dataplane.plan.null_counts import NEVER, NullCounts
+
+_REQUIRED = b"dataplane.required"
+
+
+def annotated(schema: pa.Schema, options: ColumnOptions, nulls: NullCounts | None) -> pa.Schema:
+    """The dataset's schema with as much as a job with these options needs to know."""
+    if options.nulls is not NullPolicy.MASK or nulls is None:
+        return schema
+    return _with(schema, _REQUIRED, np.packbits(nulls.counts == NEVER).tobytes())
+
+
+def required_nodes(schema: pa.Schema) -> frozenset[int]:
+    """The field nodes of which all shards say that there can be no nulls."""
+    packed = (schema.metadata or {}).get(_REQUIRED, b"")
+    return frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8))).tolist())
+
+
+def _with(schema: pa.Schema, key: bytes, value: bytes) -> pa.Schema:
+    return schema.with_metadata({**(schema.metadata or {}), key: value})

@@ -1,0 +1,186 @@
+"""A decoded block -> the canonical form of its leaves, which slabs are gathered from.
+
+Nulls become NaN, an empty list, None, or the value that the job's `fill_null` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.model import ColumnSpec, Kind, NullPolicy
+from dataplane.transforms.columns import ColumnPlan, Part
+from dataplane.transforms.nulls import Fills, NullsFound
+from dataplane.transforms.plain import decoded, is_list_view, list_ends, objects
+
+
+def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBatch:
+    """One decoded block in canonical form: the leaves of `plan`, of the types of `plan.schema`.
+
+    Shapes:  rows as in `batch`; a column that has the canonical form already is not copied.
+    Raises:  ConfigError: columns of integers, bools or times have nulls and no value for them;
+    names all of the block's.
+    """
+    nulls = _Nulls(plan)
+    arrays, stored = [], pa.nulls(0)
+    columns = zip(plan.specs, plan.schema, plan.leaves, plan.parts, strict=True)
+    for spec, field, leaf, part in columns:
+        if part is Part.IS_NULL:  # of the column before
+            arrays.append(stored.is_null().cast(pa.uint8()))
+            continue
+        stored = decoded(_leaf_array(batch.column(leaf.top), leaf.path))
+        arrays.append(_values(stored, spec, field.type, nulls))
+    nulls.found.check(url)
+    return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
+
+
+def _values(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls) -> pa.Array:
+    if spec.kind is Kind.OBJECT:
+        return objects(array)
+    if spec.kind is Kind.FIXED and spec.shape:
+        return _fixed_lists(array, spec, target, nulls)
+    return _without_nulls(_typed(array, spec, target), spec, nulls)
+
+
+class _Nulls:
+    """What nulls of one block become, and those that become nothing."""
+
+    def __init__(self, plan: ColumnPlan) -> None:
+        self._fills = Fills.of(plan.options)
+        self._is_marking = plan.options.nulls is NullPolicy.MASK
+        self.found = NullsFound(plan)
+
+    def filled(self, array: pa.Array, spec: ColumnSpec, *, of_rows: bool = False) -> pa.Array:
+        """The numbers of a column without nulls. `of_rows`: a null is a row that is null, not one
+        of the values within a row.
+        """
+        if array.null_count == 0:
+            return array
+        import pyarrow.compute as pc
+
+        fill = self._fills.value(spec, is_marked=of_rows and self._is_marking)
+        self.found.add(spec, fill)
+        return pc.fill_null(array, _scalar(fill or 0.0, spec, array.type))
+
+    def without_null_rows(self, values: pa.Array, spec: ColumnSpec, rows: pa.Array) -> pa.Array:
+        """The values of fixed-size lists; where null rows are marked, without those of null rows.
+
+        Shapes:  values: [rows * values a row].
+        """
+        fill = self._fills.value(spec, is_marked=True)
+        if not self._is_marking or fill is None or not rows.null_count:
+            return values
+        import pyarrow.compute as pc
+
+        valid = rows.is_valid().to_numpy(zero_copy_only=False).repeat(math.prod(spec.shape))
+        return pc.if_else(pa.array(valid), values, _scalar(fill, spec, values.type))
+
+
+def _scalar(value: float, spec: ColumnSpec, kind: pa.DataType) -> pa.Scalar:
+    if spec.dtype == "bool":
+        value = float(value != 0)  # any other byte is no bool
+    return pa.scalar(value if pa.types.is_floating(kind) else int(value), type=kind)
+
+
+def _leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
+    """The leaf at a place below a top-level column; a null struct has null leaves."""
+    for i in path:
+        array = array.storage if isinstance(array, pa.ExtensionArray) else array
+        child = array.field(i)
+        array = _within(child, array.is_null()) if array.null_count else child
+    return array
+
+
+def _within(child: pa.Array, null: pa.Array) -> pa.Array:
+    """A struct's child, null where the struct is. Arrow's own flatten() forgets that of run ends,
+    and ends the process at unions: neither has nulls of its own.
+    """
+    if pa.types.is_union(child.type):
+        rows = pa.array(np.arange(len(child)), mask=null.to_numpy(zero_copy_only=False))
+        return child.take(rows)
+    if pa.types.is_run_end_encoded(child.type):
+        child = decoded(child)
+    return pa.StructArray.from_arrays([child], ["leaf"], mask=null).flatten()[0]
+
+
+def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
+    if array.type == target:
+        return array
+    if spec.kind in {Kind.PADDED, Kind.RAGGED}:
+        return _retyped_list(array, target)
+    if spec.kind in {Kind.STRING, Kind.BYTES}:
+        if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
+            array = array.cast(pa.large_string())
+        return array.cast(pa.large_binary())
+    return _number(array, target)
+
+
+def _number(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """Bools as uint8; dates, times and durations as their integers."""
+    array = decoded(array)
+    if array.type == target:
+        return array
+    if pa.types.is_boolean(array.type):
+        return array.cast(pa.uint8())
+    return array.view(target)
+
+
+def _fixed_lists(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls) -> pa.Array:
+    """Nested fixed-size lists as one fixed-size list of numbers.
+
+    A null list, on any level, is a list of nulls: what lies below it is undefined.
+    """
+    values, valid = array, None
+    while pa.types.is_fixed_size_list(values.type):
+        width = values.type.list_size
+        inner = values.values.slice(values.offset * width, len(values) * width)
+        if values.null_count:
+            here = values.is_valid().to_numpy(zero_copy_only=False)
+            valid = here if valid is None else here & valid
+        valid = None if valid is None else valid.repeat(width)
+        values = decoded(inner)
+    if array.type == target and valid is None and not values.null_count:
+        return array
+    if not math.prod(spec.shape):
+        return pa.array([[]] * len(array), target)
+    values = _number(values, target.value_type)
+    if valid is not None:
+        import pyarrow.compute as pc
+
+        values = pc.if_else(pa.array(valid), values, pa.scalar(None, values.type))
+        values = nulls.without_null_rows(values, spec, array)
+    return pa.FixedSizeListArray.from_arrays(nulls.filled(values, spec), math.prod(spec.shape))
+
+
+def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if is_list_view(array.type):
+        # Arrow's own cast gives broken offsets where a list is null, or out of order.
+        values = _number(array.flatten(), target.value_type)
+        return pa.LargeListArray.from_arrays(list_ends(array), values, mask=_mask(array))
+    if pa.types.is_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
+    if array.type == target:
+        return array
+    mask = _mask(array)
+    if mask is not None and array.offset:
+        array = pa.concat_arrays([array])
+    values = _number(array.values, target.value_type)
+    return pa.LargeListArray.from_arrays(array.offsets, values, mask=mask)
+
+
+def _mask(array: pa.Array) -> pa.Array | None:
+    return array.is_null() if array.null_count else None
+
+
+def _without_nulls(array: pa.Array, spec: ColumnSpec, nulls: _Nulls) -> pa.Array:
+    if spec.kind in {Kind.STRING, Kind.BYTES}:
+        return array
+    if spec.kind is Kind.FIXED:
+        return nulls.filled(array, spec, of_rows=True)
+    if array.null_count == 0 and array.values.null_count == 0:
+        return array
+    flat = nulls.filled(array.flatten(), spec)
+    return pa.LargeListArray.from_arrays(list_ends(array), flat)

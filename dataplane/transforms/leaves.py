@@ -1,0 +1,160 @@
+"""The leaf columns of an Arrow schema: what is left when structs are taken apart.
+
+A leaf of a struct has a dotted name ("image.bytes"). Names are free to have dots of their own, so a
+leaf also knows where it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from dataplane.formats.nulls import children, node_count
+from dataplane.model import ColumnSpec, Kind, ListPolicy
+from dataplane.transforms.plain import is_any_list, object_type
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """`top` is the top-level column that it lies in, `path` the index of the field in each struct
+    on the way down, `structs` are the dotted names of these structs.
+
+    Of the field nodes of the schema (see formats.nulls), `row_nodes` are those whose nulls make
+    the leaf's own row null, and `inner_nodes`, from the first up to the second, lie below it: the
+    items of a list.
+    """
+
+    name: str
+    top: str
+    type: pa.DataType
+    path: tuple[int, ...]
+    structs: tuple[str, ...]
+    row_nodes: tuple[int, ...]
+    inner_nodes: tuple[int, int]
+
+
+def leaves_of(schema: pa.Schema) -> Iterator[Leaf]:
+    """Every leaf, in order."""
+    node = 0
+    for field in schema:
+        yield from _leaves(Leaf(field.name, field.name, field.type, (), (), (node,), (0, 0)))
+        node += node_count([field])
+
+
+def _leaves(at: Leaf) -> Iterator[Leaf]:
+    """What there is at this place: the leaves of a struct, or the leaf itself."""
+    kind = at.type.storage_type if isinstance(at.type, pa.BaseExtensionType) else at.type
+    node = at.row_nodes[-1] + 1
+    if not pa.types.is_struct(kind) or not kind.num_fields:
+        yield _with_nodes(at)
+        return
+    for i, field in enumerate(kind.fields):
+        yield from _leaves(
+            Leaf(
+                f"{at.name}.{field.name}",
+                at.top,
+                field.type,
+                (*at.path, i),
+                (*at.structs, at.name),
+                (*at.row_nodes, node),
+                (0, 0),
+            )
+        )
+        node += node_count([field])
+
+
+def _with_nodes(leaf: Leaf) -> Leaf:
+    kind, nodes = leaf.type, leaf.row_nodes
+    while isinstance(kind, pa.BaseExtensionType) or pa.types.is_run_end_encoded(kind):
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        else:  # its nulls are those of its values, which come after the ends of the runs
+            kind, nodes = kind.value_type, (*nodes, nodes[-1] + 2)
+    inner = (nodes[-1] + 1, nodes[-1] + 1 + node_count(children(kind)))
+    return Leaf(leaf.name, leaf.top, leaf.type, leaf.path, leaf.structs, nodes, inner)
+
+
+def spec_of(leaf: Leaf, lists: ListPolicy) -> ColumnSpec:
+    """The form in which a leaf's values come."""
+    fixed = _fixed(leaf.type)
+    if fixed is not None:
+        return ColumnSpec(leaf.name, Kind.FIXED, *fixed)
+    plain = _plain(leaf.type)
+    if pa.types.is_string(plain) or pa.types.is_large_string(plain):
+        return ColumnSpec(leaf.name, Kind.STRING, "")
+    if pa.types.is_binary(plain) or pa.types.is_large_binary(plain):
+        return ColumnSpec(leaf.name, Kind.BYTES, "")
+    if pa.types.is_fixed_size_binary(plain) and not pa.types.is_decimal(plain):
+        return ColumnSpec(leaf.name, Kind.BYTES, "")
+    if is_any_list(plain) and _dtype(_plain(plain.value_type)):
+        kind_of = Kind.PADDED if lists is ListPolicy.PADDED else Kind.RAGGED
+        return ColumnSpec(leaf.name, kind_of, _dtype(_plain(plain.value_type)))
+    return ColumnSpec(leaf.name, Kind.OBJECT, "")
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type below extensions, dictionaries, run-end encodings and views."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    return kind
+
+
+def _dtype(kind: pa.DataType) -> str:
+    """The numpy name of a primitive type, "" for any other."""
+    if pa.types.is_boolean(kind):
+        return "bool"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return str(kind.to_pandas_dtype().__name__)
+    if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+        return "int64"
+    if pa.types.is_date(kind) or pa.types.is_time(kind):
+        return f"int{kind.bit_width}"
+    return ""
+
+
+def _fixed(kind: pa.DataType) -> tuple[str, tuple[int, ...]] | None:
+    """(dtype, shape) of a type whose values all have one size, or None."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        order = kind.permutation
+        if order is not None and list(order) != sorted(order):
+            return None
+        dtype = _dtype(kind.value_type)
+        return (dtype, tuple(kind.shape)) if dtype else None
+    kind = _plain(kind)
+    if pa.types.is_fixed_size_list(kind):
+        inner = _fixed(kind.value_type)
+        return None if inner is None else (inner[0], (kind.list_size, *inner[1]))
+    dtype = _dtype(kind)
+    return (dtype, ()) if dtype else None
+
+
+def _numeric(dtype: str) -> pa.DataType:
+    return pa.uint8() if dtype == "bool" else pa.from_numpy_dtype(dtype)
+
+
+def canonical_type(kind: pa.DataType) -> pa.DataType:
+    """The Arrow type in which a leaf of this type is kept in the block arena."""
+    fixed = _fixed(kind)
+    if fixed is not None:
+        dtype, shape = fixed
+        width = math.prod(shape)
+        return _numeric(dtype) if not shape else pa.list_(_numeric(dtype), width)
+    plain = _plain(kind)
+    if is_any_list(plain) and _dtype(_plain(plain.value_type)):
+        return pa.large_list(_numeric(_dtype(_plain(plain.value_type))))
+    if pa.types.is_string(plain) or pa.types.is_binary(plain):
+        return pa.large_binary()
+    if pa.types.is_large_string(plain) or pa.types.is_large_binary(plain):
+        return pa.large_binary()
+    if pa.types.is_fixed_size_binary(plain) and not pa.types.is_decimal(plain):
+        return pa.large_binary()
+    return object_type(plain)

@@ -1,0 +1,174 @@
+"""Nulls in columns whose tensors have none: what takes their place, and what is refused.
+
+Floats have NaN, lists can be empty, text and objects come as None. Integers, bools and times need a
+value that the job names; that they do is told before anything is read, for all columns at once, as
+far as the index knows of nulls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy
+from dataplane.plan.null_counts import NullCounts
+from dataplane.transforms.columns import ColumnPlan, Part, shown
+from dataplane.transforms.leaves import Leaf
+
+_COLUMNS_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Fills:
+    """What takes the place of nulls, by column; `everywhere` where no column says otherwise."""
+
+    by_column: Mapping[str, float]
+    everywhere: float | None
+
+    @classmethod
+    def of(cls, options: ColumnOptions) -> Fills:
+        """Those of a job."""
+        return cls(dict(options.fill_null), options.fill_null_all)
+
+    def value(self, spec: ColumnSpec, *, is_marked: bool = False) -> float | None:
+        """The value for one column, NaN for floats that have none; None: it can have no nulls. Of
+        nulls that are marked the value does not matter: they are 0.
+        """
+        named = self.by_column.get(spec.name)
+        if named is not None:
+            return named
+        if self.everywhere is not None and is_value_of(spec.dtype, self.everywhere):
+            return self.everywhere
+        if "float" in spec.dtype:
+            return math.nan
+        return 0.0 if is_marked else None
+
+
+def check_fills(plan: ColumnPlan) -> None:
+    """Refuse values that a column cannot hold, and those of columns that do not exist.
+
+    Raises:  ConfigError: says which, and what would do.
+    """
+    options = plan.options
+    columns = zip(plan.specs, plan.parts, strict=True)
+    specs = [spec for spec, part in columns if part is Part.VALUES]
+    by_name = {spec.name: spec for spec in specs} if options.fill_null else {}
+    for name, value in options.fill_null:
+        if name not in by_name:
+            raise ConfigError(
+                f"fill_null names {name!r}, which is not a column of the batches; they have: "
+                f"{shown(sorted(by_name))}",
+                field="fill_null",
+            )
+        dtype = by_name[name].dtype
+        if not is_value_of(dtype, value):
+            why = f"which holds {dtype}: choose another value"
+            if not dtype:
+                why = f"which holds {by_name[name].kind} values: its nulls arrive as None"
+            raise ConfigError(
+                f"fill_null: {value:g} is not a value of column {name!r}, {why}", field="fill_null"
+            )
+    everywhere = options.fill_null_all
+    if everywhere is not None and not any(is_value_of(s.dtype, everywhere) for s in specs):
+        held = sorted({spec.dtype or str(spec.kind) for spec in specs})
+        raise ConfigError(
+            f"fill_null={everywhere:g} is not a value of any column; they hold {', '.join(held)}",
+            field="fill_null",
+        )
+
+
+def is_value_of(dtype: str, value: float) -> bool:
+    """Whether a number is exactly one of a numpy type; any number will do for floats."""
+    if not dtype:
+        return False
+    if "float" in dtype:
+        return True
+    if dtype == "bool":
+        return value in {0, 1}
+    limits = np.iinfo(dtype)
+    return value == value // 1 and limits.min <= value <= limits.max
+
+
+def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Sequence[str]) -> None:
+    """Refuse columns that are known to have nulls, and have no value for them. `urls` are those of
+    the shards.
+
+    Raises:  ConfigError: names all of them, with the fill_null to pass.
+    """
+    if nulls is None:
+        return
+    fills = Fills.of(plan.options)
+    found = NullsFound(plan)
+    for spec, leaf, part in zip(plan.specs, plan.leaves, plan.parts, strict=True):
+        if part is not Part.VALUES or not spec.dtype:
+            continue
+        shards = nulls.shards[_nodes(spec, leaf, plan.options)]
+        first = min((shard for shard in shards if shard >= 0), default=None)
+        if first is not None:
+            found.add(spec, fills.value(spec), urls[first])
+    found.check("the dataset")
+
+
+def _nodes(spec: ColumnSpec, leaf: Leaf, options: ColumnOptions) -> list[int]:
+    """The field nodes in which a tensor of this column can have no nulls."""
+    is_refused = spec.kind is Kind.FIXED and options.nulls is NullPolicy.FILL
+    rows = leaf.row_nodes if is_refused else ()
+    return [*rows, *range(*leaf.inner_nodes)]
+
+
+class NullsFound:
+    """The columns of a dataset, or of a block, in which there are nulls."""
+
+    def __init__(self, plan: ColumnPlan) -> None:
+        self._options = plan.options
+        self._fills: dict[str, float] = {}
+        self._refused: list[tuple[ColumnSpec, str]] = []
+
+    def add(self, spec: ColumnSpec, fill: float | None, url: str = "") -> None:
+        """A column, the value that its nulls become, if there is one, and a shard that has one."""
+        if fill is None:
+            self._refused.append((spec, f", the first in {url}" if url else ""))
+        elif not math.isnan(fill):
+            self._fills[spec.name] = fill
+
+    def check(self, source: str) -> None:
+        """Raises:  ConfigError: if there are columns without such a value."""
+        refused = self._refused
+        if not refused:
+            return
+        columns = [f"{s.name!r} ({s.dtype}{where})" for s, where in refused[:_COLUMNS_SHOWN]]
+        more = len(refused) - len(columns)
+        listed = ", ".join(columns) + (f" and {more} more" if more else "")
+        what = "column" if len(refused) == 1 else f"{len(refused)} columns:"
+        where, marking = "in", ', which nulls="mask" also marks,'
+        if self._options.nulls is NullPolicy.MASK:
+            where, marking = "within lists of", ", since masks show only rows that are null,"
+        raise ConfigError(
+            f"{source} has nulls {where} {what} {listed}. Tensors of integers, bools and times "
+            f"have none: pass {self._to_paste()}{marking} or choose other columns with columns=[…]",
+            field=refused[0][0].name,
+        )
+
+    def _to_paste(self) -> str:
+        """What to pass, with what was passed already."""
+        if len(self._refused) > _COLUMNS_SHOWN:
+            return "fill_null=0, which is for all columns"
+        passed = dict(self._options.fill_null)
+        if self._options.fill_null_all is not None:
+            passed |= self._fills
+        pairs = {name: _written(value) for name, value in passed.items()}
+        pairs |= {s.name: "False" if s.dtype == "bool" else "0" for s, _ in self._refused}
+        listed = (f"{json.dumps(name, ensure_ascii=False)}: {pairs[name]}" for name in pairs)
+        return f"fill_null={{{', '.join(listed)}}}"
+
+
+def _written(value: float) -> str:
+    """As a Python program has it."""
+    if not math.isfinite(value):
+        return f'float("{value}")'
+    return str(int(value)) if value == int(value) else repr(value)

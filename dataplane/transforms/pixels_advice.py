@@ -1,0 +1,32 @@
+"""What to install so that a host makes pixels, or makes those of another host. Imports nothing.
+
+What makes pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5, kernels 79c2f673;
+Pillow 13.0.0 (…)", or only what follows the semicolon if Pillow makes them alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+INSTALL_LIBJPEG: Final = (
+    "install a C compiler and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev; dnf "
+    "install gcc libjpeg-turbo-devel; conda install -c conda-forge c-compiler libjpeg-turbo), "
+    "then Dataplane once more; a wheel of Dataplane needs neither"
+)
+
+
+def how_to_agree(expected: str, found: str) -> str:
+    """What makes a host of which `found` is the name agree with one of which it is `expected`."""
+    expected_c, _, expected_pillow = expected.rpartition("; ")
+    found_c, _, found_pillow = found.rpartition("; ")
+    steps = []
+    if expected_c and not found_c:
+        steps.append(f"where Pillow makes them alone, {INSTALL_LIBJPEG}")
+    elif found_c and not expected_c:
+        steps.append(f"where the job has begun, Pillow makes them alone: there, {INSTALL_LIBJPEG}")
+    elif found_c != expected_c:
+        steps.append("install the same Dataplane on both, and the same libjpeg-turbo: one wheel")
+    if found_pillow != expected_pillow:
+        version = expected_pillow.removeprefix("Pillow ").partition(" ")[0]
+        steps.append(f"install the same build of Pillow on both: pip install pillow=={version}")
+    return "All hosts of a job must make the same pixels: " + "; ".join(steps)

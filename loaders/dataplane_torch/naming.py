@@ -1,0 +1,74 @@
+"""Whether a loader's dataset is given by urls, or is a dataset: also where both are strings."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataplane import suffixes
+from dataplane.errors import ConfigError
+
+_GLOB = re.compile(r"[*?\[{]")
+
+
+class _Looks(enum.Enum):
+    """What one string of a list looks like: it names shards, it may do so, it is a text."""
+
+    SHARDS = enum.auto()
+    PATH = enum.auto()
+    TEXT = enum.auto()
+
+
+def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
+    """Whether this is one url or a list of urls. `for_urls`, `for_torch`: arguments were given that
+    mean something over urls only, or over torch Datasets only. They decide about lists of strings;
+    without them each string must name shards: by its ending, a scheme, a glob, or as a folder.
+
+    Raises:  ConfigError: an empty list, or one whose strings might be either.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        return True
+    if not isinstance(dataset, list | tuple):
+        return False
+    if not dataset:
+        raise ConfigError(
+            f"the dataset is {dataset!r}: there is nothing to load. If it comes from a glob, that "
+            "matched nothing; pass the pattern itself to be told so",
+            field="dataset",
+        )
+    if not all(isinstance(one, str | os.PathLike) for one in dataset):
+        return False
+    if for_urls or for_torch:
+        return for_urls
+    return _all_name_shards(dataset)
+
+
+def _all_name_shards(dataset: Sequence[str | os.PathLike[str]]) -> bool:
+    looks = {_Looks.SHARDS: 0, _Looks.PATH: 0, _Looks.TEXT: 0}
+    for one in dataset:
+        looks[_looks(one)] += 1
+        if looks[_Looks.PATH] or (looks[_Looks.SHARDS] and looks[_Looks.TEXT]):
+            raise ConfigError(
+                f"a list of {len(dataset)} strings may name shards, or be samples: "
+                f"{os.fspath(one)!r:.80} does not end as a shard does, and is not a folder, glob "
+                'or url. If they are shards, name their format, as in format="parquet"; if they '
+                "are samples, pass collate_fn, or a Dataset that wraps the list",
+                field="dataset",
+            )
+    return not looks[_Looks.TEXT]
+
+
+def _looks(given: str | os.PathLike[str]) -> _Looks:
+    if not isinstance(given, str) or "://" in given or suffixes.names_a_shard(given):
+        return _Looks.SHARDS
+    if any(space in given for space in " \t\n"):
+        return _Looks.TEXT
+    is_path = given.startswith(("/", "./", "../", "~/"))
+    if _GLOB.search(given):
+        return _Looks.SHARDS if is_path or "/" in given else _Looks.PATH
+    if is_path:
+        return _Looks.SHARDS if Path(given).expanduser().is_dir() else _Looks.PATH
+    return _Looks.SHARDS if given.endswith("/") else _Looks.TEXT

@@ -1,0 +1,141 @@
+"""What loaders over urls take beside torch's arguments: named once, for every class that takes it.
+
+And what they do not take: the names that other loaders have for it, with what to use here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final, ParamSpec, TypedDict, get_type_hints
+
+from dataplane.model import Topology
+from dataplane.transforms.images import Transform
+from dataplane.transforms.options import FillNull
+from dataplane.transforms.stacks import Stack
+
+_P = ParamSpec("_P")
+
+
+class UrlOptions(TypedDict, total=False):
+    """The options of a dataset that is named by urls; DataLoader's docstring explains them."""
+
+    seed: int
+    end: str | None
+    global_batch_size: int | None
+    columns: Sequence[str] | None
+    lists: str
+    fill_null: FillNull | None
+    nulls: str
+    stack: Mapping[str, Stack | Sequence[str]] | None
+    transforms: Mapping[str, Sequence[Transform]] | None
+    decode: str | None
+    format: str | None
+    lanes: int | None
+    window: int | None
+    service: str | None
+    name: str | None
+    sharing: str | None
+    topology: Topology | None
+    dp_rank: int | None
+    dp_size: int | None
+    dataset_moved: bool
+
+
+DEFAULTS: Final[Mapping[str, object]] = {
+    **dict.fromkeys(get_type_hints(UrlOptions)),
+    "seed": 0,
+    "lists": "padded",
+    "nulls": "fill",
+    "dataset_moved": False,
+}
+
+# The names that other loaders have for something, and what to use here.
+_FOREIGN: Final[Mapping[str, str]] = {
+    "weights streams proportion probabilities datasets stopping_strategy": (
+        "one loader reads one dataset: make a loader for each, and draw from them in your loop"
+    ),
+    "shuffle_seed manual_seed random_seed": "use seed=, from which the whole order follows",
+    "shuffle_algo shuffle_block_size shuffle_buffer shuffle_buffer_size buffer_size shardshuffle "
+    "shuffle_files reshuffle_each_iteration": (
+        "use shuffle=True; window= says among how many samples, and lanes= among how many places"
+    ),
+    "predownload prefetch prefetch_batches prefetch_size cache_limit max_cache_size keep_zip "
+    "download_retry download_timeout": (
+        "leave it out: the node reads ahead, and keeps as much as its memory settings allow "
+        "(`dataplane config show`)"
+    ),
+    "worker_count num_threads num_parallel_calls num_proc worker_buffer_size workers_count "
+    "reader_pool_type": (
+        "leave it out: the node chooses the number of its workers, unless its setting worker_count "
+        "fixes it"
+    ),
+    "batching_method num_canonical_nodes partition_algo sampling_method sampling_granularity "
+    "epoch_size replication in_memory": (
+        "leave it out: the order is the same for any number of ranks, nodes and workers"
+    ),
+    "rank num_replicas shard_id shard_index device_id process_index": (
+        "use dp_rank=; without it, it comes from torch.distributed or the launcher"
+    ),
+    "world_size num_shards process_count shard_count": (
+        "use dp_size=; without it, it comes from torch.distributed or the launcher"
+    ),
+    "drop_remainder drop_remainder_batch": "use drop_last=True",
+    "epochs num_epochs repeat resampled infinite": (
+        "each pass over the loader is one epoch: write a loop around it"
+    ),
+    "transform map map_fn operations pipelines preprocess decode_fn": (
+        "use transforms= for images, and change other columns in the loop"
+    ),
+    "remote local split data_files input_dir urls url path paths fname data_source data_dir "
+    "file_pattern": "pass a url, folder or glob, or a list of them, as the first argument",
+    "streaming cache_dir local_cache download": (
+        "leave it out: shards are read where they are, and nothing is downloaded before"
+    ),
+    "select features fields schema_fields usecols": "use columns=, the names of those you want",
+    "batch_format return_type output_format as_dict": (
+        "leave it out: a batch is a dict of tensors and lists, by column"
+    ),
+}
+_ADVICE: Final[Mapping[str, str]] = {
+    name: said for names, said in _FOREIGN.items() for name in names.split()
+}
+
+
+def url_options(init: Callable[_P, None]) -> Callable[_P, None]:
+    """An `__init__` that takes `**options: Unpack[UrlOptions]`: its signature spells them out, and
+    a name that it does not know is a TypeError that says what to use.
+    """
+    own = [
+        one
+        for one in inspect.signature(init).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    ]
+    known = {one.name for one in own} | DEFAULTS.keys()
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        for name in kwargs.keys() - known:
+            raise TypeError(_unexpected(init.__qualname__.partition(".")[0], name, known))
+        init(*args, **kwargs)
+
+    spelled = [*own, *_parameters()]
+    checked.__signature__ = inspect.Signature(spelled)  # type: ignore[attr-defined]
+    return checked
+
+
+def _parameters() -> Iterator[inspect.Parameter]:
+    for name, kind in get_type_hints(UrlOptions).items():
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=kind
+        )
+
+
+def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
+    said = f"{taker}() has no argument {name!r}"
+    if name in _ADVICE:
+        return f"{said}: {_ADVICE[name]}"
+    near = difflib.get_close_matches(name, known, 1)
+    return f"{said}; did you mean {near[0]!r}?" if near else said

@@ -1,0 +1,38 @@
+"""What a loader over urls does with a saved state before it resumes from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from dataplane.client.session import Session
+from dataplane.client.state import State
+
+
+def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> State:
+    """The state, if the session's job may resume from it.
+
+    Warns on rank 0 if only `dataset_moved` made it fit: the argument is meant for one resume, since
+    it would also accept a later change that keeps all sizes.
+
+    Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
+    """
+    state = State.from_dict(state_dict)
+    needed_word = state.check(session.job, dataset_moved=dataset_moved)
+    if needed_word and session.request.topology.rank == 0:
+        warnings.warn(
+            "dataset_moved=True: the dataset's ETags differ from those of the state; its names, "
+            "sizes and blocks do not. Remove the argument when you have saved a checkpoint: "
+            "new states belong to the dataset as it is now",
+            stacklevel=4,
+        )
+    made = session.job.pixels
+    if state.pixels and made and state.pixels != made and session.request.topology.rank == 0:
+        warnings.warn(
+            f"the images before this state were made by {state.pixels}, and from here on they are "
+            f"made by {made}: single pixels can differ. The order of samples, crops and flips do "
+            "not",
+            stacklevel=4,
+        )
+    return state

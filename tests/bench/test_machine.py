@@ -1,0 +1,34 @@
+"""What others do on the machine while it is measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from dataplane_bench.machine import Look, load_between, look
+
+SPIN = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+
+
+def test_the_work_of_others_is_what_is_not_ours():
+    before = Look(total_s=100.0, busy_s=20.0, steal_s=1.0, own_s=5.0)
+    after = Look(total_s=120.0, busy_s=36.0, steal_s=2.0, own_s=15.0)
+    assert load_between(before, after) == {"others": 0.3, "steal": 0.05}
+
+
+@pytest.mark.parametrize("own_s", [10.0, 20.0])
+def test_others_never_did_less_than_nothing(own_s):
+    before, after = Look(0.0, 0.0, 0.0, 0.0), Look(20.0, 10.0, 0.0, own_s)
+    assert load_between(before, after)["others"] == 0.0
+    assert load_between(before, before) == {}
+
+
+def test_processes_below_ours_are_ours_also_when_they_have_ended():
+    before, before_of_nobody = look(), look(own=())
+    subprocess.run([sys.executable, "-c", SPIN], check=True)
+    after, after_of_nobody = look(), look(own=())
+    assert after.own_s - before.own_s >= 0.3
+    assert before_of_nobody.own_s == after_of_nobody.own_s == 0.0
+    assert after.busy_s - before.busy_s >= 0.25
+    assert before.total_s < after.total_s

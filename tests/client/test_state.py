@@ -1,0 +1,183 @@
+"""Which saved states fit which jobs, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+from manifests import small
+
+from dataplane import config
+from dataplane.client.state import State
+from dataplane.config import JobSpec
+from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.model import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
+from dataplane.plan.identity import identity_of
+from dataplane.rpc.messages import JobOpened
+
+# As version 0.1.0 saved it, of the dataset and the options below.
+OLD = {
+    "version": 1,
+    "spec_digest": "70af450f8d01d7e8710ab0d437851bce",
+    "epoch": 2,
+    "cursor": 24,
+    "sample_count": 60,
+}
+SPEC = JobSpec(
+    small().fingerprint, seed=7, shuffle=True, lanes=4, window=16, global_batch=8, end=End.DROP,
+    column_options=ColumnOptions(("id", "text"), fill_null=(("id", 0.0),)),
+)  # fmt: skip
+IMAGE = ImageSpec("jpg", 224, 224, Cut.RANDOM, scale=(0.08, 1.0), ratio=(0.75, 4 / 3), flip=0.5)
+
+
+def job(manifest=None, spec=SPEC) -> JobOpened:
+    manifest = manifest or small()
+    spec = replace(spec, fingerprint=manifest.fingerprint)
+    count = manifest.sample_count
+    return JobOpened(spec, spec.digest(), identity_of(manifest), count, (), 0, 0, 1, 60.0)
+
+
+def changed(**options) -> JobSpec:
+    """The same job with other options, those of columns among them."""
+    of_columns = {f.name for f in dataclasses.fields(ColumnOptions)} & options.keys()
+    given = {name: options.pop(name) for name in of_columns}
+    return replace(SPEC, column_options=replace(SPEC.column_options, **given), **options)
+
+
+def elsewhere(**change):
+    shards = (replace(s, url=s.url.replace("s3://b", "s3://c"), **change) for s in small().shards)
+    return small(shards=tuple(shards))
+
+
+def refusal(state: State, found: JobOpened, **how) -> SpecMismatch:
+    with pytest.raises(SpecMismatch) as caught:
+        state.check(found, **how)
+    return caught.value
+
+
+def test_a_state_knows_what_made_its_pixels_and_fits_whatever_makes_them_now():
+    made = replace(job(), pixels="Pillow 12.2.0 ()")
+    state = State.of(made, 0, 8)
+    saved = json.loads(json.dumps(state.to_dict()))
+    assert saved["pixels"] == "Pillow 12.2.0 ()"
+    assert State.from_dict(saved) == state
+    state.check(replace(made, pixels="Pillow 13.0.0 ()"))
+    assert "pixels" not in State.of(job(), 0, 8).to_dict()
+    with pytest.raises(ConfigError, match="pixels"):
+        State.from_dict(saved | {"pixels": 3})
+
+
+def test_a_state_that_an_early_version_saved_fits():
+    state = State.from_dict(OLD)
+    assert not state.check(job())
+    assert not state.check(job(spec=replace(SPEC, global_batch=64)))
+
+
+def test_an_early_state_that_does_not_fit_names_what_may_differ():
+    error = refusal(State.from_dict(OLD), job(spec=replace(SPEC, seed=8)))
+    for name in ("urls", "ETags", "seed", "shuffle", "window", "columns", "stack"):
+        assert name in str(error)
+    assert "JobSpec" not in str(error)
+    # It cannot be told from one of another dataset, whatever the user says.
+    assert refusal(State.from_dict(OLD), job(elsewhere()), dataset_moved=True).field
+
+
+def test_a_state_is_the_same_after_it_was_saved():
+    state = State.of(job(), 2, 24)
+    assert State.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    assert {**state.to_dict(), **OLD} == state.to_dict()
+
+
+def test_a_state_is_under_a_kilobyte_whatever_the_job_is():
+    columns = tuple(f"a column with a long name, no. {i}" for i in range(500))
+    largest = JobSpec(
+        "f" * 32, (1 << 64) - 1, True, (1 << 63) - 1, (1 << 63) - 1, 1, End.DROP, (IMAGE,) * 9,
+        ColumnOptions(
+            columns, ListPolicy.RAGGED, tuple((name, 0.1) for name in columns),
+            (StackSpec("x", columns),),
+        ),
+    )  # fmt: skip
+    state = State.of(job(spec=largest), (1 << 62) - 1, 0)
+    assert len(json.dumps(replace(state, sample_count=(1 << 62) - 1).to_dict())) < 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": 8}, "seed: 7 in the state, 8 here"),
+        ({"shuffle": False, "lanes": 1}, "shuffle: True in the state, False here; lanes: 4 in"),
+        ({"end": End.RAGGED}, "end: drop in the state, ragged here"),
+        ({"columns": ()}, 'columns: ["id","text"] in the state, not given here'),
+        ({"fill_null": (("id", 1.0),)}, 'fill_null: [["id",0.0]] in the state, [["id",1.0]] here'),
+        ({"transforms": (IMAGE,)}, "transforms: not given in the state, (ImageSpec(column='jpg'"),
+    ],
+)
+def test_a_state_of_other_options_names_each_with_both_values(change, sentence):
+    error = refusal(State.of(job(), 0, 0), job(spec=changed(**change)))
+    assert sentence in str(error)
+    assert error.field == next(iter(change))
+    assert len(str(error)) < 400
+
+
+def test_long_values_are_told_apart_by_their_hashes():
+    columns = tuple(f"column-{i}" for i in range(100))
+    state = State.of(job(spec=changed(columns=columns)), 0, 0)
+    assert not state.check(job(spec=changed(columns=columns)))
+    error = refusal(state, job(spec=changed(columns=columns[:-1])))
+    assert "columns: another value (hash " in str(error)
+    assert "('column-0', 'column-1'," in str(error)
+    assert len(str(error)) < 500
+
+
+def test_an_option_of_a_later_version_is_named():
+    saved = State.of(job(), 0, 0)
+    later = replace(saved, spec_digest="0" * 32, options={**(saved.options or {}), "mixing": "on"})
+    assert "mixing: on in the state, unknown to this version" in str(refusal(later, job()))
+
+
+def test_a_dataset_that_moved_with_its_etags_resumes():
+    state = State.of(job(), 0, 0)
+    assert job(elsewhere()).digest != job().digest
+    assert state.check(job(elsewhere())) is False
+
+
+def test_a_copy_with_other_etags_needs_the_word():
+    state, copy = State.of(job(), 0, 0), job(elsewhere(etag="new"))
+    error = refusal(state, copy)
+    assert "same names, sizes and blocks, but other ETags" in str(error)
+    assert "dataset_moved=True" in str(error)
+    assert state.check(copy, dataset_moved=True) is True
+    both = refusal(state, job(elsewhere(etag="new"), replace(SPEC, seed=8, window=17)))
+    for part in ("ETags", "seed: 7 in the state, 8 here", "window: 16 in the state, 17 here"):
+        assert part in str(both)
+
+
+def test_another_dataset_is_refused_whatever_the_user_says():
+    grown = tuple(replace(shard, size_bytes=shard.size_bytes + 1) for shard in small().shards)
+    # Its default window is another one: what follows from the dataset is not told beside it.
+    other = job(small(shards=grown), replace(SPEC, window=17))
+    error = refusal(State.of(job(), 0, 0), other, dataset_moved=True)
+    assert "not the same shards" in str(error)
+    assert "window" not in str(error)
+    fewer = replace(job(), sample_count=59)
+    error = refusal(State.of(job(), 0, 0), fewer, dataset_moved=True)
+    assert "the dataset had 60 samples and now has 59" in str(error)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"options": 1}, {"options": {"seed": [1]}}, {"options": {1: 1}}, {"dataset": "x"},
+        {"dataset": {"content": "c"}}, {"dataset": {"content": 1, "layout": "l"}},
+    ],
+)  # fmt: skip
+def test_damaged_states_are_refused(damage):
+    with pytest.raises(ConfigError, match="damaged"):
+        State.from_dict({**State.of(job(), 0, 0).to_dict(), **damage})
+
+
+def test_options_have_names_of_their_own():
+    names = [name for name, _ in config._options(SPEC)]
+    assert len(names) == len(set(names))

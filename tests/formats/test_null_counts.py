@@ -1,0 +1,209 @@
+"""What an index says of nulls is true, whatever the columns and whoever wrote them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import arrow_columns
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from arrow_columns import Leaf
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from shards import (
+    MemoryShard,
+    arrow_bytes,
+    example_bytes,
+    json_lines,
+    parquet_bytes,
+    tar_bytes,
+    tfrecord_bytes,
+)
+
+from dataplane.formats.arrow_ipc import ArrowIpc
+from dataplane.formats.base import Format
+from dataplane.formats.jsonl import JsonLines
+from dataplane.formats.nulls import aligned, node_count
+from dataplane.formats.parquet import Parquet
+from dataplane.formats.parquet_nulls import NullCounter
+from dataplane.formats.tar import Tar
+from dataplane.formats.tfrecord import TfRecord
+from dataplane.plan.null_counts import NEVER, UNKNOWN
+from dataplane.transforms.leaves import leaves_of
+
+NONE = {0, NEVER}
+
+
+def check(format_: Format, content: bytes, leaves: Sequence[Leaf], *, exact: bool = False) -> None:
+    """Each claim of the index about each leaf; `exact`: it knows everything."""
+    index = format_.index(MemoryShard(content))
+    assert len(index.nulls) == node_count(index.schema)
+    by_name = {leaf.name: leaf.values for leaf in leaves}
+    for leaf in leaves_of(index.schema):
+        values = by_name[leaf.name]
+        rows = [index.nulls[node] for node in leaf.row_nodes]
+        inner = [index.nulls[node] for node in range(*leaf.inner_nodes)]
+        for counts, has_nulls in (
+            (rows, any(value is None for value in values)),
+            (inner, any(within(value) for value in values)),
+        ):
+            if any(count > 0 for count in counts):
+                assert has_nulls, (leaf, counts)
+            elif all(count in NONE for count in counts):
+                assert not has_nulls, (leaf, counts)
+            else:
+                assert not exact, (leaf, counts)
+
+
+def within(value: Any) -> bool:
+    """Whether there is a null within a value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    return any(each is None or within(each) for each in value)
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 6).flatmap(arrow_columns.batches),
+    st.sampled_from([None, "lz4"]),
+    st.booleans(),
+    st.integers(1, 7),
+)
+def test_arrow_tells_no_null_that_is_not_there_and_hides_none(drawn, codec, file, rows):
+    batch, leaves = drawn
+    table = pa.Table.from_batches([batch])
+    check(ArrowIpc(), arrow_bytes(table, rows=rows, file=file, codec=codec), leaves)
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 6).flatmap(arrow_columns.batches),
+    st.integers(1, 7),
+    st.fixed_dictionaries(
+        {
+            "write_statistics": st.booleans(),
+            "store_schema": st.booleans(),
+            "use_dictionary": st.booleans(),
+        }
+    ),
+)
+def test_parquet_tells_no_null_that_is_not_there_and_hides_none(drawn, rows, options):
+    batch, leaves = drawn
+    try:
+        content = parquet_bytes(pa.Table.from_batches([batch]), row_group_size=rows, **options)
+        read = pq.read_table(io.BytesIO(content))
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        assume(False)
+    assume([leaf.name for leaf in leaves_of(read.schema)] == [leaf.name for leaf in leaves])
+    check(Parquet(), content, leaves, exact=options["write_statistics"])
+
+
+NESTED = pa.table(
+    {
+        "i": pa.array([1, None, 3, 4]),
+        "all": pa.array([1, 2, 3, 4]),
+        "l": pa.array([[1, 2], [], None, [3]], pa.list_(pa.int32())),
+        "ln": pa.array([[1, None], [], [None], [3]], pa.list_(pa.int32())),
+        "s": pa.array([{"a": 1, "b": None}, None, {"a": 2, "b": [3]}, {"a": 3, "b": []}]),
+    }
+)
+
+
+def nested(**options: Any) -> dict[str, list[int]]:
+    index = Parquet().index(MemoryShard(parquet_bytes(NESTED, **options)))
+    at, found = 0, {}
+    for field in index.schema:
+        found[field.name] = list(index.nulls[at : at + node_count([field])])
+        at += node_count([field])
+    return found
+
+
+def test_levels_tell_a_null_list_from_an_empty_one_and_from_a_null_within():
+    assert nested() == {"i": [1], "all": [0], "l": [1, 0], "ln": [0, 2], "s": [1, 0, 1, 0]}
+
+
+def test_parquet_without_statistics_knows_what_its_schema_forbids():
+    counter = NullCounter([{5: 2}, {1: 1, 3: 0}, {1: 1, 3: 1}])
+    counter.add([{3: {5: 4}}, {3: {5: 4}}])
+    required = pa.field("x", pa.int32(), nullable=False)
+    assert counter.counts(pa.schema([required, ("y", pa.int32())])) == [NEVER, UNKNOWN]
+
+
+def test_without_levels_only_lists_without_gaps_are_known():
+    """As older writers leave it: an empty list is an entry without a value, as a null one is."""
+    listed = [{5: 1}, {3: 1, 5: 1}, {3: 2, 5: 1}, {1: 1, 3: 1}]
+    schema = pa.schema([("l", pa.list_(pa.int32()))])
+    for empty, expected in ((0, [0, 0]), (2, [UNKNOWN, UNKNOWN])):
+        counter = NullCounter(listed)
+        counter.add([{3: {5: 4, 12: {3: empty}}}])
+        assert counter.counts(schema) == expected
+    # A list whose items are written another way than Arrow reads them is not misunderstood.
+    counter = NullCounter([{5: 1}, {3: 1, 5: 1}, {3: 2, 5: 1}, {3: 1, 5: 1}, {1: 1, 3: 1}])
+    counter.add([{3: {5: 4, 12: {3: 0}}}])
+    assert counter.counts(schema) == [UNKNOWN, UNKNOWN]
+
+
+def test_null_counts_that_cannot_be_are_not_believed():
+    counter = parquet_counter([(3, {3: 9})])
+    assert counter == [UNKNOWN]
+    assert parquet_counter([(3, {3: -1})]) == [UNKNOWN]
+    assert parquet_counter([(3, {3: 2}), (4, {})]) == [UNKNOWN]
+    assert parquet_counter([(3, {3: 2}), (4, {3: 1})]) == [3]
+
+
+def parquet_counter(groups: Iterable[tuple[int, dict[int, int]]]) -> list[int]:
+    counter = NullCounter([{5: 1}, {1: 1, 3: 1}])
+    for entries, statistics in groups:
+        counter.add([{3: {5: entries, 12: statistics}}])
+    return counter.counts(pa.schema([("x", pa.int32())]))
+
+
+def test_tar_counts_the_fields_that_samples_lack():
+    names = ("a.cls", "a.txt", "b.cls", "c.txt", "d.cls")
+    index = Tar().index(MemoryShard(tar_bytes((name, b"1") for name in names)))
+    assert index.schema.names == ["__key__", "cls", "txt"]
+    assert list(index.nulls) == [NEVER, 1, 2]
+
+
+def test_json_lines_knows_the_nulls_of_its_sample_and_that_there_is_more():
+    rows = [{"x": 1, "y": [1, None]}, {"x": 2, "y": None}, {"z": {"a": None}}]
+    short = json_lines(rows)
+    index = JsonLines().index(MemoryShard(short))
+    assert index.schema.names == ["x", "y", "z"]
+    assert list(index.nulls) == [1, 2, 1, 2, 3]
+    more = json_lines({"x": 1, "y": [2]} for _ in range(300_000))
+    longer = JsonLines().index(MemoryShard(more))
+    assert longer.schema.names == ["x", "y"]
+    assert list(longer.nulls) == [UNKNOWN, UNKNOWN, UNKNOWN]
+
+
+def test_tfrecord_knows_what_the_records_of_its_sample_lack():
+    def record(i: int) -> bytes:
+        features: dict[str, tuple[str, list[Any]]] = {"i": ("int64_list", [i])}
+        if i % 3:
+            features["l"] = ("float_list", [0.5] * (i % 2))
+        return example_bytes(features)
+
+    few = TfRecord().index(MemoryShard(tfrecord_bytes(record(i) for i in range(9))))
+    assert few.schema.names == ["i", "l"]
+    assert list(few.nulls) == [0, 3, NEVER]
+    many = TfRecord().index(MemoryShard(tfrecord_bytes(record(i) for i in range(1500))))
+    assert list(many.nulls) == [UNKNOWN, 334, NEVER]
+
+
+@pytest.mark.parametrize(
+    ("found", "counts", "expected"),
+    [
+        (pa.schema([("b", pa.int8()), ("a", pa.list_(pa.int8()))]), [5, 6, 7], [6, 7, 5, 9]),
+        (pa.schema([("a", pa.null()), ("c", pa.int8())]), [4, 1], [4, UNKNOWN, 9, 1]),
+        (pa.schema([("a", pa.list_(pa.int8()))]), [], [UNKNOWN, UNKNOWN, 9, 9]),
+    ],
+)
+def test_counts_of_a_shard_with_another_schema_find_their_places(found, counts, expected):
+    schema = pa.schema([("a", pa.list_(pa.int8())), ("b", pa.int8()), ("c", pa.int8())])
+    assert aligned(schema, found, counts, 9) == expected

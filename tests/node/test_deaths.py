@@ -1,0 +1,210 @@
+"""Workers that crash, hang or are killed: the error and the log name what they were at."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pictures import drawn, encoded
+from pool_bench import MIB, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
+
+from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
+from dataplane.model import Cut, ImageSpec, Region
+from dataplane.node import pool_worker
+from dataplane.node.death import Cause, end_of
+from dataplane.node.pool_worker import PoolWorker
+from dataplane.rpc import tasks
+
+START = "from dataplane.node import worker\n"
+SERVE = "worker.main(int(sys.argv[-1]), 1 << 30)\n"
+
+
+def test_a_crash_while_decoding_names_shard_and_block_in_the_error_and_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = START + "worker._decode = lambda *_: os.kill(os.getpid(), 11)\n" + SERVE
+    url = arrow_shards(tmp_path, 3)
+    instead_of_workers(monkeypatch, tmp_path, tmp_path / "mark", code)
+
+    async def scene(bench: Bench) -> None:
+        error = await bench.decode(2, ROOM)
+        assert isinstance(error, CorruptShard)
+        assert (error.shard, error.block) == (bench.dataset.url(2), 0)
+        assert "was ended by SIGSEGV" in str(error)
+        assert caplog.text.count("task=Decode") == 2
+        assert caplog.text.count(f"shard={bench.dataset.url(2)} block=0") == 2
+
+    on_bench(url, scene)
+
+
+GATHERS = """
+whole = worker.Gather.into
+def into(self, *args):
+    if any(CRASH in block.batch.column("x").to_pylist() for block in self._blocks):
+        os.kill(os.getpid(), 7)
+    return whole(self, *args)
+worker.Gather.into = into
+"""
+
+
+def test_a_crash_over_many_blocks_names_the_one_that_did_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block 5 has the row whose value is 22."""
+    code = START + GATHERS.replace("CRASH", "22") + SERVE
+    url = arrow_shards(tmp_path, 9)
+    instead_of_workers(monkeypatch, tmp_path, tmp_path / "mark", code)
+
+    async def scene(bench: Bench) -> None:
+        sources = tuple(bench.mapped(i) for i in range(9))
+        error = await bench.assemble(sources, [(i, i % 4) for i in range(9)], SLAB)
+        assert isinstance(error, CorruptShard)
+        assert (error.shard, error.block) == (bench.dataset.url(5), 0)
+        assert "005.arrow, block 0: 2 worker processes ended while reading rows of it" in str(error)
+        assert "SIGBUS" in str(error)
+
+    on_bench(url, scene)
+
+
+def test_a_block_that_crashes_when_it_is_opened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        START
+        + "whole = worker._canonical_batch\n"
+        + "def crash(state, dataset, raw):\n"
+        + "    if raw.url.endswith('007.arrow'):\n"
+        + "        os.kill(os.getpid(), 11)\n"
+        + "    return whole(state, dataset, raw)\n"
+        + "worker._canonical_batch = crash\n"
+        + SERVE
+    )
+    url = arrow_shards(tmp_path, 9)
+    instead_of_workers(monkeypatch, tmp_path, tmp_path / "mark", code)
+
+    async def scene(bench: Bench) -> None:
+        sources = tuple(bench.mapped(i) for i in range(9))
+        error = await bench.assemble(sources, [(i, 0) for i in range(9)], SLAB)
+        assert isinstance(error, CorruptShard)
+        assert error.shard == bench.dataset.url(7)
+
+    on_bench(url, scene)
+
+
+RENDERS = """
+from dataplane.transforms import pixels
+whole = pixels.render
+def render(images, *args, **named):
+    if 65432 in images[:, 1].tolist():
+        os.kill(os.getpid(), 6)
+    return whole(images, *args, **named)
+pixels.render = render
+"""
+
+
+def test_a_crash_over_an_image_names_its_row_and_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image whose encoding has 65432 bytes is row 6 of the shard, in its second block."""
+    image = encoded(drawn(32, 32)).ljust(64_000, b"\0")  # smaller batches would be one block
+    images = [image] * 6 + [image.ljust(65432, b"\0")] + [image] * 3
+    schema = pa.schema([("jpg", pa.large_binary()), ("x", pa.int64())])
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), schema) as writer:
+        for at in (0, 5):
+            values = [pa.array(images[at : at + 5], pa.large_binary()), pa.array(range(at, at + 5))]
+            writer.write_batch(pa.record_batch(values, schema=schema))
+    code = START + RENDERS + SERVE
+    instead_of_workers(monkeypatch, tmp_path, tmp_path / "mark", code)
+    render = tasks.Render((ImageSpec("jpg", 8, 8, Cut.WHOLE),), 0, 0)
+
+    async def scene(bench: Bench) -> None:
+        sources = tuple(bench.mapped(i) for i in range(bench.dataset.manifest.block_count))
+        assert len(sources) == 2
+        rows = [(i // 5, i % 5) for i in range(10)]
+        error = await bench.assemble(sources, rows, Region(2 * MIB, MIB), render)
+        assert isinstance(error, CorruptShard)
+        assert (error.shard, error.block) == (bench.dataset.url(0), 1)
+        assert (error.row, error.column) == (6, "jpg")
+
+    on_bench(str(tmp_path / "a.arrow"), scene, arena_bytes=4 * MIB)
+
+
+@pytest.mark.parametrize("stuck", ["while True: pass", "import time; time.sleep(3600)"])
+def test_a_worker_that_does_not_come_to_an_end_is_killed_and_the_block_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    mark = tmp_path / "mark"
+    code = f"{START}def endless(*_):\n    {stuck}\nworker._decode = endless\n{SERVE}"
+    url = arrow_shards(tmp_path, 2)
+    instead_of_workers(monkeypatch, tmp_path, mark, code)
+
+    async def scene(bench: Bench) -> None:
+        error = await bench.decode(1, ROOM)
+        assert isinstance(error, DataStallError)
+        assert (error.shard, error.block) == (bench.dataset.url(1), 0)
+        assert error.stage == "decoding it"
+        assert "2 s of its own time" in str(error)
+        assert "stall_timeout_s" in str(error)
+        mark.unlink()
+        for pid in bench.pool.pids:  # it may have been started before the mark was gone
+            os.kill(pid, signal.SIGKILL)
+        assert isinstance(await bench.decode(0, ROOM), tasks.Decoded)
+
+    on_bench(url, scene, task_timeout_s=2.0)
+
+
+def test_a_worker_that_waits_for_a_processor_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = 7.0
+    monkeypatch.setattr(pool_worker, "waited_for_processor_s", lambda _pid: waited)
+
+    class Process:
+        pid = 1
+
+    worker = PoolWorker(Process(), 0)  # type: ignore[arg-type]
+    worker.job = object()  # type: ignore[assignment]
+    assert not worker.is_stuck(100.0, 10.0)
+    waited = 30.0
+    assert not worker.is_stuck(132.0, 10.0)  # 23 of 32 s it could not run
+    assert worker.is_stuck(134.0, 10.0)
+
+
+def test_what_a_worker_last_wrote_tells_a_crash_from_a_lack_of_memory() -> None:
+    def cause(status: int, words: str = "", *, short: bool = False) -> Cause:
+        return end_of(status, words, is_machine_short=short).cause
+
+    assert cause(-signal.SIGABRT) is Cause.CRASHED
+    assert cause(-signal.SIGSEGV, "Fatal Python error: Segmentation fault") is Cause.CRASHED
+    for words in ("terminate called after throwing an instance of 'std::bad_alloc'", "MemoryError"):
+        assert cause(-signal.SIGABRT, f"one\n{words}\n") is Cause.OUT_OF_MEMORY
+    assert cause(-signal.SIGKILL) is Cause.KILLED
+    assert cause(-signal.SIGKILL, short=True) is Cause.MACHINE_SHORT
+
+
+def test_two_kills_by_somebody_say_so_and_blame_no_bytes(tmp_path: Path) -> None:
+    async def scene(bench: Bench) -> None:
+        await bench.decode(0, ROOM)
+        result = asyncio.ensure_future(bench.decode(1, ROOM))
+        killed: set[int] = set()
+        while not result.done():
+            # Only workers that are up and have the job: the others are replaced without blame.
+            for worker in bench.pool._workers:
+                pid = worker.process.pid
+                if worker.job is not None and worker.is_up and pid not in killed:
+                    os.kill(pid, signal.SIGSTOP)
+                    if worker.job is not None:
+                        killed.add(pid)
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0)
+        error = await result
+        if isinstance(error, tasks.Decoded):
+            pytest.skip("it was faster than its killer")
+        assert isinstance(error, DataplaneError)
+        assert not isinstance(error, CorruptShard | BudgetTooSmall)
+        assert "was killed by SIGKILL" in str(error)
+        assert error.shard == bench.dataset.url(1)
+
+    on_bench(arrow_shards(tmp_path, 2), scene)

@@ -1,0 +1,76 @@
+"""What opening a job leaves behind where it does not come to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import VERSION
+from dataplane.coordinator.front import Coordinator, CoordinatorConfig
+from dataplane.model import Topology
+from dataplane.node.engine import Engine
+from dataplane.node.fetch import Fetcher
+from dataplane.node.index import open_dataset
+from dataplane.node.jobs import Jobs
+from dataplane.node.pool import WorkerPool
+from dataplane.rpc.membership import JoinRequest, JoinResponse
+from dataplane.rpc.messages import DatasetSource, OpenJob
+from dataplane.settings import default_node_config
+from dataplane.store.connect import Stores
+from dataplane.trace import Trace
+
+MIB = 1 << 20
+
+
+class SlowCoordinator(Coordinator):
+    """It admits whoever asks, and lets them wait for the answer."""
+
+    def __init__(self) -> None:
+        super().__init__(CoordinatorConfig(VERSION))
+        self.asked = asyncio.Event()
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        await super().join(request)
+        self.asked.set()
+        return await asyncio.get_running_loop().create_future()
+
+
+def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    url = str(tmp_path / "0.parquet")
+    pq.write_table(pa.table({"x": range(10)}), url)
+    config = dataclasses.replace(default_node_config(), block_arena_bytes=MIB)
+    request = OpenJob("j", "i", "m", DatasetSource((url,)), Topology(), global_batch=2)
+
+    async def play() -> None:
+        arena, stores, trace = Arena.create("blocks", MIB), Stores(), Trace("test")
+        fetcher, pool = Fetcher(1, stores.connect), WorkerPool(1, trace)
+        engine = Engine(arena, fetcher, pool, 1, trace)
+        coordinator = SlowCoordinator()
+        await coordinator.start()
+        jobs = Jobs(config, engine, coordinator, "node", lambda source: open_dataset(source.urls))
+        try:
+            opening = asyncio.create_task(jobs.open(request))
+            await coordinator.asked.wait()
+            assert jobs._datasets
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            assert not jobs._datasets
+            assert not jobs.members
+        finally:
+            await coordinator.close()
+            engine.close()
+            fetcher.close()
+            stores.close()
+            arena.close()
+
+    asyncio.run(play())

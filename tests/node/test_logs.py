@@ -1,0 +1,94 @@
+"""What nodes write on their logs: served ones and embedded ones, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+TRAINER = """
+import sys
+from dataplane_torch import DataLoader
+with DataLoader(sys.argv[1], batch_size=4, name="pretrain", service=sys.argv[2] or None) as loader:
+    assert sum(len(batch["id"]) for batch in loader) == 40
+"""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("DATAPLANE_LOG_")]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "CACHE_DIR": str(tmp_path / "cache"),
+        "STATE_DIR": str(tmp_path / "state"),
+        "WORKER_COUNT": "1",
+        "BLOCK_ARENA_BYTES": "16MiB",
+        "LINGER_S": "0.2",
+    }.items():
+        monkeypatch.setenv(f"DATAPLANE_{name}", value)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": list(range(40))}), path, row_group_size=10)
+    return str(path)
+
+
+def train(url: str, service: str = "") -> str:
+    """What came to stderr of a trainer that reads one epoch."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, url, service], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_an_embedded_node_is_silent_as_long_as_all_is_well(url: str) -> None:
+    assert train(url) == ""
+
+
+def test_an_embedded_node_tells_more_if_it_is_asked_to(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATAPLANE_LOG_LEVEL", "info")
+    monkeypatch.setenv("DATAPLANE_LOG_FORMAT", "json")
+    opened, *_, closed = [json.loads(line) for line in train(url).splitlines()]
+    assert opened["event"] == "job opened"
+    assert closed["event"] == "job closed"
+    for line in (opened, closed):
+        assert (line["job"], line["rank"], line["level"]) == ("pretrain", 0, "info")
+    assert (opened["samples"], opened["blocks"], opened["shards"]) == (40, 4, 1)
+    assert closed["cursor"] > 0
+
+
+def test_a_served_node_writes_json_on_stderr_and_only_what_is_ready_on_stdout(
+    url: str, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("w+") as log:
+        service = subprocess.Popen(
+            [sys.executable, "-m", "dataplane", "serve", "--listen", "127.0.0.1:0",
+             "--log-format", "json"],
+            stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+        with service:
+            assert service.stdout is not None
+            address = service.stdout.readline().split()[-1]
+            assert service.stdout.readline() == f"ready: node {address}\n"
+            train(url, address)
+            service.terminate()
+            assert service.wait(60) == 0
+            assert service.stdout.read() == ""
+        log.seek(0)
+        lines = [json.loads(line) for line in log]
+    events = [line["event"] for line in lines]
+    assert "job opened" in events
+    assert "job closed" in events
+    assert len(lines) < 20, "nothing for each batch or block"
+    assert all(line["timestamp"].endswith("Z") for line in lines)

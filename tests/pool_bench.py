@@ -1,0 +1,165 @@
+"""A pool of real workers, an arena and a dataset of local files, for jobs by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dataplane.arena.memfd import Arena
+from dataplane.config import JobSpec
+from dataplane.model import Region
+from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.index import open_dataset
+from dataplane.node.pool import WorkerPool
+from dataplane.node.pool_worker import Job
+from dataplane.node.process import MEMORY_BYTES
+from dataplane.rpc import messages, tasks
+from dataplane.trace import Trace
+
+MIB = 1 << 20
+ROOM = Region(0, 64 << 10)
+SLAB = Region(256 << 10, 64 << 10)
+OTHER = Region(512 << 10, 64 << 10)
+
+
+def arrow_shards(folder: Path, blocks: int) -> str:
+    """So many shards of one block of four rows each; the rows are counted through."""
+    schema = pa.schema([("x", pa.int64())])
+    for i in range(blocks):
+        with pa.ipc.new_file(str(folder / f"{i:03}.arrow"), schema) as writer:
+            values = pa.array(np.arange(4) + 4 * i, pa.int64())
+            writer.write_batch(pa.record_batch([values], schema=schema))
+    return f"{folder}/*.arrow"
+
+
+class Bench:
+    """A pool, an arena and a local dataset, for jobs by hand."""
+
+    def __init__(self, pool: WorkerPool, arena: Arena, dataset: Dataset) -> None:
+        self.pool = pool
+        self.arena = arena
+        self.dataset = dataset
+        self.reports: list[tasks.ResultBody] = []
+        self._keys = iter(range(1, 1 << 30))
+        self._blocks: dict[int, int] = {}
+
+    def allow(self, memory_bytes: int) -> None:
+        """Let workers have so much for this dataset."""
+        message = dataclasses.replace(self.dataset.message, memory_bytes=memory_bytes)
+        self.dataset = dataclasses.replace(self.dataset, message=message)
+
+    def decode(self, block: int, into: Region, arenas: tuple[int, ...] = (0,)) -> Awaitable[object]:
+        body = tasks.Decode(self.dataset.dataset_id, self.dataset.raw_block(block, None), into)
+        return self._submit(body, (), arenas, block)
+
+    def assemble(
+        self,
+        sources: tuple[tasks.BlockSource, ...],
+        rows: list[tuple[int, int]],
+        slab: Region,
+        render: tasks.Render | None = None,
+    ) -> Awaitable[object]:
+        index = Region(MIB, 8 * len(rows))
+        into = np.frombuffer(self.arena.view(index.offset, index.length), np.int32)
+        into[:] = np.array(rows, np.int32).reshape(-1)
+        batch = messages.Batch(0, len(rows), len(rows))
+        keys = tuple(source.key for source in sources)
+        body = tasks.Assemble(self.dataset.dataset_id, keys, index, (batch,), 0, slab, render)
+        return self._submit(body, sources, (0,), self._blocks.get(keys[0], 0))
+
+    def mapped(self, block: int) -> tasks.BlockSource:
+        key, origin = next(self._keys), self.dataset.origin(block)
+        self._blocks[key] = block
+        return tasks.BlockSource(key, raw=self.dataset.raw_block(block, None), origin=origin)
+
+    def decoded(self, region: Region) -> tasks.BlockSource:
+        return tasks.BlockSource(next(self._keys), decoded=region)
+
+    def values(self, slab: Region, count: int) -> list[int]:
+        return np.frombuffer(self.arena.view(slab.offset, 8 * count), np.int64).tolist()
+
+    def _submit(
+        self,
+        body: tasks.Decode | tasks.Assemble,
+        sources: tuple[tasks.BlockSource, ...],
+        arenas: tuple[int, ...],
+        block: int,
+    ) -> Awaitable[object]:
+        done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        def report(result: tasks.ResultBody) -> None:
+            self.reports.append(result)
+            done.set_result(result)
+
+        fds = tuple((arena_id, self.arena.fd) for arena_id in arenas)
+        by_key = {source.key: source for source in sources}
+        job = Job(
+            body,
+            self.dataset.message,
+            fds,
+            report,
+            lambda: self.dataset.place(block),
+            by_key.__getitem__,
+            lambda key: self.dataset.place(self._blocks[key]),
+        )
+        self.pool.submit(job, 0)
+        return asyncio.wait_for(done, 120)
+
+
+Scene = Callable[[Bench], Awaitable[None]]
+
+
+def on_bench(
+    url: str,
+    scene: Scene,
+    workers: int = 1,
+    *,
+    arena_bytes: int = 2 * MIB,
+    memory_bytes: int = MEMORY_BYTES,
+    task_timeout_s: float = math.inf,
+) -> None:
+    """Play a scene with as many workers over the dataset that this url names."""
+    manifest = open_dataset(url)
+    dataset = dataset_of(7, manifest, JobSpec(manifest.fingerprint))
+
+    async def play() -> None:
+        arena = Arena.create("blocks", arena_bytes)
+        arena.reserve(2 * MIB)
+        pool = WorkerPool(
+            workers, Trace("test"), memory_bytes=memory_bytes, task_timeout_s=task_timeout_s
+        )
+        pool.start()
+        try:
+            await scene(Bench(pool, arena, dataset))
+        finally:
+            pool.close()
+            pool.close()
+            arena.close()
+
+    asyncio.run(play())
+
+
+def instead_of_workers(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, while_there: Path, code: str
+) -> None:
+    """As long as a file is there, run `code` in place of a worker; `fd` is its socket's."""
+    program = folder / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, socket, sys\n"
+        f"mark = pathlib.Path({str(while_there)!r})\n"
+        "if not mark.exists():\n"
+        f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+        f"{code}\n"
+    )
+    program.chmod(0o700)
+    while_there.touch()
+    monkeypatch.setattr(sys, "executable", str(program))

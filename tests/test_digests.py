@@ -1,0 +1,141 @@
+"""Digests of specs are a promise to saved states: a state is refused where its job's digest is
+another. A new option must leave the digest of every job that does not use it as it was.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from dataplane import config
+from dataplane.config import JobSpec
+from dataplane.model import ColumnOptions, Cut, Decoding, End, ImageSpec, ListPolicy, StackSpec
+
+F = "0123456789abcdef" * 2
+CROP = ImageSpec(
+    "jpg",
+    224,
+    224,
+    Cut.RANDOM,
+    scale=(0.08, 1.0),
+    ratio=(0.75, 1.25),
+    flip=0.5,
+    layout="CHW",
+    dtype="float32",
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+)
+CENTER = ImageSpec("png", 64, 48, Cut.CENTER, resize=(72,))
+
+# Saved states contain these. They may grow in number, and never change.
+GOLDEN = {
+    "plain": (JobSpec(F), "26bdbfdf71583f4f81b7f7295cf83b59"),
+    "shuffled": (
+        JobSpec(F, seed=(1 << 64) - 1, shuffle=True, lanes=64, window=4096),
+        "7fea8d1b816ea2ced10a546bdd794d18",
+    ),
+    "any global batch": (JobSpec(F, global_batch=256), "26bdbfdf71583f4f81b7f7295cf83b59"),
+    "dropped end": (JobSpec(F, end=End.DROP), "e17ddef7a94bc22fcd316ce8bb104276"),
+    "padded end": (JobSpec(F, end=End.PAD), "bbfe7d89bbd63a1e06cebb2ed0d9176a"),
+    "columns": (
+        JobSpec(F, column_options=ColumnOptions(("id", "text"))),
+        "58c3b0df26024b57ac3160a214671599",
+    ),
+    "ragged": (
+        JobSpec(F, column_options=ColumnOptions(lists=ListPolicy.RAGGED)),
+        "132f4ea90baea784021140baa6d031cc",
+    ),
+    "fill_null": (
+        JobSpec(F, column_options=ColumnOptions(fill_null=(("a", 0.0), ("b", -1.5)))),
+        "608caa9336c8aa6e4819ab863b1b91ea",
+    ),
+    "random crops": (JobSpec(F, transforms=(CROP,)), "f39bcb0b4aa6bd0f736ef7208b77a516"),
+    "image with defaults": (
+        JobSpec(F, transforms=(ImageSpec("jpg", 1, 1, Cut.WHOLE),)),
+        "b8c9eafd1a091d57a39632ecd9622ef2",
+    ),
+    "two images": (JobSpec(F, transforms=(CROP, CENTER)), "44fd1ff6169a8b555559867f8150b2c3"),
+    "exact random crops": (
+        JobSpec(F, transforms=(dataclasses.replace(CROP, decode=Decoding.EXACT),)),
+        "3c7d311b5f2e63039d7d54fe9b72a99d",
+    ),
+    "fast center crops": (
+        JobSpec(F, transforms=(dataclasses.replace(CENTER, decode=Decoding.FAST),)),
+        "2347987e84b061fd3de0f60fb2e984c4",
+    ),
+    "stack": (
+        JobSpec(F, column_options=ColumnOptions(stack=(StackSpec("x", ("a", "b")),))),
+        "52358f284691bc9052bacbc4f5f3625e",
+    ),
+    "two stacks": (
+        JobSpec(
+            F,
+            column_options=ColumnOptions(
+                stack=(StackSpec("x", ("a", "b"), "float32"), StackSpec("y", ("c",)))
+            ),
+        ),
+        "0e24050bb48e2e0d0f997ae5e7e44059",
+    ),
+    "all of them": (
+        JobSpec(
+            F,
+            7,
+            True,
+            8,
+            512,
+            32,
+            End.PAD,
+            (CROP,),
+            ColumnOptions(
+                ("jpg", "a", "b", "tokens"),
+                ListPolicy.RAGGED,
+                (("a", 0.0),),
+                (StackSpec("x", ("a", "b"), "float16"),),
+            ),
+        ),
+        "6699eb2548d8bd602568e4e2acf885e4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_digest_of_a_spec_never_changes(name):
+    spec, digest = GOLDEN[name]
+    assert spec.digest() == digest
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A value that a spec may contain one day."""
+
+    name: str
+    later: tuple[str, ...] = ()
+    latest: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """A spec that has grown since its digests were first saved."""
+
+    seed: int = 0
+    inner: tuple[Inner, ...] = ()
+    option: Inner | None = None
+    nested: Inner = Inner("n")
+
+
+def test_a_later_field_is_left_out_at_every_level_while_it_has_its_default(monkeypatch):
+    monkeypatch.setattr(
+        config, "_FIRST_FIELDS", {Outer: frozenset(("seed",)), Inner: frozenset(("name",))}
+    )
+    assert config._digested(Outer()) == {"seed": 0}
+    assert config._digested(Outer(1, (Inner("a"),))) == {"seed": 1, "inner": [{"name": "a"}]}
+    assert config._digested(Outer(option=Inner("a", ("b",), {"c": 1}))) == {
+        "seed": 0,
+        "option": {"name": "a", "later": ["b"], "latest": {"c": 1}},
+    }
+    assert config._digested(Outer(nested=Inner("m"))) == {"seed": 0, "nested": {"name": "m"}}
+
+
+@pytest.mark.parametrize("cls", config._FIRST_FIELDS)
+def test_the_first_fields_of_a_class_are_still_there(cls):
+    assert {field.name for field in dataclasses.fields(cls)} >= config._FIRST_FIELDS[cls]

@@ -1,0 +1,117 @@
+"""Hosts of one job must make the same pixels, and a run that resumes says if they changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import CenterCrop, DataLoader
+from kernels import without
+from pictures import drawn, encoded
+
+from dataplane.errors import SpecMismatch
+from dataplane.transforms.pixels_library import maker, pillow_maker
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--block-arena-bytes", "16MiB", "--worker-count", "1")
+CROP = {"jpg": [CenterCrop(16)]}
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str, **environ: str) -> Iterator[str]:
+    """What a `dataplane serve` said last when it was ready: its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dataplane", "serve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,  # Python looks there first
+        env=os.environ | {"DATAPLANE_STATE_DIR": str(folder / "state")} | environ,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            line = process.stdout.readline()
+            if not line.startswith("ready: "):
+                pytest.fail(f"{line}{process.stderr.read()}")
+            yield line.split()[-1]
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> str:
+    table = pa.table({"jpg": pa.array([encoded(drawn(24, 32, seed=i)) for i in range(12)])})
+    pq.write_table(table, tmp_path / "pictures.parquet")
+    return str(tmp_path / "pictures.parquet")
+
+
+@pytest.fixture
+def without_libjpeg(tmp_path: Path) -> Path:
+    """Where Python finds a Dataplane that was installed where libjpeg's headers are missing."""
+    if maker().library is None:
+        without(maker().missing)
+    ignored = shutil.ignore_patterns("libpixels.so", "__pycache__")
+    shutil.copytree(ROOT / "dataplane", tmp_path / "other" / "dataplane", ignore=ignored)
+    return tmp_path / "other"
+
+
+@pytest.mark.usefixtures("small_node")
+def test_a_host_without_libjpeg_is_refused_by_a_job_that_began_with_it(
+    pictures: str, without_libjpeg: Path, tmp_path: Path
+) -> None:
+    services = [f"host-{name}-{os.getpid()}:7077" for name in "ab"]
+    ranks = [
+        {"service": service, "dp_rank": rank, "dp_size": 2, "name": f"job-{os.getpid()}"}
+        for rank, service in enumerate(services)
+    ]
+    with (
+        serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as address,
+        serving(tmp_path, "--node", "--join", address, "--service", services[0], *SMALL),
+        serving(
+            tmp_path, "--node", "--join", address, "--service", services[1], *SMALL,
+            PYTHONPATH=str(without_libjpeg),
+        ),
+    ):  # fmt: skip
+        with DataLoader(pictures, 2, transforms=CROP, **ranks[0]) as first:
+            assert len(first) == 3
+            with (
+                DataLoader(pictures, 2, transforms=CROP, **ranks[1]) as second,
+                pytest.raises(SpecMismatch, match="libjpeg-dev") as caught,
+            ):
+                len(second)
+            assert caught.value.field == "pixels"
+            assert caught.value.expected == maker().name
+            assert caught.value.found == pillow_maker().name
+        # It may run jobs without images, and jobs of its own.
+        with (
+            DataLoader(pictures, 2, columns=["jpg"], **ranks[0]) as first,
+            DataLoader(pictures, 2, columns=["jpg"], **ranks[1]) as second,
+        ):
+            assert len(first) == len(second) == 3
+        with DataLoader(pictures, 2, transforms=CROP, **ranks[1]) as second:
+            assert len(list(second)) == 3
+
+
+def test_a_resumed_run_is_told_that_its_pixels_are_made_by_something_else(fake) -> None:
+    fake(pixels="Pillow 12.2.0 ()")
+    with DataLoader("/data", 10) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with DataLoader("/data", 10) as loader:
+        loader.load_state_dict(state)
+    fake(pixels="Pillow 13.0.0 ()")
+    with DataLoader("/data", 10) as loader:
+        with pytest.warns(UserWarning, match=r"12\.2\.0.*13\.0\.0"):
+            loader.load_state_dict(state)
+        assert len(list(loader)) == 9

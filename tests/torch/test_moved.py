@@ -1,0 +1,96 @@
+"""A dataset is copied elsewhere in the middle of an epoch, and the run goes on over the copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dataplane_torch import DataLoader, ShardedIterableDataset
+from servers import S3Server
+
+from dataplane.errors import SpecMismatch
+
+pytestmark = pytest.mark.usefixtures("small_node")
+ORDER = {"batch_size": 16, "shuffle": True, "seed": 5}
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    folder = tmp_path / "bucket-1" / "train"
+    for i in range(3):
+        (folder / f"part={i}").mkdir(parents=True)
+        table = pa.table({"i": range(i * 100, i * 100 + 100)})
+        pq.write_table(table, folder / f"part={i}" / "0.parquet", row_group_size=30)
+    return folder
+
+
+def taken(url: object, steps: int = 7, **how) -> tuple[dict, list[list[int]]]:
+    """A state after some steps, and the steps that follow."""
+    with DataLoader(url, **ORDER, **how) as loader:
+        iterator = iter(loader)
+        for _ in range(steps):
+            next(iterator)
+        return loader.state_dict(), [batch["i"].tolist() for batch in iterator]
+
+
+def resumed(url: object, state: dict, **how) -> list[list[int]]:
+    with DataLoader(url, **ORDER, **how) as loader:
+        loader.load_state_dict(state)
+        return [batch["i"].tolist() for batch in loader]
+
+
+def test_a_copy_that_kept_its_modification_times_resumes(train: Path, tmp_path: Path) -> None:
+    state, rest = taken(train)
+    shutil.copytree(train, tmp_path / "bucket-2" / "deeper" / "train")
+    shutil.rmtree(train)
+    assert resumed(tmp_path / "bucket-2/deeper/train/part=*/0.parquet", state) == rest
+
+
+def test_a_copy_with_new_modification_times_needs_one_word(train: Path, tmp_path: Path) -> None:
+    state, rest = taken(train)
+    copy = shutil.copytree(train, tmp_path / "copy")
+    for i, path in enumerate(copy.glob("*/*")):
+        os.utime(path, (1e9 + i, 1e9 + i))
+    with pytest.raises(SpecMismatch, match="dataset_moved=True"):
+        resumed(copy, state)
+    with pytest.warns(UserWarning, match="Remove the argument"):
+        assert resumed(copy, state, dataset_moved=True) == rest
+    state, rest = taken(copy, 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the word is not needed any more, and nothing is said
+        assert resumed(copy, state, dataset_moved=True) == rest
+    dataset = ShardedIterableDataset(copy, **ORDER, dataset_moved=True)
+    dataset.load_state_dict(state)
+    assert [batch["i"].tolist() for batch in dataset] == rest
+    dataset.close()
+
+
+def test_shards_that_were_rewritten_are_refused_in_spite_of_the_word(
+    train: Path, tmp_path: Path
+) -> None:
+    state, _ = taken(train)
+    table = pa.table({"i": range(100)})
+    pq.write_table(table, train / "part=0" / "0.parquet", row_group_size=50)
+    with pytest.raises(SpecMismatch, match="not the same shards"):
+        resumed(train, state, dataset_moved=True)
+
+
+def test_a_dataset_moves_to_another_bucket(
+    train: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    old, new = s3_server.bucket(), s3_server.bucket()
+    keys = [str(path.relative_to(train)) for path in sorted(train.glob("*/*"))]
+    s3_server.put(old, {f"train/{key}": (train / key).read_bytes() for key in keys})
+    state, rest = taken(f"s3://{old}/train/")
+    for key in keys:
+        source = {"Bucket": old, "Key": f"train/{key}"}
+        s3_server.client.copy_object(Bucket=new, Key=f"of-2026/{key}", CopySource=source)
+        s3_server.client.delete_object(**source)
+    assert resumed(f"s3://{new}/of-2026/", state) == rest

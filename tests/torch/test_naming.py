@@ -1,0 +1,109 @@
+"""A list of strings is a list of shards or a dataset of strings, and never the wrong one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from dataplane_torch import DataLoader, ShardedIterableDataset
+from dataplane_torch.naming import names_shards
+from dataplane_torch.shards import Shards
+
+from dataplane.errors import ConfigError
+
+
+def is_shards(given: object) -> bool:
+    return names_shards(given, for_urls=False, for_torch=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.parq", "a.pqt", "A.PARQUET", "x.tfrec", "x.tfrec.gz", "a.manifest", "a.tar.gz"),
+        *("a.jsonl.gz", "b.json.gz", "a.tgz", "c.feather", "d.ipc", "e.ndjson", "two words.tar"),
+        *("s3://bucket/train/", "https://h/a.tar?sig=1", "memory://x", "train/", "/data/train-*"),
+        *("data/part-[0-9]", "data/{a,b}/x", "/", "~/"),
+    ],
+)
+def test_names_of_shards_are_urls_in_lists_as_they_are_alone(name):
+    assert is_shards(name)
+    assert is_shards([name])
+    assert is_shards((name, "s3://bucket/b.parquet"))
+
+
+def test_folders_that_exist_and_paths_are_urls(tmp_path):
+    assert is_shards([str(tmp_path)])
+    assert is_shards([tmp_path / "whatever.xyz", Path("b")])
+
+
+@pytest.mark.parametrize(
+    "samples", [["a", "b"], [""], ["and/or", "x.y"], ["1 * 2", "/ is a slash"]]
+)
+def test_a_list_of_texts_is_a_dataset(samples):
+    assert [sample for batch in DataLoader(samples) for sample in batch] == samples
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["/data/a.jpg", "/data/b.jpg"],
+        ["./x"],
+        ["train-*"],
+        ["a.parquet", "hello"],
+        ["hello", "world", "s3://b/a.tar"],
+        ["/data/train-00000-of-01024"],
+    ],
+)
+def test_where_it_is_not_clear_both_ways_out_are_said_and_work(given):
+    with pytest.raises(ConfigError, match=r'format="parquet".*collate_fn, or a Dataset'):
+        DataLoader(given)
+    assert names_shards(given, for_urls=True, for_torch=False)
+    assert [one for batch in DataLoader(given, collate_fn=list) for one in batch] == given
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"collate_fn": list},
+        {"sampler": [1, 0]},
+        {"batch_sampler": [[1], [0]]},
+        {"num_workers": 1},
+        {"generator": torch.Generator()},
+    ],
+    ids=lambda argument: next(iter(argument)),
+)
+def test_arguments_of_torch_make_paths_samples(argument):
+    paths = ["/data/b.parquet", "s3://bucket/a.tar"]
+    with DataLoader(paths, **argument) as loader:
+        assert loader.dataset is paths
+        assert sorted(one for batch in loader for one in batch) == paths
+
+
+def test_arguments_of_urls_make_paths_shards_and_refuse_those_of_torch():
+    with DataLoader(["/data/train-0", "/data/train-1"], format="tfrecord") as loader:
+        assert isinstance(loader.dataset, Shards)
+    with pytest.raises(ConfigError, match="num_workers=2 does not apply"):
+        DataLoader(["/data/a.parquet"], columns=["x"], num_workers=2)
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_an_empty_list_does_not_train_nothing_in_silence(empty):
+    with pytest.raises(ConfigError, match=r"nothing to load.*glob"):
+        DataLoader(empty)
+    with pytest.raises(ConfigError, match=r"nothing to load.*glob"):
+        DataLoader(empty, collate_fn=list)
+    with pytest.raises(ConfigError, match="pass one url or a list of urls"):
+        ShardedIterableDataset(empty)
+
+
+def test_lists_of_anything_else_are_datasets():
+    for samples in ([1, 2], [{"a": 1}, {"a": 2}], [torch.ones(2), torch.zeros(2)], ["a", 1]):
+        assert not is_shards(samples)
+
+
+def test_a_dataset_where_urls_are_expected_says_where_it_goes():
+    said = re.escape("expected the urls of shards, got a torch Dataset (TensorDataset)")
+    with pytest.raises(ConfigError, match=said):
+        ShardedIterableDataset(torch.utils.data.TensorDataset(torch.ones(2)))

@@ -1,0 +1,48 @@
+"""Arguments of loaders over urls: what they are called, and what others call them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from dataplane_torch import DataLoader, ShardedIterableDataset
+from dataplane_torch.options import DEFAULTS, UrlOptions
+
+LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset])
+
+
+@LOADERS
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("weights", "make a loader for each"),
+        ("streams", "make a loader for each"),
+        ("predownload", "the node reads ahead"),
+        ("batching_method", "leave it out"),
+        ("shuffle_seed", "use seed="),
+        ("num_parallel_calls", "the node chooses the number of its workers"),
+        ("drop_remainder", "use drop_last=True"),
+        ("num_epochs", "each pass over the loader is one epoch"),
+        ("num_replicas", "use dp_rank="),
+        ("remote", "as the first argument"),
+        ("column", "did you mean 'columns'"),
+        ("fillnull", "did you mean 'fill_null'"),
+    ],
+)
+def test_the_argument_of_another_loader_says_what_to_use_here(loader, name, says):
+    with pytest.raises(TypeError, match=rf"{loader.__name__}\(\) has no argument '{name}'.*{says}"):
+        loader("s3://bucket/", **{name: [0.7, 0.3]})
+
+
+@LOADERS
+def test_a_name_that_nobody_knows_is_refused_as_any_function_refuses_it(loader):
+    with pytest.raises(TypeError, match=r"has no argument 'qqqqqq'$"):
+        loader("s3://bucket/", qqqqqq=1)
+
+
+@LOADERS
+def test_a_signature_spells_out_every_option_with_its_default(loader):
+    parameters = inspect.signature(loader).parameters
+    assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS
+    assert DEFAULTS.keys() == UrlOptions.__annotations__.keys()
