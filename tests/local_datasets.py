@@ -59,6 +59,23 @@ def _aliased(i: int) -> dict[str, torch.Tensor]:
     return {"x": tensor, "same": tensor, "view": tensor.view(2, -1)}
 
 
+def _odd_strides(i: int) -> dict[str, torch.Tensor]:
+    """Dense tensors whose strides are not what their shapes say, as one object's annotations."""
+    row = _full(i, 1, 5)
+    return {
+        "one of a column": row[:, 4],
+        "one of a row": _full(i, 2, 6)[:1, ::6],
+        "row on end": _full(i, 2, 6)[:1].t(),
+        "none of a column": row[:0, 4],
+        "long": _full(i, LONG, 5)[:1, 4],
+        "subclass": row[:, 4].as_subclass(Named),
+        "parameter": torch.nn.Parameter(row[:, 4]),
+        "gradient": row.clone()[:, 4].requires_grad_(),
+        "bfloat16": row.to(torch.bfloat16)[:, 4],
+        "float8": row.to(torch.float8_e5m2)[:, 4],
+    }
+
+
 # What torch's default_collate makes batches of.
 COLLATED: dict[str, Callable[[int], Any]] = {
     "int": lambda i: i,
@@ -95,10 +112,12 @@ ANYTHING: dict[str, Callable[[int], Any]] = {
     "sparse": lambda i: (torch.eye(4) * i).to_sparse(),
     "sparse rows": lambda i: (torch.eye(4) * (i + 1)).to_sparse_csr(),
     "aliased": _aliased,
+    "odd strides": _odd_strides,
     "objects": lambda i: np.array([i, "x", None], object),
     "dates": lambda i: np.array([i], "M8[s]"),
     "fields": lambda i: np.array([(i, 1.0)], [("a", "i4"), ("b", "f8")]),
     "by columns": lambda i: np.asfortranarray(np.full((200, 200), i, np.float32)),
+    "odd arrays": lambda i: [np.broadcast_to(np.full(3, i), (200, 3)), np.arange(LONG)[::-1] + i],
     "every other": lambda i: np.arange(LONG)[::2] + i,
     "queue": lambda i: collections.deque([i, _full(i, 2)]),
     "set": lambda i: {i, f"{i}"},

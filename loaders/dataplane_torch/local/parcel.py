@@ -217,7 +217,7 @@ class _Pickler(pickle.Pickler):
             raw: Any = torch.empty(0, dtype=torch.uint8).set_(given).numpy()
             return _storage, (pickle.PickleBuffer(raw),)
         if type(given) is np.ndarray and not given.flags.writeable:
-            return given.copy(order="K").__reduce_ex__(5)  # what was pickled can be written
+            return given.copy(order="A").__reduce_ex__(5)  # what was pickled can be written
         return NotImplemented
 
 
@@ -237,14 +237,12 @@ def _reduced(tensor: torch.Tensor) -> Any:
     if kind is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
     plain = plain.resolve_conj().resolve_neg()
-    stride = None
-    if not plain.is_contiguous():
-        if _is_dense(plain):  # of another memory format, say
-            stride = plain.stride()
-            plain = plain.as_strided((plain.numel(),), (1,))
-        else:
-            plain = plain.contiguous()
-    raw: Any = plain.view(-1).view(torch.uint8).numpy()
+    if not plain.is_contiguous() and not _is_dense(plain):
+        plain = plain.contiguous()
+    # Of another memory format, say; and dimensions of one element may have any stride.
+    stride = None if plain.stride() == _row_major(plain.shape) else plain.stride()
+    flat = plain.as_strided((plain.numel(),), (1,))
+    raw: Any = flat.view(torch.uint8).numpy()
     bytes_of = pickle.PickleBuffer(raw)
     if kind is torch.Tensor and stride is None and not tensor.requires_grad:
         return tensor_over, (bytes_of, tensor.dtype, tuple(tensor.shape))
@@ -304,6 +302,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _row_major(shape: Sequence[int]) -> _Shape:
+    """The strides of a tensor that was made contiguous."""
+    strides, expected = [], 1
+    for size in reversed(shape):
+        strides.append(expected)
+        expected *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _address(array: Bytes) -> int:
