@@ -19,7 +19,7 @@ DIST ?= dist
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup wheel lock test test-slow lint format types imports protos protos-check check demo clean
+.PHONY: help setup wheel lock test test-slow sanitize lint format types imports protos protos-check check demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -60,6 +60,26 @@ lock: ## choose the newest versions that pyproject.toml allows, and write requir
 
 test: setup ## run every test, two at a time (JOBS=1: one)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
+
+# In a copy of the tree, whose libraries are built so that they end the process that goes wrong.
+# Python's own memory comes from malloc, so that they see where it ends, too.
+SANITIZED := build/sanitized
+SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
+IN_C_TESTS := tests/node/test_kernel.py tests/node/test_gather.py tests/node/test_packing.py \
+  tests/plan/test_loops.py tests/plan/test_permute.py tests/plan/test_order.py \
+  $(wildcard tests/transforms/test_pixels*.py)
+MUTANTS ?= 100000
+
+sanitize: setup ## the tests of all C, and damaged JPEGs (MUTANTS), under gcc's sanitizers
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	@tar -c --exclude='*.so' --exclude=__pycache__ $(SOURCES) pyproject.toml | tar -xC $(SANITIZED)
+	@cd $(SANITIZED) && export CI=1 PYTHON="$(CURDIR)/$(PY)" CC="$${CC:-gcc}" PYTHONPATH="$$PWD"; \
+	CFLAGS="$(SANITIZER)" $$PYTHON -m dataplane.build_kernels; \
+	export LD_PRELOAD="$$($$CC -print-file-name=libasan.so) $$($$CC -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  PYTHONMALLOC=malloc ARROW_DEFAULT_MEMORY_POOL=system; \
+	$$PYTHON -m pytest -q -p no:cacheprovider $(IN_C_TESTS); \
+	$$PYTHON tests/mutated_jpegs.py --count $(MUTANTS)
 
 test-slow: setup ## the tests that take minutes, which `make test` leaves out
 	$(PY) -m pytest -m slow $(TEST_ARGS)
