@@ -80,7 +80,7 @@ class JobSpec:
             if name == "transforms"
             else (name, str(mine), str(others[name]))
             for name, (mine, _) in _options(self)
-            if mine != others[name]
+            if mine != others[name] and _told(mine) != _told(others[name])
         )
 
 
@@ -122,6 +122,11 @@ def _digested(value: Any) -> Any:
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _told(value: Any) -> str:
+    """Equal of equal values, and of those that contain NaN, which is not equal to itself."""
+    return _json(_digested(value))
 
 
 def _fact(value: Any) -> Fact:

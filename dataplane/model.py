@@ -21,6 +21,13 @@ class ListPolicy(enum.StrEnum):
     RAGGED = "ragged"
 
 
+class TruncationSide(enum.StrEnum):
+    """The side from which a list that is too long loses values."""
+
+    RIGHT = "right"
+    LEFT = "left"
+
+
 class NullPolicy(enum.StrEnum):
     """What becomes of nulls.
 
@@ -133,6 +140,8 @@ class StackSpec:
 
 ColumnValue = tuple[str, float]
 """A column's name, and a number for it."""
+ColumnLength = tuple[str, int]
+"""A column's name, and a number of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,9 @@ class ColumnOptions:
     `columns` are leaf columns in batch order, none for all of them. `lists` says what list columns
     become. `fill_null` replaces nulls, per column, and `fill_null_all` in every column of which it
     is a value. `stack` makes one column of several. `nulls` says whether nulls are marked.
+    `pad_value` is what padded lists are filled up with, per column, and `pad_value_all` in every
+    list column of which it is a value; zero otherwise. `max_length` cuts lists to so many values,
+    per column, and `max_length_all` in every list column; 0 does not.
     """
 
     columns: tuple[str, ...] = ()
@@ -150,6 +162,11 @@ class ColumnOptions:
     stack: tuple[StackSpec, ...] = ()
     fill_null_all: float | None = None
     nulls: NullPolicy = NullPolicy.FILL
+    pad_value: tuple[ColumnValue, ...] = ()
+    pad_value_all: float | None = None
+    max_length: tuple[ColumnLength, ...] = ()
+    max_length_all: int = 0
+    truncation_side: TruncationSide = TruncationSide.RIGHT
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,16 @@ import pytest
 
 from dataplane import config
 from dataplane.config import JobSpec
-from dataplane.model import ColumnOptions, Cut, Decoding, End, ImageSpec, ListPolicy, StackSpec
+from dataplane.model import (
+    ColumnOptions,
+    Cut,
+    Decoding,
+    End,
+    ImageSpec,
+    ListPolicy,
+    StackSpec,
+    TruncationSide,
+)
 
 F = "0123456789abcdef" * 2
 CROP = ImageSpec(
@@ -75,6 +84,22 @@ GOLDEN = {
             ),
         ),
         "0e24050bb48e2e0d0f997ae5e7e44059",
+    ),
+    "padded with a value": (
+        JobSpec(F, column_options=ColumnOptions(pad_value=(("t", -100.0),))),
+        "66c8113a396856708c450d349ed89a58",
+    ),
+    "cut lists": (
+        JobSpec(
+            F,
+            column_options=ColumnOptions(
+                pad_value_all=1.0,
+                max_length=(("t", 512),),
+                max_length_all=64,
+                truncation_side=TruncationSide.LEFT,
+            ),
+        ),
+        "750c06a8696fe7d752b2c91df6a0b790",
     ),
     "all of them": (
         JobSpec(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from dataplane.node.columns import (
 from dataplane.node.rows import Open, Rows, rows_of
 from dataplane.rpc.messages import Batch, Column
 from dataplane.rpc.tasks import Assembled
+from dataplane.transforms.lists import AS_THEY_ARE, ListForm
 
 if TYPE_CHECKING:
     from dataplane.node.pictures import Pictures
@@ -67,8 +68,9 @@ class Gather:
         batches: Sequence[Batch],
         open_rows: Open = rows_of,
         pictures: Pictures | None = None,
+        lists: Mapping[int, ListForm] | None = None,
     ) -> None:
-        self._specs = specs
+        self._specs, self._lists = specs, lists or {}
         self._pictures, self._blocks = pictures, blocks
         self._packing = blocks[0].packing if blocks else None
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
@@ -99,7 +101,9 @@ class Gather:
             return Assembled(0, bytes_needed=int(ends[1]))
         if expect is not None:
             expect(int(ends[count]))
-        out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw, self._packing)
+        out = _Slab(
+            slab, self._rows, self._batch_rows[:count], self._draw, self._packing, self._lists
+        )
         columns = tuple(
             out.write(at, spec, pieces, begin)
             for at, (spec, pieces, begin) in enumerate(
@@ -119,7 +123,8 @@ class Gather:
     def _of(self, at: int, spec: ColumnSpec) -> _Pieces:
         if spec.kind is Kind.FIXED:
             return self._fixed(row_bytes(spec))
-        spans, size, rows = self._rows.spans(at), element_bytes(spec), self._batch_rows
+        spans = _cut(self._rows.spans(at), self._lists.get(at, AS_THEY_ARE))
+        size, rows = element_bytes(spec), self._batch_rows
         if spec.kind is Kind.PADDED:
             width = self._longest(spans[1])
             return _pieces(width * rows * size, rows * _INT_BYTES, width, spans=spans)
@@ -168,7 +173,9 @@ class _Slab:
         batch_rows: Ints,
         draw: Callable[[int, Bytes], bool],
         packing: Packing | None,
+        lists: Mapping[int, ListForm],
     ) -> None:
+        self._lists = lists
         self._rows, self._draw, self._packing = rows, draw, packing
         self._begins: dict[int, int] = dict.fromkeys(packing.columns if packing else (), 0)
         self._bytes: Bytes = np.frombuffer(slab, np.uint8)
@@ -233,7 +240,8 @@ class _Slab:
             put = values[batch] + before * size
             self._words[sides // _INT_BYTES] = 0
             self._words[side + 1] = before + lengths
-        self._rows.runs(at, size, (starts, lengths), put, room, self._bytes)
+        padding = self._lists.get(at, AS_THEY_ARE).padding
+        self._rows.runs(at, size, (starts, lengths), put, room, self._bytes, padding)
         if spec.kind in TEXTS:
             behind = sides + (self._batch_rows + 1) * _INT_BYTES
             self._bytes[behind[batch] + within] = self._rows.valid(at, len(batch))
@@ -252,6 +260,15 @@ def _pieces(
     sides = values + values_bytes
     ends = np.concatenate([[0], sides + sides_bytes])
     return _Pieces(values, ends, sides, width, spans, streams)
+
+
+def _cut(spans: tuple[Ints, Ints], form: ListForm) -> tuple[Ints, Ints]:
+    """Where lists that may be too long start, and how long they are then."""
+    if not form.length_max:
+        return spans
+    starts, lengths = spans
+    kept = np.minimum(lengths, form.length_max)
+    return (starts + (lengths - kept) if form.keeps_end else starts), kept
 
 
 def _sums(counts: Ints) -> Ints:

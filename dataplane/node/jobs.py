@@ -39,6 +39,7 @@ from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.trace import Trace
 from dataplane.transforms.images import delivered
+from dataplane.transforms.lists import check_lists
 from dataplane.transforms.nulls import check_fills, check_nulls
 
 OpenManifest = Callable[[messages.DatasetSource], Manifest]
@@ -237,6 +238,7 @@ class Jobs:
                 ),
             )
             check_fills(dataset.columns.leaves)
+            check_lists(dataset.columns.specs, spec.column_options)
             check_nulls(dataset.columns.leaves, manifest.nulls, [s.url for s in manifest.shards])
             self._datasets[key] = dataset
         try:
@@ -334,6 +336,8 @@ def _in_order(options: ColumnOptions) -> ColumnOptions:
         options,
         fill_null=tuple(sorted(options.fill_null)),
         stack=tuple(sorted(options.stack, key=lambda stack: stack.name)),
+        pad_value=tuple(sorted(options.pad_value)),
+        max_length=tuple(sorted(options.max_length)),
     )
 
 

@@ -171,10 +171,32 @@ INLINE void ask_run(const struct source *source, int64_t start, int64_t length,
         ask_row(source->values + start * element_bytes, length * element_bytes);
 }
 
+INLINE void repeat(char *out, int64_t bytes, const char *element, int64_t element_bytes)
+{
+    for (int64_t at = 0; at + element_bytes <= bytes; at += element_bytes)
+        memcpy(out + at, element, element_bytes);
+}
+
+/* What a run leaves of its room; where element_bytes is a constant this is a loop of single moves. */
+static void pad(char *out, int64_t bytes, const char *padding, int64_t element_bytes)
+{
+    if (padding == NULL) {
+        memset(out, 0, bytes);
+        return;
+    }
+    switch (element_bytes) {
+    case 1: memset(out, padding[0], bytes); return;
+    case 2: repeat(out, bytes, padding, 2); return;
+    case 4: repeat(out, bytes, padding, 4); return;
+    case 8: repeat(out, bytes, padding, 8); return;
+    default: repeat(out, bytes, padding, element_bytes);
+    }
+}
+
 EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t *index,
                            int64_t count, int64_t element_bytes, const int64_t *starts,
                            const int64_t *lengths, const int64_t *put, const int64_t *room,
-                           char *out, int64_t out_bytes)
+                           char *out, int64_t out_bytes, const char *padding)
 {
     int64_t known = count - AHEAD_ROWS_MAX;
     for (int64_t i = 0; i < count; i++) {
@@ -193,7 +215,7 @@ EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const i
         if (bytes > 0)
             memcpy(out + put[i], source->values + starts[i] * element_bytes, bytes);
         if (room[i] > bytes)
-            memset(out + put[i] + bytes, 0, room[i] - bytes);
+            pad(out + put[i] + bytes, room[i] - bytes, padding, element_bytes);
     }
     return -1;
 }

@@ -20,8 +20,8 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "gather_fixed": (None, (*_SOURCES, _I64, _POINTER)),
     # starts, lengths: both are written
     "gather_spans": (_I64, (*_SOURCES, _POINTER, _POINTER)),
-    # element_bytes, starts, lengths, put, room, out, out_bytes
-    "gather_runs": (_I64, (*_SOURCES, _I64, *(_POINTER,) * 5, _I64)),
+    # element_bytes, starts, lengths, put, room, out, out_bytes, padding (one element, or None: 0)
+    "gather_runs": (_I64, (*_SOURCES, _I64, *(_POINTER,) * 5, _I64, ctypes.c_char_p)),
     # out
     "gather_valid": (None, (*_SOURCES, _POINTER)),
     # row_bytes, fields, fields_count

@@ -44,9 +44,9 @@ class Rows(Protocol):
         """
 
     def runs(self, at: int, element_bytes: int, spans: tuple[Ints, Ints], put: Ints, room: Ints,
-             out: Bytes) -> None:  # fmt: skip
+             out: Bytes, padding: bytes = b"") -> None:  # fmt: skip
         """The rows of a variable column: row i goes to out[put[i] :], and what it leaves of the
-        `room[i]` bytes that it has becomes zero.
+        `room[i]` bytes that it has is filled with elements like `padding`, or zero.
 
         Shapes:  put, room: int64[rows], in bytes.   out: uint8[bytes].
         Raises:  RowOutOfBounds: a row is not among the values, or larger than its room.
@@ -121,10 +121,11 @@ class CompiledRows:
         return starts, lengths
 
     def runs(self, at: int, element_bytes: int, spans: tuple[Ints, Ints], put: Ints, room: Ints,
-             out: Bytes) -> None:  # fmt: skip
+             out: Bytes, padding: bytes = b"") -> None:  # fmt: skip
+        assert len(padding) in {0, element_bytes}
         places = [array.ctypes.data for array in (*spans, put, room, out)]
         first = self._library.gather_runs(
-            *self._sources(at, len(put)), element_bytes, *places, len(out)
+            *self._sources(at, len(put)), element_bytes, *places, len(out), padding or None
         )
         _expect_inside(first, f"column {at}")
 
@@ -175,7 +176,8 @@ class NumpyRows:
         return starts, ends - starts
 
     def runs(self, at: int, element_bytes: int, spans: tuple[Ints, Ints], put: Ints, room: Ints,
-             out: Bytes) -> None:  # fmt: skip
+             out: Bytes, padding: bytes = b"") -> None:  # fmt: skip
+        element = np.frombuffer(padding or bytes(element_bytes), np.uint8)
         starts, lengths = (each[: len(put)] * element_bytes for each in spans)
         outside = (put < 0) | (lengths > room) | (room > len(out) - put)
         _expect_inside(_first(outside), f"column {at}")
@@ -184,7 +186,8 @@ class NumpyRows:
             for i in places[places < len(put)].tolist():
                 end = put[i] + lengths[i]
                 out[put[i] : end] = values[starts[i] : starts[i] + lengths[i]]
-                out[end : put[i] + room[i]] = 0
+                rest = out[end : put[i] + room[i]]
+                rest[:] = np.resize(element, len(rest))
 
     def valid(self, at: int, count: int) -> Bytes:
         found = np.ones(self._rows, np.uint8)

@@ -5,7 +5,7 @@ So a batch of them is one copy a row, as of any column of fixed-size lists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from dataplane.node.columns import Packing
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import ColumnPlan, is_null_name, plan_columns
 from dataplane.transforms.leaves import canonical_type
+from dataplane.transforms.lists import ListForm, list_forms
 from dataplane.transforms.stacks import stacked_columns
 
 
@@ -26,13 +27,15 @@ from dataplane.transforms.stacks import stacked_columns
 class StackedPlan:
     """How blocks become batch columns: first the leaves, then what the stacks make of them.
 
-    `specs` and `schema` are those of batches, in their order.
+    `specs` and `schema` are those of batches, in their order. `lists` are the forms of list columns
+    that do not come as they are, by place.
     """
 
     leaves: ColumnPlan
     stacks: tuple[StackSpec, ...]
     specs: tuple[ColumnSpec, ...]
     schema: pa.Schema
+    lists: Mapping[int, ListForm]
 
 
 def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> StackedPlan:
@@ -48,7 +51,9 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
         options = replace(options, columns=(*options.columns, *unnamed))
     leaves = plan_columns(schema, options, url)
     if not stacks:
-        return StackedPlan(leaves, (), leaves.specs, leaves.schema)
+        return StackedPlan(
+            leaves, (), leaves.specs, leaves.schema, list_forms(leaves.specs, options)
+        )
     names = {spec.name for spec in leaves.specs}
     for name in members:
         if name not in names:
@@ -68,7 +73,7 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
         for spec in specs
     ]
     made = pa.schema([(spec.name, kind) for spec, kind in zip(specs, types, strict=True)])
-    return StackedPlan(leaves, stacks, specs, made)
+    return StackedPlan(leaves, stacks, specs, made, list_forms(specs, options))
 
 
 def _with_mask(stack: StackSpec, names: Collection[str]) -> Iterator[StackSpec]:

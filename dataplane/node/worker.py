@@ -274,7 +274,9 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
         pictures = _pictures(dataset, blocks, body.render)
         specs = dataset.plan.specs if pictures is None else pictures.specs
         columns = [block.columns for block in blocks]
-        gather = Gather(specs, columns, rows, body.batches, pictures=pictures)
+        gather = Gather(
+            specs, columns, rows, body.batches, pictures=pictures, lists=dataset.plan.lists
+        )
         slab = arena.view(body.slab.offset, body.slab.length)
         assembled = gather.into(slab, partial(arena.populate_once, body.slab.offset))
         _keep(state, arena, body, assembled.bytes_used)
@@ -313,7 +315,8 @@ def _gather_apart(
     specs = dataset.plan.specs if pictures is None else pictures.specs
     index = np.array([(0, row) for row in rows], np.int32).reshape(-1, 2)
     batches = (Batch(0, len(rows), len(rows)),)
-    gather = Gather(specs, [block.columns], index, batches, pictures=pictures)
+    lists = dataset.plan.lists
+    gather = Gather(specs, [block.columns], index, batches, pictures=pictures, lists=lists)
     room = bytearray(_APART_BYTES)
     needed = gather.into(memoryview(room)).bytes_needed
     if needed:

@@ -41,6 +41,8 @@ _SHARED: dict[str, type] = {
     "ColumnOptions": model.ColumnOptions,
 }
 _ENVELOPE = "body"
+# Messages that are pairs: a column's name, and what there is in this field.
+_PAIRS = {"ColumnValue": "value", "ColumnLength": "length"}
 
 
 def encode(value: object) -> bytes:
@@ -169,8 +171,8 @@ def _field_writer(field: FieldDescriptor) -> _Convert:
 
 def _part_writer(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
-        if field.message_type.name == "ColumnValue":
-            return lambda pair: {"column": pair[0], "value": pair[1]}
+        if second := _PAIRS.get(field.message_type.name):
+            return lambda pair: {"column": pair[0], second: pair[1]}
         if field.message_type.name == "Steps":
             return _steps
         if field.message_type.name == "Error":
@@ -259,8 +261,8 @@ def _field_reader(field: FieldDescriptor, optional: bool) -> Callable[[Any], Any
 
 def _part_reader(field: FieldDescriptor) -> _Convert:
     if field.message_type is not None:
-        if field.message_type.name == "ColumnValue":
-            return lambda pair: (pair.column, pair.value)
+        if second := _PAIRS.get(field.message_type.name):
+            return operator.attrgetter("column", second)
         if field.message_type.name == "Steps":
             return _batches
         return _reader(_value_class(field.message_type))

@@ -13,10 +13,21 @@ from typing import TypeVar
 import numpy as np
 
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, ColumnValue, ListPolicy, NullPolicy
+from dataplane.model import (
+    ColumnLength,
+    ColumnOptions,
+    ColumnValue,
+    ListPolicy,
+    NullPolicy,
+    TruncationSide,
+)
 from dataplane.transforms.stacks import Stack, stack_specs
+from dataplane.units import whole
 
-FillNull = Mapping[str, float] | float
+Numbers = Mapping[str, float] | float
+"""A number for every column, or one for each of some."""
+Lengths = Mapping[str, int] | int
+LENGTH_MAX = (1 << 31) - 1
 Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
@@ -24,22 +35,46 @@ def column_options(
     *,
     columns: Sequence[str] | None = None,
     lists: str = ListPolicy.PADDED.value,
-    fill_null: FillNull | None = None,
+    fill_null: Numbers | None = None,
     stack: Mapping[str, Stack | Sequence[str]] | None = None,
     nulls: str = NullPolicy.FILL.value,
+    pad_value: Numbers | None = None,
+    max_length: Lengths | None = None,
+    truncation_side: str = TruncationSide.RIGHT.value,
 ) -> ColumnOptions:
     """The options that these arguments of a DataLoader mean.
 
     Raises:  ConfigError: one of them means nothing; says what would do.
     """
     fills, everywhere = _values("fill_null", fill_null)
+    pads, pad_all = _values("pad_value", pad_value)
+    lengths, length_all = _lengths(max_length)
+    policy = _one_of("lists", lists, ListPolicy)
+    side = _one_of("truncation_side", truncation_side, TruncationSide)
+    if pad_value is not None and policy is ListPolicy.RAGGED:
+        raise ConfigError(
+            f'pad_value={pad_value!r:.80} with lists="ragged": ragged lists are not padded; leave '
+            "one of the two out",
+            field="pad_value",
+        )
+    if side is TruncationSide.LEFT and max_length is None:
+        raise ConfigError(
+            'truncation_side="left" without max_length: nothing is truncated; pass max_length=, or '
+            "leave it out",
+            field="truncation_side",
+        )
     return ColumnOptions(
         columns=_columns(columns),
-        lists=_one_of("lists", lists, ListPolicy),
+        lists=policy,
         fill_null=fills,
         stack=stack_specs(stack or {}),
         fill_null_all=everywhere,
         nulls=_one_of("nulls", nulls, NullPolicy),
+        pad_value=pads,
+        pad_value_all=pad_all,
+        max_length=lengths,
+        max_length_all=length_all,
+        truncation_side=side,
     )
 
 
@@ -72,6 +107,32 @@ def _values(argument: str, given: object) -> tuple[tuple[ColumnValue, ...], floa
             raise ConfigError(f"{said}: {name!r} is not the name of a column", field=argument)
         pairs.append((name, _number(argument, said, value)))
     return tuple(sorted(pairs)), None
+
+
+def _lengths(given: object) -> tuple[tuple[ColumnLength, ...], int]:
+    """The lengths for single columns, by name, and the one for every column, 0 for none."""
+    if given is None:
+        return (), 0
+    if not isinstance(given, Mapping):
+        return (), _length(f"max_length={given!r:.80}", given)
+    pairs = []
+    for name, value in given.items():
+        said = f"max_length={{{name!r}: {value!r:.80}}}"
+        if not isinstance(name, str):
+            raise ConfigError(f"{said}: {name!r} is not the name of a column", field="max_length")
+        pairs.append((name, _length(said, value)))
+    return tuple(sorted(pairs)), 0
+
+
+def _length(said: str, value: object) -> int:
+    found = None if isinstance(value, bool | np.bool_) else whole(value)
+    if found is None or not 1 <= found <= LENGTH_MAX:
+        raise ConfigError(
+            f"{said}: pass a number of values for every list column, or a dict of a number for "
+            f'each, as in max_length={{"tokens": 512}}; 1 to {LENGTH_MAX}',
+            field="max_length",
+        )
+    return found
 
 
 def _number(argument: str, said: str, value: object) -> float:

@@ -108,6 +108,9 @@ def job_of(given: Arguments) -> Job:
             fill_null=options["fill_null"],
             nulls=options["nulls"],
             stack=options["stack"],
+            pad_value=options["pad_value"],
+            max_length=options["max_length"],
+            truncation_side=options["truncation_side"],
         ),
     )
     service = options["service"] or os.environ.get("DATAPLANE_SERVICE")

@@ -61,8 +61,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     alike and have one `sharing` name decode each image once, together. `stack` names tensors
     [B, columns] that columns of one number a sample come as, in the order given:
     {"x": ["age", "price"]}, or {"x": Stack(["age", "price"], dtype="float32")} where they differ in
-    type. Every pass is one epoch, and the next pass is the next epoch; a pass that was left early
-    is begun again by the next.
+    type. Padded lists are filled up to the longest of their batch with `pad_value`, 0 by default;
+    `max_length` drops the end of longer ones, or with `truncation_side="left"` the start. Both are
+    one number, or a dict of one for each column. Every pass is one epoch, and the next pass is the
+    next epoch; a pass that was left early is begun again by the next.
 
     `device="cuda"` yields tensors that are there: copied from pinned memory in a stream of their
     own, one batch ahead, while the step before computes. Your current stream waits for them, your

@@ -13,7 +13,7 @@ from typing import Final, ParamSpec, TypedDict, get_type_hints
 
 from dataplane.model import Topology
 from dataplane.transforms.images import Transform
-from dataplane.transforms.options import FillNull
+from dataplane.transforms.options import Lengths, Numbers
 from dataplane.transforms.stacks import Stack
 
 _P = ParamSpec("_P")
@@ -27,7 +27,10 @@ class UrlOptions(TypedDict, total=False):
     global_batch_size: int | None
     columns: Sequence[str] | None
     lists: str
-    fill_null: FillNull | None
+    pad_value: Numbers | None
+    max_length: Lengths | None
+    truncation_side: str
+    fill_null: Numbers | None
     nulls: str
     stack: Mapping[str, Stack | Sequence[str]] | None
     transforms: Mapping[str, Sequence[Transform]] | None
@@ -48,6 +51,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     **dict.fromkeys(get_type_hints(UrlOptions)),
     "seed": 0,
     "lists": "padded",
+    "truncation_side": "right",
     "nulls": "fill",
     "dataset_moved": False,
 }
@@ -95,6 +99,8 @@ _FOREIGN: Final[Mapping[str, str]] = {
         "leave it out: shards are read where they are, and nothing is downloaded before"
     ),
     "select features fields schema_fields usecols": "use columns=, the names of those you want",
+    "pad_token_id padding_value pad_id padding_token_id": "use pad_value=",
+    "max_len max_seq_len max_seq_length seq_len sequence_length truncation": "use max_length=",
     "batch_format return_type output_format as_dict": (
         "leave it out: a batch is a dict of tensors and lists, by column"
     ),

@@ -91,6 +91,20 @@ def test_runs_of_any_length_are_those_of_the_blocks_with_zeros_behind(
     assert bytes(out) == expected + bytes([UNTOUCHED]) * 8
 
 
+@pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_what_a_run_leaves_is_filled_with_the_padding(how: Open, size: int) -> None:
+    padding = bytes(range(1, size + 1))
+    block = text_block([b"a" * size, b"", b"b" * 2 * size])
+    rows = how([block], np.array([(0, 2), (0, 0), (0, 1)], np.int32))
+    starts, lengths = rows.spans(0)
+    out = np.full(9 * size + 8, UNTOUCHED, np.uint8)
+    put, room = np.arange(3) * 3 * size, np.full(3, 3 * size)
+    rows.runs(0, size, (starts // size, lengths // size), put, room, out[:-8], padding)
+    expected = b"b" * 2 * size + padding + b"a" * size + 2 * padding + 3 * padding
+    assert bytes(out) == expected + bytes([UNTOUCHED]) * 8
+
+
 @given(st.lists(st.lists(st.none() | st.binary(max_size=6)), min_size=1, max_size=4), st.data())
 def test_any_texts_in_any_blocks_are_taken_alike(
     texts: list[list[bytes | None]], data: st.DataObject

@@ -24,7 +24,7 @@ def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
     values = {cls.__name__: cls for cls in VALUES}
     for module in (types_pb2, coordinator_pb2, local_pb2, worker_pb2):
         for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
-            if name in {"Error", "ColumnValue", "Steps"}:
+            if name in {"Error", "ColumnValue", "ColumnLength", "Steps"}:
                 continue
             oneof = {f.name for f in descriptor.fields if f.containing_oneof is not None}
             in_body = {f.name for o in descriptor.oneofs if o.name == "body" for f in o.fields}
@@ -56,6 +56,11 @@ of_columns = st.builds(
     columns=st.lists(names).map(tuple),
     lists=st.sampled_from(model.ListPolicy),
     fill_null=st.lists(st.tuples(names, finite)).map(tuple),
+    pad_value=st.lists(st.tuples(names, finite)).map(tuple),
+    pad_value_all=st.none() | finite,
+    max_length=st.lists(st.tuples(names, u63)).map(tuple),
+    max_length_all=u63,
+    truncation_side=st.sampled_from(model.TruncationSide),
     stack=st.lists(st.builds(model.StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
 )
 specs = st.builds(

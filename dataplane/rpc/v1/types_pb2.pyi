@@ -20,6 +20,12 @@ class ListPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LIST_POLICY_PADDED: _ClassVar[ListPolicy]
     LIST_POLICY_RAGGED: _ClassVar[ListPolicy]
 
+class TruncationSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRUNCATION_SIDE_UNSPECIFIED: _ClassVar[TruncationSide]
+    TRUNCATION_SIDE_RIGHT: _ClassVar[TruncationSide]
+    TRUNCATION_SIDE_LEFT: _ClassVar[TruncationSide]
+
 class NullPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     NULL_POLICY_UNSPECIFIED: _ClassVar[NullPolicy]
@@ -56,6 +62,9 @@ END_PAD: End
 LIST_POLICY_UNSPECIFIED: ListPolicy
 LIST_POLICY_PADDED: ListPolicy
 LIST_POLICY_RAGGED: ListPolicy
+TRUNCATION_SIDE_UNSPECIFIED: TruncationSide
+TRUNCATION_SIDE_RIGHT: TruncationSide
+TRUNCATION_SIDE_LEFT: TruncationSide
 NULL_POLICY_UNSPECIFIED: NullPolicy
 NULL_POLICY_FILL: NullPolicy
 NULL_POLICY_MASK: NullPolicy
@@ -100,6 +109,14 @@ class ColumnValue(_message.Message):
     value: float
     def __init__(self, column: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
+class ColumnLength(_message.Message):
+    __slots__ = ("column", "length")
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    column: str
+    length: int
+    def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ...) -> None: ...
+
 class ImageSpec(_message.Message):
     __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std", "decode")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
@@ -141,20 +158,30 @@ class StackSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class ColumnOptions(_message.Message):
-    __slots__ = ("columns", "lists", "fill_null", "stack", "fill_null_all", "nulls")
+    __slots__ = ("columns", "lists", "fill_null", "stack", "fill_null_all", "nulls", "pad_value", "pad_value_all", "max_length", "max_length_all", "truncation_side")
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     LISTS_FIELD_NUMBER: _ClassVar[int]
     FILL_NULL_FIELD_NUMBER: _ClassVar[int]
     STACK_FIELD_NUMBER: _ClassVar[int]
     FILL_NULL_ALL_FIELD_NUMBER: _ClassVar[int]
     NULLS_FIELD_NUMBER: _ClassVar[int]
+    PAD_VALUE_FIELD_NUMBER: _ClassVar[int]
+    PAD_VALUE_ALL_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_ALL_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_SIDE_FIELD_NUMBER: _ClassVar[int]
     columns: _containers.RepeatedScalarFieldContainer[str]
     lists: ListPolicy
     fill_null: _containers.RepeatedCompositeFieldContainer[ColumnValue]
     stack: _containers.RepeatedCompositeFieldContainer[StackSpec]
     fill_null_all: float
     nulls: NullPolicy
-    def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ...) -> None: ...
+    pad_value: _containers.RepeatedCompositeFieldContainer[ColumnValue]
+    pad_value_all: float
+    max_length: _containers.RepeatedCompositeFieldContainer[ColumnLength]
+    max_length_all: int
+    truncation_side: TruncationSide
+    def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ..., pad_value: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., pad_value_all: _Optional[float] = ..., max_length: _Optional[_Iterable[_Union[ColumnLength, _Mapping]]] = ..., max_length_all: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ...) -> None: ...
 
 class JobSpec(_message.Message):
     __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options")

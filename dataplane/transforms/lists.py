@@ -1,0 +1,105 @@
+"""What becomes of lists on their way into a batch: how long they may be, and what pads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.errors import ConfigError
+from dataplane.model import ColumnOptions, ColumnSpec, Kind, TruncationSide
+from dataplane.transforms.columns import shown
+from dataplane.transforms.nulls import is_value_of
+
+_LISTS = frozenset({Kind.PADDED, Kind.RAGGED})
+
+
+@dataclass(frozen=True, slots=True)
+class ListForm:
+    """How the lists of one column become rows of a batch.
+
+    Lists keep their first `length_max` values, or their last ones if `keeps_end`; 0 keeps all.
+    `padding` is one value as it lies in memory, b"" for zero.
+    """
+
+    length_max: int = 0
+    keeps_end: bool = False
+    padding: bytes = b""
+
+
+AS_THEY_ARE = ListForm()
+
+
+def list_forms(specs: Sequence[ColumnSpec], options: ColumnOptions) -> Mapping[int, ListForm]:
+    """The forms of those columns whose lists do not come as they are, padded with zeros; by place.
+    Padding is that of padded lists, and its value one that the column can hold: see `check_lists`.
+    """
+    if not _are_changed(options):
+        return {}
+    lengths, pads = dict(options.max_length), dict(options.pad_value)
+    everywhere = options.pad_value_all
+    forms = {}
+    for at, spec in enumerate(specs):
+        if spec.kind in _LISTS:
+            length = lengths.get(spec.name, options.max_length_all)
+            keeps_end = length > 0 and options.truncation_side is TruncationSide.LEFT
+            value = pads.get(spec.name)
+            if value is None and everywhere is not None and is_value_of(spec.dtype, everywhere):
+                value = everywhere
+            padding = _bytes_of(value, spec.dtype) if value and spec.kind is Kind.PADDED else b""
+            forms[at] = ListForm(length, keeps_end, padding)
+    return {at: form for at, form in forms.items() if form != AS_THEY_ARE}
+
+
+def check_lists(specs: Sequence[ColumnSpec], options: ColumnOptions) -> None:
+    """Refuse values that a column cannot hold, and those of columns that have no lists.
+
+    Raises:  ConfigError: says which, and what would do.
+    """
+    if not _are_changed(options):
+        return
+    lists = {spec.name: spec for spec in specs if spec.kind in _LISTS}
+    for argument, pairs in (("pad_value", options.pad_value), ("max_length", options.max_length)):
+        for name, _ in pairs:
+            if name not in lists:
+                raise ConfigError(
+                    f"{argument} names {name!r}, which is not a column of lists of numbers; those "
+                    f"of the batches are: {shown(sorted(lists)) or 'none'}",
+                    field=argument,
+                )
+    for name, value in options.pad_value:
+        if not is_value_of(lists[name].dtype, value):
+            raise ConfigError(
+                f"pad_value: {value:g} is not a value of column {name!r}, which holds lists of "
+                f"{lists[name].dtype}: choose another value",
+                field="pad_value",
+            )
+    _check_everywhere(list(lists.values()), options)
+
+
+def _check_everywhere(lists: Sequence[ColumnSpec], options: ColumnOptions) -> None:
+    if options.max_length_all and not lists:
+        raise ConfigError(
+            f"max_length={options.max_length_all}: no column of the batches has lists of numbers; "
+            "leave it out",
+            field="max_length",
+        )
+    value = options.pad_value_all
+    if value is not None and not any(is_value_of(spec.dtype, value) for spec in lists):
+        held = ", ".join(sorted({spec.dtype for spec in lists})) or "none"
+        raise ConfigError(
+            f"pad_value={value:g} is not a value of any column of lists; their types: {held}",
+            field="pad_value",
+        )
+
+
+def _are_changed(options: ColumnOptions) -> bool:
+    cut = options.max_length or options.max_length_all
+    return bool(cut or options.pad_value or options.pad_value_all is not None)
+
+
+def _bytes_of(value: float, dtype: str) -> bytes:
+    exact = value if "float" in dtype else int(value)
+    with np.errstate(over="ignore"):
+        return np.array(exact).astype(dtype).tobytes()
