@@ -48,12 +48,19 @@ class Trace:
         """It ended badly, and somebody will see an error or a delay."""
         self._say(logging.WARNING, event, facts)
 
-    def broke(self, event: str, **facts: object) -> None:
-        """Dataplane itself is wrong: with the traceback of the exception that is handled."""
-        self._say(logging.ERROR, event, facts, with_traceback=True)
+    def broke(self, event: str, *, by: BaseException | None = None, **facts: object) -> None:
+        """Dataplane itself is wrong: with the traceback of this exception, or of the one that is
+        handled.
+        """
+        self._say(logging.ERROR, event, facts, traceback_of=by or True)
 
     def _say(
-        self, level: int, event: str, facts: Mapping[str, object], *, with_traceback: bool = False
+        self,
+        level: int,
+        event: str,
+        facts: Mapping[str, object],
+        *,
+        traceback_of: BaseException | bool = False,
     ) -> None:
         if not self._log.isEnabledFor(level):
             return
@@ -63,7 +70,7 @@ class Trace:
                 return
             if suppressed:
                 facts = {**facts, "suppressed": suppressed}
-        self._log.log(level, Line(event, facts), exc_info=with_traceback)
+        self._log.log(level, Line(event, facts), exc_info=traceback_of)
 
 
 class Line:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import click
 
+from dataplane import background
 from dataplane.commands.options import NODE_SETTINGS, Settings, setting_options
 from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
 from dataplane.config import VERSION, NodeConfig
-from dataplane.errors import ConfigError
+from dataplane.errors import ConfigError, DataplaneError
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
 from dataplane.settings import node_config
@@ -103,6 +104,7 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
 
 
 async def _run(service: Service) -> int:
+    background.end_process_on_failure()
     stop = asyncio.Event()
     with _signals(stop) as received:
         try:
@@ -115,6 +117,10 @@ async def _run(service: Service) -> int:
             if len(received) < 2:
                 raise
             _trace.failed("stopped at once, as a second signal asked")
+        except (DataplaneError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
+            background.end_process("serve", error)
     return _exit_status(received)
 
 

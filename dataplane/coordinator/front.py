@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dataplane import background
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.journal import Journal
 from dataplane.coordinator.records import Answer, Event, Tick
@@ -90,7 +91,7 @@ class Coordinator:
             now=self._clock(),
             records=records,
         )
-        self._ticking = asyncio.create_task(self._keep_ticking())
+        self._ticking = background.start("coordinator's clock", self._keep_ticking())
 
     async def close(self) -> None:
         """Write what waits and close the store; may be called twice."""

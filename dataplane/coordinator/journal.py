@@ -68,6 +68,8 @@ class Journal:
         while self._committed < wanted:
             if self._commit is None or self._commit.done():
                 self._commit = asyncio.create_task(self._commit_waiting())
+                # Whoever waits is told of a failure; perhaps nobody does any more.
+                self._commit.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A caller that gives up must not cancel the commit that others wait for.
             await asyncio.shield(self._commit)
 

@@ -54,11 +54,13 @@ def _started(stderr_fd: int | None) -> None:
 
 
 async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
+    from dataplane import background
     from dataplane.errors import DataplaneError
     from dataplane.node.pool import WorkerPool
     from dataplane.settings import default_node_config
     from dataplane.trace import Trace, configure
 
+    background.end_process_on_failure()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -78,6 +80,8 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     except DataplaneError as error:
         sys.stderr.write(f"dataplane node: {error}\n")
         return 2
+    except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
+        background.end_process("node", error)
     return 0
 
 

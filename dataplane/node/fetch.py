@@ -121,7 +121,7 @@ class Fetcher:
                 into[: preamble.length] = coming.content.result()
         except DataplaneError as error:
             return type(error)(str(error), **error.nouns)  # without what its traceback holds
-        except Exception as error:  # noqa: BLE001 - whatever it was, someone waits for an answer
+        except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits
             return StoreError(f"{url}: {type(error).__name__}: {error}", shard=url)
         return None
 

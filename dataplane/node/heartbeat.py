@@ -113,7 +113,8 @@ class Heartbeat:
     def _end(self, member: Member, error: DataplaneError) -> None:
         """The member gets this error at its next request, and at those that wait."""
         member.error = error
-        for stream in member.streams.values():
+        # A copy: to send may find the trainer gone, which closes its streams.
+        for stream in list(member.streams.values()):
             while stream.requests:
                 request_id, _ = stream.requests.popleft()
                 stream.send(request_id, error)

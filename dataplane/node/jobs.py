@@ -12,12 +12,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, Slots, plan_slots
@@ -177,10 +177,13 @@ class Jobs:
         await self._tell_left(member.request, lost=lost)
 
     async def _tell_left(self, request: messages.OpenJob, *, lost: bool) -> None:
-        with contextlib.suppress(PeerLost):
-            await self._coordination.leave(
-                membership.LeaveRequest(request.job_id, request.member_id, lost)
-            )
+        leaving = membership.LeaveRequest(request.job_id, request.member_id, lost)
+        try:
+            await self._coordination.leave(leaving)
+        except PeerLost:
+            return
+        except DataplaneError as error:  # a full disk, say
+            _trace.failed("leave", job=request.job_id, error=error)
 
     async def rejoin(self, member: Member) -> None:
         """Join again after the lease ran out."""
@@ -199,13 +202,15 @@ class Jobs:
             loop = asyncio.get_running_loop()
             future = loop.run_in_executor(None, self._opened, request.source)
             self._manifests[key] = future
+            future.add_done_callback(partial(self._forget_failed, key))
             if len(self._manifests) > _MANIFESTS_MAX:
                 self._manifests.popitem(last=False)
-        try:
-            return await asyncio.shield(future)
-        except Exception:
-            self._manifests.pop(key, None)
-            raise
+        return await asyncio.shield(future)
+
+    def _forget_failed(self, key: _ManifestKey, done: asyncio.Future[_Opened]) -> None:
+        """Whoever opens this dataset again has it tried again."""
+        if (done.cancelled() or done.exception()) and self._manifests.get(key) is done:
+            del self._manifests[key]
 
     def _opened(self, source: messages.DatasetSource) -> _Opened:
         manifest = self._open_manifest(source)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from dataplane import background
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
@@ -80,7 +81,7 @@ class Session:
             self._server.jobs.close(member)
             # A node that stops leaves its members their places: they come back through another.
             if not self._server.stopping:
-                self._server.spawn(self._server.jobs.leave(member, lost=True))
+                self._server.spawn("leave", self._server.jobs.leave(member, lost=True))
         self._members.clear()
         self._server.forget(self)
 
@@ -139,6 +140,12 @@ class Session:
                 self._close_job(body)
         except DataplaneError as error:
             self.send(request_id, error)
+        except Exception as error:  # noqa: BLE001 - one trainer's nonsense is not another's loss
+            self._broke(request_id, error)
+
+    def _broke(self, request_id: int, error: Exception) -> None:
+        self._server.trace.broke("request", by=error, error=repr(error))
+        self.send(request_id, DataplaneError(f"the node failed: {error!r}"))
 
     def _run(self, request_id: int, coroutine: Coroutine[Any, Any, None]) -> None:
         if not self._greeted:
@@ -151,8 +158,7 @@ class Session:
             except DataplaneError as error:
                 self.send(request_id, error)
             except Exception as error:  # noqa: BLE001 - a request is answered, whatever happens
-                self._server.trace.failed("request", error=repr(error))
-                self.send(request_id, DataplaneError(f"the node failed: {error!r}"))
+                self._broke(request_id, error)
 
         task = self._loop.create_task(guarded())
         self._tasks.add(task)
@@ -225,7 +231,7 @@ class Session:
         if member is not None:
             self._server.jobs.close(member)
             self._server.jobs.forget_manifest(body.job_id)
-            self._server.spawn(self._server.jobs.leave(member, lost=False))
+            self._server.spawn("leave", self._server.jobs.leave(member, lost=False))
 
 
 class NodeServer:
@@ -274,7 +280,7 @@ class NodeServer:
                 self.trace.noted("gather", by=kernel())
             self._pool.start()
             loop.add_reader(self._listener.fileno(), self._on_connection)
-            beating = loop.create_task(self._heartbeat.run())
+            beating = background.start("heartbeat", self._heartbeat.run())
             while not self._is_done(stop):
                 self._man()
                 self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
@@ -304,9 +310,9 @@ class NodeServer:
             self._pool.resize(staffing.count)
         self._staffing = staffing
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something to its end beside everything else."""
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = background.start(name, coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -11,6 +11,7 @@ import asyncio
 from collections import OrderedDict
 from functools import partial
 
+from dataplane import background
 from dataplane.errors import ConfigError, DataplaneError
 from dataplane.model import Stream
 from dataplane.node.engine import Engine
@@ -73,7 +74,7 @@ class Streams:
 
     def _follow(self, member: Member, stream: StreamState) -> None:
         """All of this epoch is planned: begin with the next, which the trainer will ask for."""
-        task = asyncio.get_running_loop().create_task(self._open_next_epoch(member, stream))
+        task = background.start("next epoch", self._open_next_epoch(member, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -110,13 +111,15 @@ class Streams:
                 None, Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch
             )
             self._orders[key] = future
+            future.add_done_callback(partial(self._forget_failed, key))
             if len(self._orders) > _ORDERS_MAX:
                 self._orders.popitem(last=False)
-        try:
-            return await asyncio.shield(future)
-        except DataplaneError:
-            self._orders.pop(key, None)
-            raise
+        return await asyncio.shield(future)
+
+    def _forget_failed(self, key: object, done: asyncio.Future[Order]) -> None:
+        """Whoever asks for this order again has it tried again."""
+        if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
+            del self._orders[key]
 
 
 def _walk(member: Member, order: Order, at: Stream, *, is_ahead: bool = False) -> Walk:

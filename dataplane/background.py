@@ -1,0 +1,90 @@
+"""What runs beside everything else in a process with an event loop, and what follows if it fails.
+
+A heartbeat that has stopped, or a callback that gave up half-way, leaves a process that looks alive
+and does no work. Such a process ends instead, at once and without cleaning up, since its state can
+no longer be trusted: everybody around it is made for a process that is killed. A supervisor or the
+trainers start it anew.
+
+Invariants:
+1. A task that was started here and ends by an exception ends the process, and so does a callback of
+   ours that raises. The log names both, and the exit status is not 0.
+2. What a library's callback raises is logged, a few lines a minute, and ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, NoReturn
+
+from dataplane.trace import Trace
+
+EXIT_DEFECT = 70
+"""As of a command that ends by a bug of ours."""
+_TASK = "dataplane_task"
+
+_trace = Trace("background")
+
+
+def start(name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run this beside everything else. The caller keeps the task, and may cancel it. Errors that
+    are to be expected are for the coroutine to handle: any that it raises is a defect.
+    """
+    task = asyncio.get_running_loop().create_task(coroutine, name=name)
+    task.add_done_callback(_look)
+    return task
+
+
+def end_process_on_failure() -> None:
+    """From now on a failure on the running event loop ends this process."""
+    asyncio.get_running_loop().set_exception_handler(_on_failure)
+
+
+def end_process(name: str, error: BaseException | None) -> NoReturn:
+    """What is called `name` has failed, and with it this process."""
+    _trace.broke("task failed: this process ends", by=error, task=name, error=repr(error))
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
+    os._exit(EXIT_DEFECT)
+
+
+def _look(task: asyncio.Task[None]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        message = f"the background task {task.get_name()!r} failed"
+        context = {"message": message, "exception": error, _TASK: task.get_name()}
+        task.get_loop().call_exception_handler(context)
+
+
+def _on_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    name = context.get(_TASK)
+    if name is None and error is not None and "handle" in context:
+        called = _callback(context["handle"])
+        if _is_of_ours(getattr(called, "__module__", "")) or _came_through_ours(error):
+            name = str(getattr(called, "__qualname__", called))
+    if name is None:
+        _trace.failed("event loop", what=context.get("message", ""), error=repr(error))
+        return
+    end_process(name, error)
+
+
+def _callback(handle: asyncio.Handle) -> object:
+    called: object = handle._callback  # type: ignore[attr-defined]  # noqa: SLF001 - nothing else tells
+    while isinstance(called, partial):
+        called = called.func
+    return called
+
+
+def _came_through_ours(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(_is_of_ours(frame.f_globals.get("__name__")) for frame, _ in frames)
+
+
+def _is_of_ours(module: object) -> bool:
+    return str(module).startswith("dataplane.")

@@ -1,0 +1,35 @@
+"""What follows from the verdicts of a heartbeat."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from dataplane.coordinator.front import Coordinator, CoordinatorConfig
+from dataplane.errors import LeaseFenced
+from dataplane.node.heartbeat import Heartbeat
+from dataplane.settings import default_node_config
+from dataplane.store.outage import Outages
+from dataplane.trace import Trace
+
+
+def test_a_member_that_is_fenced_may_be_gone_by_the_time_it_is_told() -> None:
+    """To send finds the trainer gone, and that closes all of its streams."""
+    coordinator = Coordinator(CoordinatorConfig(""))
+    jobs: Any = SimpleNamespace(members={})
+    config = default_node_config()
+    beat = Heartbeat(config, coordinator, jobs, "node", Trace("test"), Outages())
+    streams: dict[int, Any] = {}
+    told = []
+
+    def gone(request_id: int, error: Exception) -> None:
+        told.append((request_id, error))
+        streams.clear()
+
+    streams |= {i: SimpleNamespace(requests=deque([(i, 0.0)]), send=gone) for i in range(2)}
+    member: Any = SimpleNamespace(streams=streams, error=None)
+    error = LeaseFenced("a newer launch runs")
+    beat._end(member, error)
+    assert member.error is error
+    assert told[0] == (0, error)

@@ -1,0 +1,43 @@
+"""What fails on an event loop beside everything else. What ends a process: chaos/test_defects.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from dataplane import background
+
+
+def test_a_librarys_callback_that_raises_is_logged_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def play() -> None:
+        background.end_process_on_failure()
+        asyncio.get_running_loop().call_soon(json.loads, "no json")
+        await asyncio.sleep(0)
+
+    asyncio.run(play())
+    assert "JSONDecodeError" in caplog.text
+
+
+def test_a_task_that_fails_is_told_at_once_and_one_that_is_cancelled_is_not() -> None:
+    told: list[dict[str, object]] = []
+
+    async def fail() -> None:
+        raise KeyError("gone")
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        failing = background.start("failing", fail())
+        hanging = background.start("hanging", asyncio.Event().wait())
+        await asyncio.wait([failing])
+        hanging.cancel()
+        await asyncio.wait([hanging])
+
+    asyncio.run(play())
+    (context,) = told
+    assert "'failing'" in str(context["message"])
+    assert isinstance(context["exception"], KeyError)
