@@ -12,10 +12,12 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
 from dataplane_torch.local.sampling import (
+    GeneratorStates,
     Places,
     default_generator,
     epochs_of,
     explicit_generators,
+    generator_states,
     load_generators,
     load_samplers,
     names_of,
@@ -69,6 +71,7 @@ class Beginning:
     def __init__(self, loader: Any, worker_count: int, resume: PassState | None) -> None:
         self.place = Place(loader, worker_count)
         self._places: Places | None = None
+        self._made_with: GeneratorStates = {}
         # Not the loader: it may hold the pass, and its workers end when both are forgotten.
         self._index_sampler, self._generator = loader._index_sampler, loader.generator
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
@@ -88,6 +91,7 @@ class Beginning:
         """
         resume = self.resume
         if resume is None:
+            self.remember()
             yield
             return
         goes_on = self.goes_on is not None
@@ -95,28 +99,41 @@ class Beginning:
         is_next = resume.is_finished and stands_as(resume.sampler)
         with torch.random.fork_rng(devices=[], enabled=not is_next):
             if resume.is_finished:
-                load_generators(self._index_sampler, self._generator, resume.sampler)
+                load_generators(self._index_sampler, self._generator, resume.sampler.generators)
+            self.remember()
             yield
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether torch's constructor did for this pass what it does for any."""
+        return self.goes_on is None and (self.resume is None or not self._persists)
+
+    def remember(self) -> None:
+        """Torch is about to make an iterator of the samplers, which may draw."""
+        self._made_with = generator_states(self._index_sampler, self._generator)
 
     def places(self, torch_pass: Any) -> Places | None:
         """Indices from where the pass goes on; None where they mean nothing. Sets torch's seeds."""
         place, goes_on = self.place, self.goes_on
+        iterator = torch_pass._sampler_iter
         if goes_on is not None:
             torch_pass._base_seed = goes_on.base_seed
             torch_pass._num_yielded = place.step = goes_on.step
             place.len_called = goes_on.len_called
             if len(goes_on.workers) == len(place.workers):
                 place.next_worker = goes_on.next_worker
-            load_generators(self._index_sampler, self._generator, goes_on.sampler)
+            iterator = self._iterator_of(goes_on.sampler)
         elif self.resume is not None and self._persists:
             # Workers that persist do not get a new seed, so that none is drawn between two passes.
             torch_pass._base_seed = self.resume.base_seed
-            load_generators(self._index_sampler, self._generator, self.resume.sampler)
+            iterator = self._iterator_of(self.resume.sampler)
         place.base_seed = torch_pass._base_seed
         if place.is_iterable:
             return None
         state = None if goes_on is None else goes_on.sampler
-        places = Places(self._index_sampler, self._generator, self._every, state)
+        places = Places(
+            self._index_sampler, self._generator, self._every, state, iterator, self._made_with
+        )
         self._places = places
         torch_pass._sampler_iter = places.walk()
         return places
@@ -140,7 +157,18 @@ class Beginning:
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             torch_pass._base_seed = int(seed.item())
         self.resume = self.goes_on = None
+        self.remember()
+        torch_pass._sampler_iter = iter(self._index_sampler)
         torch_pass._num_yielded = self.place.step = self.place.next_worker = 0
+
+    def _iterator_of(self, state: SamplerState) -> Iterator[Any]:
+        """As it was made, and the generators as it found them when it was first asked."""
+        load_generators(self._index_sampler, self._generator, state.made_with or state.generators)
+        self.remember()
+        iterator: Iterator[Any] = iter(self._index_sampler)
+        if state.made_with:
+            load_generators(self._index_sampler, self._generator, state.generators)
+        return iterator
 
     def finish(self) -> None:
         """The pass has come to its end."""
@@ -148,7 +176,7 @@ class Beginning:
         place.is_finished = True
         generators = explicit_generators(self._index_sampler, self._generator)
         reached = place.sampler if self._places is None else self._places.place()
-        place.sampler = replace(reached, generators=generators)
+        place.sampler = replace(reached, generators=generators, made_with={})
 
 
 def _length(dataset: object) -> int | None:

@@ -41,7 +41,8 @@ class SamplerState:
     """A sampler after `drawn` batches: `states` of its parts as they stood `skip` draws before,
     None where no part has a state; `generators` as they stood when the pass began, or when it had
     ended, and the `epochs` that its parts had been told. `missing` are indices that were drawn
-    and whose batches were not yielded, as with in_order=False.
+    and whose batches were not yielded, as with in_order=False. Generators stood as `made_with`
+    before an iterator was made that is not a generator object; else that is empty.
     """
 
     drawn: int = 0
@@ -50,6 +51,7 @@ class SamplerState:
     generators: dict[str, str] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
     missing: tuple[Any, ...] = ()
+    made_with: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,15 @@ class PassState:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, in which nothing is not JSON but what the user's own states contain."""
+        sampler = {**_fields(self.sampler), "missing": list(self.sampler.missing)}
+        if not self.sampler.made_with:
+            del sampler["made_with"]  # which older versions do not know
         return {
             "version": VERSION,
             "source": "iterable" if self.is_iterable else "map",
             **{name: getattr(self, name) for name in _PLAIN},
             "samplers": self.samplers,
-            "sampler": {**_fields(self.sampler), "missing": list(self.sampler.missing)},
+            "sampler": sampler,
             "workers": [_fields(worker) for worker in self.workers],
         }
 
@@ -125,7 +130,7 @@ class PassState:
                 ),
                 samplers=given.get("samplers"),
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"this state is damaged: {error}", field="state_dict") from error
         for name, value, is_right in read._claims():
             if not is_right:
@@ -148,9 +153,9 @@ class PassState:
         yield "is_finished", self.is_finished, isinstance(self.is_finished, bool)
         yield "base_seed", self.base_seed, isinstance(self.base_seed, int)
         yield "states", sampler.states, isinstance(sampler.states, dict | None)
-        texts = sampler.generators
-        are_texts = isinstance(texts, dict) and all(isinstance(one, str) for one in texts.values())
-        yield "generators", texts, are_texts
+        for name, texts in (("generators", sampler.generators), ("made_with", sampler.made_with)):
+            are_texts = isinstance(texts, dict) and all(map(_is_text, texts.values()))
+            yield name, texts, are_texts
         told = sampler.epochs
         are_epochs = isinstance(told, dict) and None not in map(whole, told.values())
         yield "epochs", told, are_epochs
@@ -217,6 +222,10 @@ def _plain(value: Any) -> Any:
 
 def _is_count(given: object) -> TypeGuard[int]:
     return isinstance(given, int) and not isinstance(given, bool) and given >= 0
+
+
+def _is_text(given: object) -> bool:
+    return isinstance(given, str)
 
 
 def _fields(value: Any) -> dict[str, Any]:

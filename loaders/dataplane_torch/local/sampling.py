@@ -14,10 +14,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import inspect
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,15 @@ from dataplane.errors import ConfigError
 from dataplane_torch.local.progress import SamplerState
 from dataplane_torch.local.stateful import is_stateful, load_state
 
+GeneratorStates = dict[str, torch.Tensor]
+
 _DEFAULT = "torch"
 _SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Places:
-    """The iterator of a loader's index sampler. The states of stateful samplers are taken every
-    `every` draws.
+    """`iterator` is the index sampler's; generators stood as `made_with` before it was made. States
+    of stateful samplers are taken every `every` draws.
     """
 
     def __init__(
@@ -43,25 +46,26 @@ class Places:
         generator: torch.Generator | None,
         every: int,
         state: SamplerState | None,
+        iterator: Iterator[Any],
+        made_with: GeneratorStates,
     ) -> None:
         self._index_sampler, self._generator, self._every = index_sampler, generator, every
         self._is_ahead = False
+        # The body of a generator function has not run yet; anything else may have drawn.
+        self._made_with = {} if inspect.isgenerator(iterator) else _all_encoded(made_with)
         # Many a sampler draws from a generator only when it is asked for its first index.
-        self._generators = _generator_states(index_sampler, generator)
+        self._generators = generator_states(index_sampler, generator)
         self._encoded: dict[str, str] | None = None
         self._epochs = epochs_of(index_sampler)
         self._drawn = 0 if state is None else state.drawn
         self._missing = deque(() if state is None else state.missing)
-        self._iterator: Iterator[Any] = iter(index_sampler)
+        self._iterator = iterator
         if state is not None:
             self._iterator = load_state(self._iterator, (state.states or {}).get("iterator"))
             skip = state.drawn if state.states is None else state.skip
             next(itertools.islice(self._iterator, skip, skip), None)
             if state.states is not None and self._drawn >= _step_count(index_sampler):
                 self._come_to_the_end(state)
-        if generator is None and self._seeds_itself():
-            # It reads torch's default generator when it is first asked: that is now, here and when
-            # it is resumed, whatever the loop draws from that generator in between.
             self._draw_ahead()
         self._states = self._states_now()
         self._states_at = self._drawn
@@ -71,7 +75,7 @@ class Places:
         while self._missing:
             yield self._missing.popleft()
         if not self._drawn and not self._is_ahead:
-            self._generators = _generator_states(self._index_sampler, self._generator)
+            self._generators = generator_states(self._index_sampler, self._generator)
             self._encoded = None
             self._epochs = epochs_of(self._index_sampler)
         every = self._every if self._states is not None else 0
@@ -83,7 +87,13 @@ class Places:
         self._states, self._states_at = self._states_now(), self._drawn  # of the next pass
 
     def place(self) -> SamplerState:
-        """After the draws so far."""
+        """After the draws so far. A shuffle that is asked for it before its first index draws its
+        seed now, as a resumed one will, whatever the loop draws in between.
+        """
+        if not self._drawn and not self._is_ahead:
+            self._generators = generator_states(self._index_sampler, self._generator)
+            self._encoded = None
+            self._draw_ahead()
         if self._encoded is None:
             self._encoded = _all_encoded(self._generators)
         return SamplerState(
@@ -93,6 +103,7 @@ class Places:
             generators=self._encoded,
             epochs=self._epochs,
             missing=tuple(self._missing),
+            made_with=self._made_with,
         )
 
     def _seeds_itself(self) -> bool:
@@ -103,6 +114,8 @@ class Places:
         ) and not any(is_stateful(part) for part in parts)
 
     def _draw_ahead(self) -> None:
+        if self._generator is not None or not self._seeds_itself():
+            return
         self._is_ahead = True
         with contextlib.suppress(StopIteration):
             self._iterator = itertools.chain([next(self._iterator)], self._iterator)
@@ -155,7 +168,7 @@ def load_samplers(index_sampler: Any, state: SamplerState, *, same_epoch: bool) 
 
 
 def load_generators(
-    index_sampler: Any, generator: torch.Generator | None, state: SamplerState
+    index_sampler: Any, generator: torch.Generator | None, states: Mapping[str, str]
 ) -> None:
     """Generators stand as they did, torch's default one included.
 
@@ -163,8 +176,8 @@ def load_generators(
     """
     standing = {**_generators(index_sampler, generator), _DEFAULT: torch.default_generator}
     for name, each in standing.items():
-        if name in state.generators:
-            _set_state(each, state.generators[name])
+        if name in states:
+            _set_state(each, states[name])
 
 
 def default_generator() -> dict[str, str]:
@@ -177,16 +190,15 @@ def stands_as(state: SamplerState) -> bool:
     return state.generators.get(_DEFAULT, "") in {"", _encoded(torch.get_rng_state())}
 
 
-def _generator_states(
-    index_sampler: Any, generator: torch.Generator | None
-) -> dict[str, torch.Tensor]:
+def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:
+    """Of the generators that a loader's samplers may draw from, as they stand now."""
     found = _generators(index_sampler, generator)
     if generator is None:
         found = {**found, _DEFAULT: torch.default_generator}
     return {name: each.get_state() for name, each in found.items()}
 
 
-def _all_encoded(states: dict[str, torch.Tensor]) -> dict[str, str]:
+def _all_encoded(states: GeneratorStates) -> dict[str, str]:
     return {name: _encoded(state) for name, state in states.items()}
 
 

@@ -58,7 +58,12 @@ class WorkerPass(_BaseDataLoaderIter):
         begin = self._begin(loader, resume)
         with begin.drawing():
             super().__init__(loader)
+            seed = self._shared_seed
+            if begin.is_anew:  # as torch's does: samplers and generators are asked twice
+                begin.remember()
+                super()._reset(loader, first_iter=True)
             self._take_places(begin)
+        self._shared_seed = seed
         self._crew = self._started(loader)
         self._open(resume)
 

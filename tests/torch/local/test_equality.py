@@ -177,8 +177,6 @@ def test_samplers_of_torch_and_of_the_users_own(num_workers, own, walk) -> None:
         return loader(dataset, num_workers=num_workers, generator=generator, **given[which])
 
     for which in range(6):
-        if walk is both_at_once and not own and which < 3:
-            continue  # ours draws the seed of a shuffle when its iterator is made
         assert_equal(lambda loader, which=which: make(loader, which), walk)
 
 

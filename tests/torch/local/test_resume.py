@@ -285,6 +285,26 @@ def test_a_state_that_was_loaded_is_told_again(stop) -> None:
         assert loader.state_dict() == state
 
 
+class DrawsEarly(Sampler[list[int]]):
+    """Draws its batches when an iterator of it is made."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([batch.tolist() for batch in torch.randperm(12).split(2)])
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_sampler_that_draws_before_it_is_asked(before) -> None:
+    def make(num_workers: int) -> DataLoader:
+        sampler = DrawsEarly()
+        return DataLoader(Samples("int", 12), batch_sampler=sampler, num_workers=num_workers)
+
+    for after in (0, 1):
+        goes_on(lambda: make(before), 2, 3, other=lambda after=after: make(after), tail=2)
+
+
 def test_resuming_leaves_the_default_generator_alone() -> None:
     with DataLoader(Samples("int", 8), 2, shuffle=True) as loader:
         list(itertools.islice(loader, 2))
