@@ -36,6 +36,7 @@ class Member:
     seen: tuple[float, int, int] = (0.0, 0, 0)
     error: DataplaneError | None = None
     closed: bool = False
+    described: tuple[messages.DescribedColumn, ...] | None = None
 
     @property
     def job_id(self) -> str:

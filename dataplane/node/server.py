@@ -20,6 +20,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
 from dataplane.node.blocks import SMALL_FETCHES
+from dataplane.node.described import describe
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
@@ -134,6 +135,8 @@ class Session:
                 self._run(request_id, self._open_job(request_id, body))
             elif isinstance(body, messages.OpenStream):
                 self._run(request_id, self._open_stream(request_id, body))
+            elif isinstance(body, messages.DescribeColumns):
+                self._run(request_id, self._describe(request_id, body))
             elif isinstance(body, messages.CloseStream):
                 self._close_stream(body)
             else:
@@ -197,6 +200,9 @@ class Session:
             return
         self._streams[opened.stream_id] = member
         self.send(request_id, opened)
+
+    async def _describe(self, request_id: int, body: messages.DescribeColumns) -> None:
+        self.send(request_id, await describe(self._member(body.job_id), body))
 
     def _member(self, job_id: str) -> Member:
         member = self._members.get(job_id)

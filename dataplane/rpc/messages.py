@@ -86,6 +86,33 @@ class JobOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class DescribeColumns:
+    """Asks what the columns of a job are made of, from the one numbered `first` on."""
+
+    job_id: str
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedColumn:
+    """One column, what the shards hold of it, and how long its lists may be; 0: any length."""
+
+    spec: ColumnSpec
+    stored_type: str = ""
+    unit: str = ""
+    time_zone: str = ""
+    length_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsDescribed:
+    """Some of a job's columns, and how many it has in all."""
+
+    columns: tuple[DescribedColumn, ...]
+    column_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class OpenStream:
     """A walk over the steps of this rank's slice that remain at `cursor`."""
 
@@ -192,8 +219,12 @@ class CloseJob:
     job_id: str
 
 
-ToNodeBody = Hello | OpenJob | OpenStream | NextSlab | Release | CloseStream | CloseJob
-FromNodeBody = DataplaneError | Welcome | JobOpened | StreamOpened | Slab | EndOfStream
+ToNodeBody = (
+    Hello | OpenJob | OpenStream | NextSlab | Release | CloseStream | CloseJob | DescribeColumns
+)
+FromNodeBody = (
+    DataplaneError | Welcome | JobOpened | StreamOpened | Slab | EndOfStream | ColumnsDescribed
+)
 
 
 @dataclass(frozen=True, slots=True)

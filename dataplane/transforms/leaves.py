@@ -108,6 +108,18 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the single values of a column, or in its lists."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return value_type(kind.value_type)
+    kind = _plain(kind)
+    return (
+        value_type(kind.value_type)
+        if is_any_list(kind) or pa.types.is_fixed_size_list(kind)
+        else kind
+    )
+
+
 def _dtype(kind: pa.DataType) -> str:
     """The numpy name of a primitive type, "" for any other."""
     if pa.types.is_boolean(kind):

@@ -14,9 +14,11 @@ from dataplane.transforms.images import (
 from dataplane.transforms.stacks import Stack
 from dataplane_torch.dataset import ShardedIterableDataset
 from dataplane_torch.loader import DataLoader
+from dataplane_torch.schema import BatchColumn, Schema
 from dataplane_torch.tensors import Ragged
 
 __all__ = [
+    "BatchColumn",
     "CenterCrop",
     "DataLoader",
     "Normalize",
@@ -24,6 +26,7 @@ __all__ = [
     "RandomHorizontalFlip",
     "RandomResizedCrop",
     "Resize",
+    "Schema",
     "ShardedIterableDataset",
     "Stack",
     "Statistics",

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
+from dataplane.client.describe import describe_columns
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, step_count
 from dataplane.errors import ConfigError
@@ -18,6 +19,7 @@ from dataplane_torch.arguments import Arguments, Urls, epoch_of, job_of
 from dataplane_torch.group import check_pixels
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.resume import resumed
+from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.walk import Walk
 
@@ -86,6 +88,11 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         """Steps of a whole epoch, of this rank: of all DataLoader workers together."""
         job = self._session_of_process().job
         return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
+
+    @property
+    def schema(self) -> Schema:
+        """What batches hold, by column: as DataLoader.schema."""
+        return schema_of(describe_columns(self._session_of_process()))
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch's; a state that was loaded for it keeps its place. Call it in

@@ -33,6 +33,7 @@ from dataplane_torch.local.worker_pass import WorkerPass
 from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.pinning import cuda_pinning
+from dataplane_torch.schema import Schema
 from dataplane_torch.shards import ShardReader, Shards
 
 Pass = LocalPass | WorkerPass
@@ -155,6 +156,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def epoch(self) -> int | None:
         """The epoch of the pass under way, or else of the next one; None over a Dataset."""
         return None if self._shards is None else self._shards.epoch
+
+    @property
+    def schema(self) -> Schema:
+        """What batches hold, by column: stored type, unit, time zone, dtype and shape. Opens the
+        dataset, and reads no batch.
+
+        Raises:  ConfigError: over a Dataset, whose samples are known when they are made.
+        """
+        if self._shards is None:
+            raise ConfigError(
+                "schema is of loaders over urls: what a torch Dataset yields shows in its batches",
+                field="dataset",
+            )
+        return self._shards.schema
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch's. Of a state that was loaded the same epoch keeps the place,

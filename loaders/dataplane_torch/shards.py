@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from dataplane.client.describe import describe_columns
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import step_count
@@ -18,6 +19,7 @@ from dataplane_torch.arguments import Arguments, job_of
 from dataplane_torch.device import Target
 from dataplane_torch.group import check_pixels
 from dataplane_torch.resume import resumed
+from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import Lane
 from dataplane_torch.tensors import Batch, Decoder
 from dataplane_torch.walk import Walk
@@ -62,6 +64,7 @@ class ShardReader:
         weakref.finalize(self, self._session.close).atexit = False
         self._target, self._dataset_moved = target, given.options["dataset_moved"]
         self._decoder: Decoder | None = None
+        self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
         self._walk: Walk | None = None
         self._last: Walk | None = None
@@ -91,6 +94,13 @@ class ShardReader:
         """Steps of a whole epoch."""
         job = self._session.job
         return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
+
+    @property
+    def schema(self) -> Schema:
+        """What batches hold."""
+        if self._schema is None:
+            self._schema = schema_of(describe_columns(self._session))
+        return self._schema
 
     @property
     def valid_count(self) -> int | None:

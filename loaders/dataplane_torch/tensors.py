@@ -85,7 +85,8 @@ def _put(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
     return _texts(spec, at)
 
 
-def _dtype(spec: ColumnSpec) -> torch.dtype:
+def torch_dtype(spec: ColumnSpec) -> torch.dtype:
+    """That of a column's tensor.   Raises:  ConfigError: torch has none like it."""
     found = _DTYPES.get(spec.dtype)
     if found is None:
         raise ConfigError(
@@ -129,7 +130,7 @@ def _shared_tensor(
 
 
 def _fixed(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
-    name, shape, dtype = spec.name, spec.shape, _dtype(spec)
+    name, shape, dtype = spec.name, spec.shape, torch_dtype(spec)
 
     def put(batches: Batches, i: int, out: Batch) -> None:
         offset = batches.columns[at].values[i]
@@ -139,7 +140,7 @@ def _fixed(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
 
 
 def _padded(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
-    name, length_name, dtype = spec.name, f"{spec.name}.length", _dtype(spec)
+    name, length_name, dtype = spec.name, f"{spec.name}.length", torch_dtype(spec)
 
     def put(batches: Batches, i: int, out: Batch) -> None:
         column, rows = batches.columns[at], batches.batches[i].rows
@@ -150,7 +151,7 @@ def _padded(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
 
 
 def _ragged(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
-    name, dtype = spec.name, _dtype(spec)
+    name, dtype = spec.name, torch_dtype(spec)
 
     def put(batches: Batches, i: int, out: Batch) -> None:
         column, rows = batches.columns[at], batches.batches[i].rows

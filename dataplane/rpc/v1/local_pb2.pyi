@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ToNode(_message.Message):
-    __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job")
+    __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job", "describe_columns")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_JOB_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class ToNode(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CLOSE_STREAM_FIELD_NUMBER: _ClassVar[int]
     CLOSE_JOB_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     hello: Hello
     open_job: OpenJob
@@ -25,10 +26,11 @@ class ToNode(_message.Message):
     release: Release
     close_stream: CloseStream
     close_job: CloseJob
-    def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ...) -> None: ...
+    describe_columns: DescribeColumns
+    def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ..., describe_columns: _Optional[_Union[DescribeColumns, _Mapping]] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream")
+    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +38,7 @@ class FromNode(_message.Message):
     STREAM_OPENED_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
     END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_DESCRIBED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     error: _types_pb2.Error
     welcome: Welcome
@@ -43,7 +46,8 @@ class FromNode(_message.Message):
     stream_opened: StreamOpened
     slab: Slab
     end_of_stream: EndOfStream
-    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ...) -> None: ...
+    columns_described: ColumnsDescribed
+    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "protocol", "pid")
@@ -128,6 +132,36 @@ class JobOpened(_message.Message):
     dataset: _types_pb2.DatasetIdentity
     pixels: str
     def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ...) -> None: ...
+
+class DescribeColumns(_message.Message):
+    __slots__ = ("job_id", "first")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    first: int
+    def __init__(self, job_id: _Optional[str] = ..., first: _Optional[int] = ...) -> None: ...
+
+class ColumnsDescribed(_message.Message):
+    __slots__ = ("columns", "column_count")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    columns: _containers.RepeatedCompositeFieldContainer[DescribedColumn]
+    column_count: int
+    def __init__(self, columns: _Optional[_Iterable[_Union[DescribedColumn, _Mapping]]] = ..., column_count: _Optional[int] = ...) -> None: ...
+
+class DescribedColumn(_message.Message):
+    __slots__ = ("spec", "stored_type", "unit", "time_zone", "length_max")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    STORED_TYPE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    TIME_ZONE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_MAX_FIELD_NUMBER: _ClassVar[int]
+    spec: _types_pb2.ColumnSpec
+    stored_type: str
+    unit: str
+    time_zone: str
+    length_max: int
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ColumnSpec, _Mapping]] = ..., stored_type: _Optional[str] = ..., unit: _Optional[str] = ..., time_zone: _Optional[str] = ..., length_max: _Optional[int] = ...) -> None: ...
 
 class OpenStream(_message.Message):
     __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride")

@@ -1,0 +1,125 @@
+"""What the batches of a loader over urls hold: known when it is open, before the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from dataplane.model import Kind
+from dataplane.rpc.messages import DescribedColumn
+from dataplane_torch.tensors import torch_dtype
+
+_PYTHON: Final = {Kind.STRING: "str", Kind.BYTES: "bytes", Kind.OBJECT: "objects"}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchColumn:
+    """One key of every batch.
+
+    `stored_type` is Arrow's name for the type in the shards, "" for what the loader adds (lengths,
+    masks). `unit` (D, s, ms, us, ns) and `time_zone` are those of times, which come as the integers
+    that are stored. `comes_as` is "tensor", "ragged" (`Ragged`), or a list of "str", "bytes" or
+    "objects".
+
+    Shapes:  of a tensor, or of the values of a Ragged; None for a size that is not the same in all
+    batches. Lists in it have at most `length_max` values, any number where that is None.
+    """
+
+    name: str
+    stored_type: str
+    comes_as: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int | None, ...] | None = None
+    unit: str | None = None
+    time_zone: str | None = None
+    length_max: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.described}"
+
+    @property
+    def described(self) -> str:
+        """What it comes as: "int32 [B, T], T <= 512"."""
+        if self.dtype is None:
+            values = "Python values" if self.comes_as == "objects" else self.comes_as
+            return f"list of {values}{self._times}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        most = f" <= {self.length_max}" if self.length_max is not None else ""
+        if self.comes_as == "ragged":
+            lists = f", lists{most}" if most else ""
+            return f"Ragged of {dtype}{lists}{self._times}"
+        names = ("B", "T")
+        sizes = [
+            names[at] if size is None else str(size) for at, size in enumerate(self.shape or ())
+        ]
+        return f"{dtype} [{', '.join(sizes)}]{f', T{most}' if most else ''}{self._times}"
+
+    @property
+    def _times(self) -> str:
+        zone = f" {self.time_zone}" if self.time_zone else ""
+        return f" ({self.unit}{zone})" if self.unit else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The keys of every batch, in their order. Print it for a table; `schema["name"]` is one."""
+
+    columns: tuple[BatchColumn, ...]
+
+    def __getitem__(self, name: str) -> BatchColumn:
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[BatchColumn]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __str__(self) -> str:
+        rows = [(one.name, one.stored_type, one.described) for one in self.columns]
+        return _table([("column", "stored as", "comes as"), *rows])
+
+
+def schema_of(columns: Sequence[DescribedColumn]) -> Schema:
+    """The schema of batches that a node describes so.
+
+    Raises:  ConfigError: a column's type has no tensor.
+    """
+    return Schema(tuple(key for column in columns for key in _keys(column)))
+
+
+def _keys(column: DescribedColumn) -> Iterator[BatchColumn]:
+    spec, stored = column.spec, column.stored_type
+    if spec.kind in _PYTHON:
+        times = column.unit or None, column.time_zone or None
+        yield BatchColumn(spec.name, stored, _PYTHON[spec.kind], None, None, *times)
+        return
+    shapes: dict[Kind, tuple[int | None, ...]] = {
+        Kind.FIXED: (None, *spec.shape),
+        Kind.PADDED: (None, None),
+        Kind.RAGGED: (None,),
+    }
+    yield BatchColumn(
+        spec.name,
+        stored,
+        "ragged" if spec.kind is Kind.RAGGED else "tensor",
+        torch_dtype(spec),
+        shapes[spec.kind],
+        column.unit or None,
+        column.time_zone or None,
+        column.length_max or None,
+    )
+    if spec.kind is Kind.PADDED:
+        yield BatchColumn(f"{spec.name}.length", "", "tensor", torch.int64, (None,))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
