@@ -380,3 +380,12 @@ def default_node_config() -> NodeConfig:
         # It writes to the trainer's own stderr.
         config = dataclasses.replace(config, log_level="warning")
     return config
+
+
+def stall_timeout_s() -> float:
+    """How long a trainer waits, as the environment and the configuration file have it.
+
+    Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
+    """
+    settings = resolve({}, os.environ, find_file(None, os.environ), this_machine())
+    return float(str(settings["stall_timeout_s"].value))

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -19,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,8 @@ class Script:
     hang_after: int | None = None
     die_after: int | None = None
     die_at_start: str = ""
+    killed_at: str = ""  # "start", "hello", "open", "stream" or "slab"
+    killed_once: str = ""  # the file that tells later nodes that one was killed; "": each is
     copy_out: bool = False
     open_error: str = ""
     salt: str = ""
@@ -204,11 +208,14 @@ class FakeNode:
     def _answer(self, peer: _Peer, request_id: int, body: Any) -> None:
         node_id = f"fake-{os.getpid()}"
         if isinstance(body, Hello):
+            may_be_killed(self.script, "hello")
             self._send(peer, request_id, Welcome(self.script.version, PROTOCOL_VERSION, node_id))
         elif isinstance(body, OpenJob):
+            may_be_killed(self.script, "open")
             self._open_job(peer, request_id, body)
         elif isinstance(body, OpenStream):
             assert peer.job is not None
+            may_be_killed(self.script, "stream")
             place = Slice(
                 self.script.sample_count, body.cursor, peer.job.global_batch, peer.job.end,
                 peer.job.topology.dp_rank, peer.job.topology.dp_size,
@@ -218,6 +225,7 @@ class FakeNode:
             peer.streams[self._number] = (body, self._slabs(place, list(steps)))
             self._send(peer, request_id, StreamOpened(self._number, place.step_count))
         elif isinstance(body, NextSlab):
+            may_be_killed(self.script, "slab")
             peer.waiting.append((request_id, body))
             self._serve_waiting()
         elif isinstance(body, Release):
@@ -286,6 +294,18 @@ class FakeNode:
         )
         self._send(peer, request_id, slab)
         return True
+
+
+def may_be_killed(script: Script, at: str) -> None:
+    """SIGKILL, if this is where it comes, to this process."""
+    if script.killed_at != at:
+        return
+    if script.killed_once:
+        try:
+            Path(script.killed_once).touch(exist_ok=False)
+        except FileExistsError:
+            return
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write(memory: Any, batches: list[list[int]], epoch: int) -> tuple[Column, ...]:
@@ -365,6 +385,7 @@ def main() -> int:
     parser.add_argument("--embedded", action="store_true")
     given = parser.parse_args()
     script = Script(**json.loads(os.environ["FAKE_NODE"]))
+    may_be_killed(script, "start")
     if script.die_at_start:
         sys.stderr.write(script.die_at_start)
         return 3

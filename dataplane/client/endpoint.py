@@ -5,16 +5,14 @@ No network connection is opened here or anywhere in a trainer: only abstract Uni
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import socket
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dataplane.client.launch import NodeProcess, node_command, start_node
+from dataplane.client.launch import node_command, start_node
+from dataplane.client.waiting import Notice
 from dataplane.client.wire import Wire
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import ConfigError, PeerLost, VersionMismatch
@@ -22,17 +20,31 @@ from dataplane.rpc import local, names
 from dataplane.rpc.messages import Hello, Welcome
 
 START_TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 5.0
-_PAUSE_S = 0.1
 
 
 class Endpoint(Protocol):
     """Where a node is to be found; a value that may be pickled and sent to DataLoader workers."""
 
-    def reach(self, deadline: float | None) -> tuple[Wire, str]:
-        """A connection whose node has welcomed us, and the node's id. `deadline`: how long to try
-        again where that may help; None: as for a first connection.
+    @property
+    def start_s(self) -> float:
+        """How long a first connection is waited for at least, whatever the settings say."""
+        ...
+
+    @property
+    def whom(self) -> str:
+        """The node, as people are told of it."""
+        ...
+
+    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
+        """Try once: a connection whose node has welcomed us, and the node's id.
+
+        Raises:  PeerLost: nobody there, or nobody any more; with the noun `status` where a node
+        ended by itself while it started, so that the next one would too.
         """
+        ...
+
+    def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
+        """What to raise when it was tried for so long."""
         ...
 
 
@@ -43,30 +55,41 @@ class Embedded:
     name: str
     command: tuple[str, ...] = field(default_factory=node_command)
 
-    def reach(self, deadline: float | None) -> tuple[Wire, str]:
+    @property
+    def start_s(self) -> float:
+        """A busy machine may take long to start a process."""
+        return START_TIMEOUT_S
+
+    @property
+    def whom(self) -> str:
+        """As people are told."""
+        return "the node of this run on this host"
+
+    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
         """Connect, or take the name and start a node on it.
 
-        Raises:  PeerLost: the node ended while starting, with its last words; or it stays silent.
+        Raises:  PeerLost: the node ended while starting, with its last words; or it stays silent;
+        or another process has the name, and is leaving or has not begun to listen.
         """
-        if deadline is None:
-            deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
+        try:
+            sock = local.connect(self.name, _left(deadline))
+        except PeerLost as error:
             try:
-                sock = local.connect(self.name, _left(deadline))
-                return _welcomed(sock, deadline, self.name)
-            except PeerLost as error:  # nobody there, or just leaving
-                last_error = str(error)
-            with contextlib.suppress(FileExistsError):
-                return self._start(deadline)
-            # Taken, but it hung up: between bind() and listen(), or leaving, or failing to start.
-            if time.monotonic() > deadline - _PAUSE_S:
-                raise PeerLost(
-                    f"the node that another process of this run started is of no use: {last_error}",
-                    peer=f"@{self.name}",
-                )
-            _pause(_PAUSE_S)
+                return self._start(deadline, notice)
+            except FileExistsError:
+                raise error from None
+        return _welcomed(sock, deadline, self.name, notice)
 
-    def _start(self, deadline: float) -> tuple[Wire, str]:
+    def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
+        """It was lost again and again."""
+        return PeerLost(
+            f"{self.whom} was started again and again for {waited_s:.0f} s, and was lost each time"
+            f" (by SIGKILL, most likely for want of memory, or by its own end); the last: {error}",
+            peer=f"@{self.name}",
+            last_error=str(error),
+        )
+
+    def _start(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
         listener = local.listen(self.name)
         try:
             # Before the exec: the kernel then ends this call when the child ends, however it does.
@@ -79,19 +102,14 @@ class Embedded:
         finally:
             listener.close()
         try:
-            return self._first_words(node, sock, deadline)
+            try:
+                reached = _welcomed(sock, deadline, self.name, notice)
+            except PeerLost as error:
+                raise node.failure() from error
+            node.started()
+            return reached
         finally:
             node.close()
-
-    def _first_words(
-        self, node: NodeProcess, sock: socket.socket, deadline: float
-    ) -> tuple[Wire, str]:
-        try:
-            reached = _welcomed(sock, deadline, self.name)
-        except PeerLost as error:
-            raise node.failure() from error
-        node.started()
-        return reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +119,33 @@ class Served:
     address: str
     name: str
 
-    def reach(self, deadline: float | None) -> tuple[Wire, str]:
-        """Connect, trying again with full jitter until the deadline.
+    @property
+    def start_s(self) -> float:
+        """Somebody else starts it: the settings say how long to wait."""
+        return 0.0
+
+    @property
+    def whom(self) -> str:
+        """As people are told."""
+        return f"a node of service {self.address} on this host"
+
+    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
+        """Connect.
 
         Raises:  PeerLost: nobody serves here.
         """
-        until = time.monotonic() + CONNECT_TIMEOUT_S if deadline is None else deadline
-        pause_s = _PAUSE_S
-        while True:
-            try:
-                sock = local.connect(self.name, max(0.001, until - time.monotonic()))
-                return _welcomed(sock, until, self.name)
-            except PeerLost as error:
-                if time.monotonic() + pause_s > until:
-                    raise PeerLost(
-                        f"no node of service {self.address} answers on this host ({error}): start "
-                        f"`dataplane serve` here, or `dataplane serve --node --join {self.address}`"
-                        " where the coordinator is on another host, as this same user",
-                        peer=self.address,
-                    ) from error
-            _pause(random.uniform(0, pause_s))  # noqa: S311 - jitter is no secret
-            pause_s = min(2 * pause_s, 2.0)
+        sock = local.connect(self.name, _left(deadline))
+        return _welcomed(sock, deadline, self.name, notice)
+
+    def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
+        """Nobody came."""
+        return PeerLost(
+            f"no node of service {self.address} answers on this host, and {waited_s:.0f} s were "
+            f"waited ({error}): start `dataplane serve` here, or `dataplane serve --node --join "
+            f"{self.address}` where the coordinator is on another host, as this same user",
+            peer=self.address,
+            last_error=str(error),
+        )
 
 
 def find_endpoint(service: str | None, run: str) -> Endpoint:
@@ -134,7 +158,7 @@ def find_endpoint(service: str | None, run: str) -> Endpoint:
     return Embedded(names.embedded_name(os.getuid(), VERSION, run))
 
 
-def _welcomed(sock: socket.socket, deadline: float, name: str) -> tuple[Wire, str]:
+def _welcomed(sock: socket.socket, deadline: float, name: str, notice: Notice) -> tuple[Wire, str]:
     wire = Wire(sock)
     try:
         _, uid, _ = local.peer_credentials(sock)
@@ -143,7 +167,7 @@ def _welcomed(sock: socket.socket, deadline: float, name: str) -> tuple[Wire, st
                 f"what listens at @{name} belongs to user {uid}, not to user {os.getuid()}: it is "
                 "none of our nodes"
             )
-        answer, _ = wire.call(Hello(VERSION, PROTOCOL_VERSION, os.getpid()), deadline)
+        answer, _ = wire.call(Hello(VERSION, PROTOCOL_VERSION, os.getpid()), deadline, notice)
         if not isinstance(answer, Welcome):
             raise ConfigError(f"what listens at @{name} is no node")
         if (answer.protocol, answer.version) != (PROTOCOL_VERSION, VERSION):
@@ -164,7 +188,3 @@ def _welcomed(sock: socket.socket, deadline: float, name: str) -> tuple[Wire, st
 
 def _left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
-
-
-def _pause(seconds: float) -> None:
-    threading.Event().wait(seconds)

@@ -30,7 +30,8 @@ class NodeProcess:
 
     def failure(self) -> DataplaneError:
         """Why it ended, once it hung up: its exit status and the last lines that it wrote. Status 2
-        is a node's own refusal, of a wrong setting most likely.
+        is a node's own refusal, of a wrong setting most likely. The error has a noun `status` if
+        the node failed by itself, and none if somebody killed it or told it to end.
         """
         try:
             status = self.process.wait(_EXIT_WAIT_S)
@@ -47,6 +48,7 @@ class NodeProcess:
             + (f"; its last words:\n{tail}" if tail else " without a word"),
             peer=f"pid {self.process.pid}",
             last_error=tail.rpartition("\n")[2],
+            **({"status": status} if (status := self.process.returncode or 0) > 0 else {}),
         )
 
     def started(self) -> None:

@@ -73,6 +73,8 @@ class Mount:
         self.wire, self.node_id, self.job_id, self.job = wire, node_id, job_id, job
         self._arena, self._pinning = arena, pinning
         self._pid = os.getpid()
+        self.opening_s = 0.0
+        """For how long nodes were at work until the job was open."""
         self.asked_ahead: set[int | None] = set()
         self._held: dict[int, int] = {}
         self._unread: dict[int, int] = {}  # those of them that are dead, and that a device may read

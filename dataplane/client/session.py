@@ -22,6 +22,7 @@ from dataplane.client.endpoint import Endpoint
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
 from dataplane.client.state import State
 from dataplane.client.statistics import Statistics, Tally, sum_of
+from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import Wire
 from dataplane.errors import (
     ClosedError,
@@ -32,10 +33,13 @@ from dataplane.errors import (
     SpecMismatch,
 )
 from dataplane.rpc.messages import JobOpened, OpenJob
+from dataplane.settings import stall_timeout_s
 
 # Opening a job may index a dataset, which for formats without an index reads all of it once.
 OPEN_TIMEOUT_S = 1800.0
 _GRACE_S = 2.0
+# How often a node that ends by itself while it starts is started again in the middle of a run.
+_STARTS_MAX = 3
 
 
 class Session:
@@ -106,8 +110,10 @@ class Session:
 
     def mount(self, deadline: float | None = None) -> Mount:
         """The connection of the moment; a new one in a forked child, or where the last was lost.
+        What is lost is tried again until the deadline, or without one for the stall timeout.
 
-        Raises:  ClosedError: after `close`.  PeerLost: no node can be reached.
+        Raises:  ClosedError: after `close`.  PeerLost: no node could be reached in all that time,
+                 or it ends by itself.  DataStallError: it does not open the job.
                  DatasetChangedError: the job is another one now.  DataplaneError: as the node says.
         """
         if os.getpid() != self._pid:
@@ -147,10 +153,37 @@ class Session:
             mount.retire()
 
     def _open(self, deadline: float | None) -> Mount:
-        wire, node_id = self.endpoint.reach(deadline)
+        """Reach a node and open the job there; what is lost meanwhile is tried again."""
+        now = time.monotonic()
+        until = now + self._patience_s() if deadline is None else deadline
+        patience = Patience(until, now + self._open_timeout_s)
+        rank = self.request.topology.rank
+        notice = Notice(self.endpoint.whom, job=self.request.job_id, rank=rank)
+        starts_left = 1 if self._job is None else _STARTS_MAX
+        while True:
+            try:
+                wire, node_id = self.endpoint.reach(patience.until, notice)
+                notice.over()
+                return self._opened(wire, node_id, patience)
+            except PeerLost as error:
+                starts_left -= "status" in error.nouns
+                if not starts_left:
+                    raise
+                if not patience.pause(notice, error):
+                    raise self.endpoint.given_up(patience.waited_s, error) from error
+            if self._closed:
+                raise ClosedError("this loader was closed while it waited for its node")
+
+    def _patience_s(self) -> float:
+        """How long a node is waited for where no batch is awaited yet."""
+        if self._job is not None:
+            return self.stall_timeout_s(self._job)
+        return max(stall_timeout_s(), self.endpoint.start_s)
+
+    def _opened(self, wire: Wire, node_id: str, patience: Patience) -> Mount:
         try:
             request = dataclasses.replace(self.request, member_id=self._member_id)
-            mount = self._mounted(wire, node_id, request)
+            mount = self._mounted(wire, node_id, request, patience)
         except BaseException:
             wire.close()
             raise
@@ -183,24 +216,32 @@ class Session:
                 found=found.pixels,
             )
 
-    def _mounted(self, wire: Wire, node_id: str, request: OpenJob) -> Mount:
-        urls = ", ".join(request.source.urls)
+    def _mounted(self, wire: Wire, node_id: str, request: OpenJob, patience: Patience) -> Mount:
+        urls, job, began = ", ".join(request.source.urls), request.job_id, time.monotonic()
+        notice = Notice("a job to be opened", job=job, node=node_id, rank=request.topology.rank)
         try:
-            body, fds = wire.call(request, time.monotonic() + self._open_timeout_s)
+            body, fds = wire.call(request, patience.last, notice)
         except TimeoutError as error:
             raise DataStallError(
-                f"the node did not open {urls} within {self._open_timeout_s:g} s; if its shards "
-                "have no index of their own, run `dataplane index` on them once",
+                f"node {node_id} did not open job {job!r} over {urls} within "
+                f"{patience.waited_s:.0f} s: `dataplane status` and its log say what it waits for;"
+                " if the shards have no index of their own, run `dataplane index` on them once",
                 stage="open",
+                job=job,
                 shard=urls,
                 node=node_id,
             ) from error
+        finally:
+            patience.extend(time.monotonic() - began)
+        notice.over()
         if not isinstance(body, JobOpened) or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
             raise PeerLost(f"the node answered OpenJob with a {type(body).__name__}", peer=node_id)
         arena = Arena.attach(fds[0], body.arena_bytes)
-        return Mount(wire, node_id, request.job_id, body, arena, self._pinning)
+        mount = Mount(wire, node_id, request.job_id, body, arena, self._pinning)
+        mount.opening_s = patience.worked_s
+        return mount
 
 
 def _member_id(request: OpenJob) -> str:

@@ -14,7 +14,9 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -34,7 +36,6 @@ from dataplane.rpc.messages import (
 
 AHEAD_STREAMS_MAX = 2
 _ALIGN_BYTES = 64
-_REACH_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class SlabStream:
         mount = self._session.mount()
         stall_s = self._session.stall_timeout_s(mount.job)
         deadline = time.monotonic() + stall_s  # opening a job has a deadline of its own
+        stall = partial(self._stall, step, stall_s)
         losses, last_error = 0, ""
         while True:
             try:
@@ -145,26 +147,26 @@ class SlabStream:
                 losses, last_error = losses + 1, str(error)
                 self._session.lost(mount)
                 self._leave()
-                mount = self._next_mount(losses, deadline, self._stall(step, stall_s, last_error))
             except TimeoutError:
-                raise self._stall(step, stall_s, last_error) from None
+                raise stall(last_error) from None
+            mount = self._next_mount(losses, deadline, last_error, stall)
+            deadline += mount.opening_s
 
-    def _next_mount(self, losses: int, deadline: float, stall: DataStallError) -> Mount:
-        """Another connection. What cannot be reached at all is reported after a few tries; what can
-        be, and is always lost again, when the deadline has passed.
-        """
-        for attempt in range(_REACH_ATTEMPTS):
-            pause_s = random.uniform(0, min(5.0, 0.1 * 2 ** (losses + attempt - 1)))  # noqa: S311
-            if losses + attempt > 1:
-                threading.Event().wait(min(pause_s, max(0.0, deadline - time.monotonic())))
-            if time.monotonic() >= deadline:
-                raise stall
-            try:
-                return self._session.mount(deadline)
-            except PeerLost:
-                if attempt == _REACH_ATTEMPTS - 1:
-                    raise
-        raise stall
+    def _next_mount(
+        self, losses: int, deadline: float, last_error: str, stall: Callable[[str], DataStallError]
+    ) -> Mount:
+        """Another connection, after a pause that is longer after each loss."""
+        if losses > 1:
+            pause_s = random.uniform(0, min(5.0, 0.1 * 2 ** (losses - 1)))  # noqa: S311
+            threading.Event().wait(min(pause_s, max(0.0, deadline - time.monotonic())))
+        if time.monotonic() >= deadline:
+            raise stall(last_error)
+        try:
+            return self._session.mount(deadline)
+        except PeerLost as error:
+            if "status" in error.nouns:  # a node that ends by itself has said why
+                raise
+            raise stall(str(error)) from error
 
     def _step_of(self, mount: Mount, step: int, deadline: float) -> Slab | None:
         """The slab that begins with `step`, from the stream as it is or from one opened there."""

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from dataplane.client.waiting import Notice
 from dataplane.errors import DataplaneError, PeerLost
 from dataplane.rpc import local
 from dataplane.rpc.messages import FromNode, FromNodeBody, ToNode, ToNodeBody
@@ -133,14 +134,20 @@ class Wire:
         answer = self._slots.get(request_id)
         return None if answer is None else answer[0]
 
-    def call(self, body: ToNodeBody, deadline: float) -> Answer:
-        """`ask` and `wait`; an error of the node is raised.
+    def call(self, body: ToNodeBody, deadline: float, notice: Notice | None = None) -> Answer:
+        """`ask` and `wait`; an error of the node is raised. `notice` is told when it is due.
 
         Raises:  DataplaneError: as the node says, PeerLost.  TimeoutError: no answer in time.
         """
         request_id = self.ask(body, deadline)
         try:
-            answer = self.wait(request_id, deadline)
+            try:
+                answer = self.wait(request_id, deadline if notice is None else notice.due(deadline))
+            except TimeoutError:
+                if notice is None:
+                    raise
+                notice.tell()
+                answer = self.wait(request_id, deadline)
         except BaseException:
             self.forget(request_id)
             raise

@@ -13,7 +13,6 @@ import weakref
 import pytest
 from fake_node import Script, open_job, serving
 
-from dataplane.client import endpoint
 from dataplane.client.endpoint import Embedded, Served, find_endpoint
 from dataplane.client.launch import node_command
 from dataplane.client.session import Session
@@ -80,14 +79,14 @@ def test_the_nodes_refusal_comes_out_as_it_is(fake, session) -> None:
 
 
 def test_where_nobody_serves_the_error_says_what_to_start(monkeypatch, name) -> None:
-    monkeypatch.setattr(endpoint, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.2")
     mine = Session(Served("host:7077", name), open_job())
     with pytest.raises(PeerLost, match="dataplane serve --node --join host:7077"):
         _ = mine.job
 
 
 def test_a_listener_that_never_answers_is_no_node(monkeypatch, name) -> None:
-    monkeypatch.setattr(endpoint, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.2")
     with local.listen(name), pytest.raises(PeerLost, match="does not answer"):
         _ = Session(Served("host:7077", name), open_job()).job
 
@@ -95,8 +94,10 @@ def test_a_listener_that_never_answers_is_no_node(monkeypatch, name) -> None:
 def test_a_node_that_opens_no_job_in_time_is_reported(fake, session, monkeypatch) -> None:
     node = fake()
     monkeypatch.setattr(node, "_open_job", lambda *_: None)
-    with pytest.raises(DataStallError, match="dataplane index"):
+    with pytest.raises(DataStallError, match=r"job 'job' over s3://bucket.*index") as caught:
         _ = session(open_timeout_s=0.2).job
+    assert caught.value.job == "job"
+    assert caught.value.node == f"fake-{os.getpid()}"
 
 
 def test_service_names_are_normal_and_one_per_user() -> None:

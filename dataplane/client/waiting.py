@@ -1,0 +1,89 @@
+"""Waiting for a node: until when, how long to pause, and what is said about it.
+
+Whatever is lost on the way to an open job is tried again: a node that dies while it starts or
+while it opens the job, one that drains, one that is not there yet. Nobody decides here what is
+asked: see session.py.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+from dataplane.errors import PeerLost
+from dataplane.trace import Trace
+
+TELL_AFTER_S = 3.0
+_PAUSE_S, _PAUSE_S_MAX = 0.1, 1.0
+
+_trace = Trace("client")
+
+
+class Notice:
+    """One wait on the log: a line once it has lasted for a few seconds, and one when it is over."""
+
+    def __init__(self, what: str, **facts: object) -> None:
+        self._what, self._facts = what, facts
+        self._since = time.monotonic()
+        self._is_told = False
+
+    def due(self, deadline: float) -> float:
+        """When to `tell`, in time.monotonic(), if that is still to be done; else the deadline."""
+        return deadline if self._is_told else min(deadline, self._since + TELL_AFTER_S)
+
+    def tell(self, error: str = "") -> None:
+        """Say what is waited for, if that was not said and a few seconds have passed."""
+        if self._is_told or time.monotonic() < self._since + TELL_AFTER_S:
+            return
+        self._is_told = True
+        last = {"error": error} if error else {}
+        _trace.failed(f"waiting for {self._what}", **self._facts, **last)
+
+    def over(self) -> None:
+        """It has come: say so, if it was said that it is waited for."""
+        if self._is_told:
+            waited_s = round(time.monotonic() - self._since, 1)
+            _trace.failed(f"no longer waiting for {self._what}", waited_s=waited_s, **self._facts)
+        self._is_told, self._since = False, time.monotonic()
+
+
+class Patience:
+    """How long what is lost is tried again. Time in which a node works for us does not count.
+
+    `until` and `last`, when it ends in any case, are in time.monotonic().
+    """
+
+    def __init__(self, until: float, last: float) -> None:
+        self._until, self.last = until, last
+        self._began = time.monotonic()
+        self._losses = 0
+        self.worked_s = 0.0
+        """For how long nodes were at work."""
+
+    @property
+    def until(self) -> float:
+        """When it ends, if no node works for us until then."""
+        return min(self._until, self.last)
+
+    @property
+    def waited_s(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def extend(self, seconds: float) -> None:
+        """A node was at work for so long."""
+        self._until += seconds
+        self.worked_s += seconds
+
+    def pause(self, notice: Notice, error: PeerLost) -> bool:
+        """After a loss: wait a little, longer each time. False if there is no time left."""
+        self._losses += 1
+        notice.tell(str(error))
+        longest_s = min(_PAUSE_S_MAX, _PAUSE_S * 2 ** min(self._losses, 10))
+        left_s = self.until - time.monotonic()
+        if left_s <= 0:
+            return False
+        pause_s = random.uniform(0, longest_s)  # noqa: S311 - jitter is no secret
+        threading.Event().wait(min(pause_s, left_s))
+        return True
