@@ -12,7 +12,9 @@ READY := $(VENV)/.ready
 SOURCES := dataplane loaders benchmarks tests
 PROTOS := $(wildcard proto/dataplane/rpc/v1/*.proto)
 IN_C := dataplane/node/kernel.c dataplane/plan/loops.c $(wildcard dataplane/transforms/csrc/*.[ch])
-PROTOC := -m grpc_tools.protoc -I proto
+# Generated code asks for the versions that generate it, or newer ones: here the oldest that pyproject.toml allows.
+PROTOC := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --with grpcio-tools==1.80.0 \
+  python -m grpc_tools.protoc -I proto
 TEST_ARGS ?=
 JOBS ?= 2
 DIST ?= dist
@@ -99,11 +101,11 @@ imports: setup ## who may import whom (the contracts are in pyproject.toml)
 	$(VENV)/bin/lint-imports --no-logo
 
 protos: setup ## generate dataplane/rpc/v1 from proto/
-	$(PY) $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
 protos-check: setup ## is the generated code that is checked in current?
 	@fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
-	$(PY) $(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS); \
+	$(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS); \
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/dataplane/rpc/v1" dataplane/rpc/v1 \
 	  || { echo "dataplane/rpc/v1 is not what proto/ says: run 'make protos' and commit." >&2; exit 1; }
 

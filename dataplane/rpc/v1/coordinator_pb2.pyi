@@ -125,7 +125,7 @@ class LeaveRequest(_message.Message):
     job_id: str
     member_id: str
     lost: bool
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., lost: _Optional[bool] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., lost: bool = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()

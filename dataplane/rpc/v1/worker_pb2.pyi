@@ -88,7 +88,7 @@ class OpenDataset(_message.Message):
     pack: bool
     memory_bytes: int
     column_options: _types_pb2.ColumnOptions
-    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: _Optional[bool] = ..., pack: _Optional[bool] = ..., memory_bytes: _Optional[int] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
+    def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: bool = ..., pack: bool = ..., memory_bytes: _Optional[int] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
 
 class RawBlock(_message.Message):
     __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces")
@@ -132,7 +132,7 @@ class Decoded(_message.Message):
     bytes: int
     stored: bool
     disk: int
-    def __init__(self, bytes: _Optional[int] = ..., stored: _Optional[bool] = ..., disk: _Optional[int] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ..., stored: bool = ..., disk: _Optional[int] = ...) -> None: ...
 
 class Origin(_message.Message):
     __slots__ = ("url", "shard", "first_row")
@@ -198,7 +198,7 @@ class Assemble(_message.Message):
     render: Render
     keep: _types_pb2.Region
     say_where: bool
-    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: _Optional[bool] = ...) -> None: ...
+    def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ...) -> None: ...
 
 class Assembled(_message.Message):
     __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns", "disk")

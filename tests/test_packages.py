@@ -1,0 +1,39 @@
+"""What pyproject.toml says of other packages is true of the code that is checked in."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIREMENTS = [
+    Requirement(line)
+    for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+]
+GENERATED = {
+    "grpcio": r"GRPC_GENERATED_VERSION = '([\d.]+)'",
+    "protobuf": r"Protobuf Python Version: ([\d.]+)",
+}
+
+
+@pytest.mark.parametrize("package", GENERATED)
+def test_generated_code_runs_on_the_oldest_version_that_is_allowed(package):
+    """It refuses to be imported by any version before the one that it was generated for."""
+    (oldest,) = (
+        Version(bound.version)
+        for one in REQUIREMENTS
+        if one.name == package
+        for bound in one.specifier
+        if bound.operator == ">="
+    )
+    files = (ROOT / "dataplane" / "rpc" / "v1").glob("*.py")
+    needed = {
+        Version(version)
+        for file in files
+        for version in re.findall(GENERATED[package], file.read_text())
+    }
+    assert needed
+    assert max(needed).release[:2] <= oldest.release[:2]
