@@ -76,6 +76,8 @@ class Parquet:
                         counter.add(row_group[1])
             except (TypeError, AttributeError) as fault:
                 raise ValueError("a field has another type than the format says") from fault
+            except KeyError as fault:
+                raise ValueError(f"field {fault} of a structure is missing") from fault
             schema = _metadata(raw)[0].schema.to_arrow_schema()
             nulls = array("q", counter.counts(schema))
         relaxed = dataset_schema(schema, shard.url)
