@@ -3,9 +3,10 @@
     python tests/upstream.py [--pytorch CHECKOUT] [--torchdata CHECKOUT] [pytest arguments …]
 
 PyTorch's test/test_dataloader.py, and test/stateful_dataloader/ of torchdata, run unchanged: what
-they import as torch.utils.data.DataLoader, or as StatefulDataLoader, is dataplane_torch.DataLoader.
-The tests in EXCEPTIONS are left out; docs/datasets.md gives the same list. They need the packages
-expecttest and parameterized, and take about twenty minutes.
+they import as torch.utils.data.DataLoader, or as StatefulDataLoader, is dataplane_torch.DataLoader,
+in every process that they start, whatever way they start it. The tests in EXCEPTIONS are left out;
+docs/datasets.md gives the same list. They need the packages expecttest, parameterized and psutil,
+and take about twenty minutes.
 """
 
 from __future__ import annotations
@@ -41,16 +42,45 @@ EXCEPTIONS: dict[str, str] = {
     ),
 }
 
-# Before a test file is imported: it gets ours, whatever it calls it.
-_CONFTEST = """
-import torch.utils.data
-from dataplane_torch import DataLoader
-{torchdata}
-torch.utils.data.DataLoader = DataLoader
-"""
-_TORCHDATA = """
-import torchdata.stateful_dataloader
-torchdata.stateful_dataloader.StatefulDataLoader = DataLoader
+# Every Python that is started with this folder on its path imports this first. Where torch is
+# imported, by whom ever, its loader is replaced before anybody can import that.
+_SITECUSTOMIZE = """
+import importlib.util
+import sys
+
+
+def replace(module, name):
+    from dataplane_torch import DataLoader
+
+    setattr(sys.modules[module], name, DataLoader)
+
+
+def import_ours():
+    if "dataplane_torch" not in sys.modules:
+        import dataplane_torch
+
+
+AFTER = {
+    "torch": import_ours,
+    "dataplane_torch": lambda: replace("torch.utils.data", "DataLoader"),
+    "torchdata.stateful_dataloader": (
+        lambda: replace("torchdata.stateful_dataloader", "StatefulDataLoader")
+    ),
+}
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if (after := AFTER.pop(name, None)) is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), after())
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
 """
 
 
@@ -61,32 +91,42 @@ def main() -> int:
     given, arguments = parser.parse_known_args()
     if given.pytorch is None and given.torchdata is None:
         parser.error("name a checkout: --pytorch, --torchdata, or both")
-    for package in ("expecttest", "parameterized"):
+    for package in ("expecttest", "parameterized", "psutil"):
         if importlib.util.find_spec(package) is None:
             parser.error(f"the suites need {package}: pip install {package}")
     status = 0
     if given.pytorch is not None:
-        status |= _run([given.pytorch / "test" / "test_dataloader.py"], None, arguments)
+        status |= run([given.pytorch / "test" / "test_dataloader.py"], None, arguments)
     if given.torchdata is not None:
         files = sorted((given.torchdata / "test" / "stateful_dataloader").glob("test_*.py"))
-        status |= _run(files, given.torchdata, arguments)
+        status |= run(files, given.torchdata, arguments)
     return status
 
 
-def _run(files: list[Path], torchdata: Path | None, arguments: list[str]) -> int:
+def run(files: list[Path], torchdata: Path | None, arguments: list[str]) -> int:
+    """Copies of test files, in processes that have ours: pytest's exit status."""
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         sys.exit(f"upstream.py: not a checkout: {', '.join(missing) or torchdata} is not there")
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
             shutil.copy(file, folder)
-        conftest = _CONFTEST.format(torchdata="" if torchdata is None else _TORCHDATA)
-        Path(folder, "conftest.py").write_text(conftest)
         left_out = [f"--deselect={file.name}::{name}" for file in files for name in EXCEPTIONS]
-        paths = [os.environ.get("PYTHONPATH"), None if torchdata is None else str(torchdata)]
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environ = with_ours(Path(folder), torchdata)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
         return subprocess.call([*command, *left_out, *arguments], cwd=folder, env=environ)
+
+
+def with_ours(folder: Path, torchdata: Path | None = None) -> dict[str, str]:
+    """An environment in which every Python has our loader in the place of the others'. The folder
+    is to stay, and is on their path.
+    """
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    paths = [str(folder), str(torchdata or ""), os.environ.get("PYTHONPATH")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTORCH_TEST_WITH_SLOW": "1",  # test_proper_exit, for one
+    }
 
 
 if __name__ == "__main__":
