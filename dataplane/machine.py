@@ -12,6 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_DESCRIPTORS_MAX = 1 << 16
+_DESCRIPTORS_KEPT = 256
+_CONNECTIONS_MIN = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -32,6 +36,26 @@ def this_machine() -> Machine:
         cpu_count=min(schedulable, cpu_limit(root) or schedulable),
         uid=os.getuid(),
     )
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many open files as it may allow itself: the usual limit of 1024 is
+    for programs that select(), and we poll. Children have the same.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_max() -> int:
+    """How many connections one listener of this process takes. A process has two at most, one of
+    which hands out a second descriptor with each: a quarter of all, and some more, is left for
+    logs, imports, workers and shards.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else min(soft, _DESCRIPTORS_MAX)
+    return max(_CONNECTIONS_MIN, (limit - _DESCRIPTORS_KEPT) // 4)
 
 
 def pwd_home(uid: int) -> str:

@@ -3,7 +3,7 @@
 A line is an event and its facts. In text that is `event name=value …`, in JSON an object with
 `timestamp`, `level`, `room` and `event`, and the facts beside them. No line has a secret of a url
 in it. Of one event at most LINES_A_MINUTE are written, and the next one says how many were
-suppressed: whatever a peer or a store does, it cannot fill a disk.
+suppressed, and a long fact is cut: whatever a peer or a store does, it cannot fill a disk.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataplane.redact import redacted
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 LINES_A_MINUTE = 30
+_FACT_LENGTH_MAX = 2000
 _PLAIN = re.compile(r"[^\s\"=]+")
 
 
@@ -165,10 +166,15 @@ def _plain(value: object) -> object:
     """A value that JSON has, or its text."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    return redacted(str(value))
+    return _cut(redacted(str(value)))
 
 
 def _shown(value: object) -> str:
     """A value in a line of text: with quotes where it would not be one word."""
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = f"{value:.6g}" if isinstance(value, float) else _cut(redacted(str(value)))
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    half = _FACT_LENGTH_MAX // 2
+    return text if len(text) <= _FACT_LENGTH_MAX else f"{text[:half]} … {text[-half:]}"

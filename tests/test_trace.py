@@ -144,6 +144,16 @@ def test_an_event_that_comes_without_end_is_counted_instead(stderr: Stderr) -> N
     assert "suppressed" not in second
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_long_fact_is_cut_and_no_secret_with_it(stderr: Stderr, form: str) -> None:
+    configure("info", form)
+    url = "https://host/" + "x" * 990 + "?X-Amz-Signature=" + "5ec2e7" * 4000
+    Trace("node").failed("a bad peer", job="j" * 100_000, url=url)
+    (line,) = stderr.lines
+    assert len(line) < 5000
+    assert "5ec2e7" not in line
+
+
 def test_debugging_shows_every_line(stderr: Stderr) -> None:
     configure("debug", "text")
     trace = Trace("node")

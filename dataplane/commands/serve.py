@@ -19,6 +19,7 @@ from dataplane.commands.options import NODE_SETTINGS, Settings, setting_options
 from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
 from dataplane.config import VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError
+from dataplane.machine import raise_descriptor_limit
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
 from dataplane.settings import node_config
@@ -105,6 +106,7 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
 
 async def _run(service: Service) -> int:
     background.end_process_on_failure()
+    raise_descriptor_limit()
     stop = asyncio.Event()
     with _signals(stop) as received:
         try:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
-from dataplane.rpc.membership import JoinRequest, RegisterNodeRequest
+from dataplane.rpc.bounds import check_name
+from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
 from dataplane.transforms.pixels_advice import how_to_agree
 
-NAME_LENGTH_MAX = 256
 _PIXELS_LENGTH_MAX = 1024
+_TEXT_LENGTH_MAX = 1024
+_STORES_MAX = 64
 _RANK_COUNT_MAX = 1 << 20
 _SHOWN_LENGTH_MAX = 160
 
@@ -22,18 +24,11 @@ def check_join(request: JoinRequest) -> None:
 
     Raises:  ConfigError: names the field.
     """
-    names = ("job_id", "incarnation", "member_id")
-    for field, value in ((name, getattr(request, name)) for name in names):
-        if not value or len(value) > NAME_LENGTH_MAX:
-            raise ConfigError(
-                f"{field} has {len(value)} characters: 1 to {NAME_LENGTH_MAX} are needed",
-                field=field,
-            )
-    if len(request.pixels) > _PIXELS_LENGTH_MAX:
-        raise ConfigError(
-            f"pixels has {len(request.pixels)} characters: {_PIXELS_LENGTH_MAX} at most",
-            field="pixels",
-        )
+    check_name("job_id", request.job_id)
+    check_name("incarnation", request.incarnation)
+    check_name("member_id", request.member_id)
+    check_name("node_id", request.node_id, needed=False)
+    check_name("pixels", request.pixels, needed=False, most=_PIXELS_LENGTH_MAX)
     place = request.topology
     if not 0 <= place.dp_rank < place.dp_size <= _RANK_COUNT_MAX:
         raise ConfigError(
@@ -43,6 +38,32 @@ def check_join(request: JoinRequest) -> None:
         )
     if request.spec.global_batch < 1:
         raise ConfigError(f"job {request.job_id!r}: global_batch is 0", field="global_batch")
+
+
+def check_node(node: RegisterNodeRequest) -> None:
+    """Refuse a node with names that nobody could keep.
+
+    Raises:  ConfigError: names the field.
+    """
+    check_name("node_id", node.node_id)
+    check_name("host", node.host, needed=False)
+    check_name("version", node.version, needed=False)
+
+
+def check_heartbeat(request: HeartbeatRequest) -> None:
+    """Refuse what no node of ours tells.
+
+    Raises:  ConfigError: names the field.
+    """
+    if len(request.stores_away) > _STORES_MAX:
+        raise ConfigError(
+            f"{len(request.stores_away)} stores_away: {_STORES_MAX} at most", field="stores_away"
+        )
+    for away in request.stores_away:
+        check_name("store", away.store, needed=False, most=_TEXT_LENGTH_MAX)
+        check_name("error", away.error, needed=False, most=_TEXT_LENGTH_MAX)
+    for progress in request.members:
+        check_name("bound", progress.bound, needed=False)
 
 
 def spec_mismatch(

@@ -124,6 +124,7 @@ class State:
     # -- nodes -----------------------------------------------------------------------------------
 
     def _register(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
+        refusals.check_node(request)
         refusal = refusals.version_mismatch(request, self._version, self._protocol)
         if refusal is not None:
             raise refusal
@@ -193,6 +194,7 @@ class State:
     # -- renewing --------------------------------------------------------------------------------
 
     def _heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
+        refusals.check_heartbeat(request)
         self._register(request.node)
         node_id = request.node.node_id
         self._nodes[node_id] = Node(request.node, self._now, request.stores_away)

@@ -56,11 +56,13 @@ def _started(stderr_fd: int | None) -> None:
 async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     from dataplane import background
     from dataplane.errors import DataplaneError
+    from dataplane.machine import raise_descriptor_limit
     from dataplane.node.pool import WorkerPool
     from dataplane.settings import default_node_config
     from dataplane.trace import Trace, configure
 
     background.end_process_on_failure()
+    raise_descriptor_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)

@@ -37,6 +37,7 @@ from dataplane.plan.slices import Slice
 from dataplane.redact import redacted, unsigned
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
+from dataplane.rpc.bounds import check_name
 from dataplane.trace import Trace
 from dataplane.transforms.images import delivered
 from dataplane.transforms.lists import check_lists
@@ -82,6 +83,7 @@ class Jobs:
         Raises:  ConfigError and its kin: whatever is wrong with the dataset, the spec, the place or
         the budgets.  PeerLost: the coordinator does not answer.
         """
+        _check_names(request)
         began, place = time.monotonic(), request.topology
         manifest, identity = await self._manifest(request)
         dataset, spec = self._dataset(manifest, request)
@@ -333,6 +335,15 @@ class Jobs:
             group = self._groups[key] = Group(is_declared=True)
         group.users += 1
         return group
+
+
+def _check_names(request: messages.OpenJob) -> None:
+    """They are kept and logged. (Urls and columns are as many as one packet holds.)"""
+    check_name("job_id", request.job_id)
+    check_name("incarnation", request.incarnation)
+    check_name("member_id", request.member_id)
+    check_name("sharing", request.sharing, needed=False)
+    check_name("format", request.source.format, needed=False)
 
 
 def _in_order(options: ColumnOptions) -> ColumnOptions:

@@ -21,6 +21,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
 from dataplane.node.blocks import SMALL_FETCHES
 from dataplane.node.described import describe
+from dataplane.node.door import Door
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
@@ -176,6 +177,7 @@ class Session:
                 expected=VERSION,
                 found=body.version,
             )
+        self._server.door.greeted(self)
         self._greeted = True
         self.send(request_id, messages.Welcome(VERSION, PROTOCOL_VERSION, self._server.node_id))
 
@@ -255,8 +257,8 @@ class NodeServer:
         self.node_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.draining = False
         self.stopping = False
-        self._listener = listener
         self._coordination = coordination
+        self.door = Door(listener, self._admit, self.trace)
         self._sessions: set[Session] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle_since = time.monotonic()
@@ -277,18 +279,17 @@ class NodeServer:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
-        loop = asyncio.get_running_loop()
-        self._listener.setblocking(False)
         beating: asyncio.Task[None] | None = None
         try:
             await self._heartbeat.register()
             if kernel().library is None:
                 self.trace.noted("gather", by=kernel())
             self._pool.start()
-            loop.add_reader(self._listener.fileno(), self._on_connection)
+            self.door.open()
             beating = background.start("heartbeat", self._heartbeat.run())
             while not self._is_done(stop):
                 self._man()
+                self.door.look()
                 self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
                 await _wait(stop, _TICK_S, self.draining)
                 if stop.is_set() and not self.draining:
@@ -297,8 +298,7 @@ class NodeServer:
             self.stopping = True
             if beating is not None:
                 beating.cancel()
-            loop.remove_reader(self._listener.fileno())
-            self._listener.close()
+            self.door.close()
             for session in list(self._sessions):
                 session.close()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -324,6 +324,7 @@ class NodeServer:
 
     def forget(self, session: Session) -> None:
         """A session has ended."""
+        self.door.left(session)
         self._sessions.discard(session)
         self._idle_since = time.monotonic()
 
@@ -340,19 +341,11 @@ class NodeServer:
         self.draining = True
         self.trace.noted("drain", sessions=len(self._sessions))
 
-    def _on_connection(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        pid, uid, _ = local.peer_credentials(sock)
-        if uid != os.getuid():
-            self.trace.failed("connection", pid=pid, uid=uid, why="another user")
-            sock.close()
-            return
-        sock.setblocking(False)
+    def _admit(self, sock: socket.socket) -> Session:
         self._had_session = True
-        self._sessions.add(Session(self, sock))
+        session = Session(self, sock)
+        self._sessions.add(session)
+        return session
 
     def _open_manifest(self, source: messages.DatasetSource) -> Manifest:
         return open_dataset(

@@ -18,6 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dataplane.errors import ClosedError, ConfigError, DataplaneError, PeerLost
+from dataplane.machine import connections_max
 from dataplane.rpc import status
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
 from dataplane.rpc.base import Coordination
@@ -44,6 +45,12 @@ _OPTIONS = (
     # And a client whose machine vanished is forgotten.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # So is one that connected and says nothing, or has asked for nothing in a long time: nodes
+    # send heartbeats, and other clients connect again.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 120_000),
+    # One connection cannot have more calls in flight than this; a node has a few.
+    ("grpc.max_concurrent_streams", 256),
 )
 
 Answer = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
@@ -55,7 +62,8 @@ class GrpcServer:
     def __init__(self, address: str, *, insecure_bind: bool = False) -> None:
         self._wanted = parse(address)
         self._insecure_bind = insecure_bind
-        self._server = grpc.aio.server(options=_OPTIONS)
+        most = ("grpc.max_allowed_incoming_connections", connections_max())
+        self._server = grpc.aio.server(options=(*_OPTIONS, most))
         self._health = health.aio.HealthServicer()
         self._socket_file: tuple[Path, int] | None = None
         self._in_flight = 0

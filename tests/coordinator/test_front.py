@@ -1,16 +1,18 @@
 """The coordinator in this process: what is acknowledged is on disk, whatever the disk does."""
 
 import asyncio
+import dataclasses
 import logging
 
 import pytest
-from membership import VERSION, beat, join, leave, progress
+from membership import SPEC, VERSION, beat, join, leave, progress
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig, steady_wall_clock
 from dataplane.coordinator.journal import Journal
 from dataplane.coordinator.records import Forget, Incarnation, Keep
 from dataplane.coordinator.store import Store
 from dataplane.errors import ClosedError, ConfigError, LeaseExpired
+from dataplane.model import ColumnOptions
 from dataplane.rpc.membership import StatusRequest
 
 
@@ -79,7 +81,8 @@ def test_a_join_whose_write_failed_is_not_acknowledged_by_its_retry_either(tmp_p
         await coordinator.start()
         store = coordinator._journal._store
         limit(coordinator, store, 4)
-        big = join(0, node_id="x" * 100_000)
+        options = ColumnOptions(columns=("x" * 100_000,))
+        big = join(0, spec=dataclasses.replace(SPEC, column_options=options))
         for _ in range(2):
             with pytest.raises(ConfigError, match="database or disk is full"):
                 await coordinator.join(big)
@@ -104,8 +107,10 @@ def test_progress_that_cannot_be_written_waits_and_says_so(tmp_path, caplog):
         clock = Clock()
         coordinator = Coordinator(config(tmp_path), clock)
         await coordinator.start()
-        await coordinator.join(join(0, 1))
-        await coordinator.heartbeat(beat(progress(cursor=5), node_id="x" * 100_000))
+        ranks = range(100)
+        await asyncio.gather(*(coordinator.join(join(rank, 100)) for rank in ranks))
+        beats = [progress(f"m{rank}-i1", cursor=5) for rank in ranks]
+        await coordinator.heartbeat(beat(*beats, node_id="x" * 250))
         limit(coordinator, coordinator._journal._store, 4)
         clock.now += 6
         with caplog.at_level(logging.WARNING), pytest.raises(ConfigError):

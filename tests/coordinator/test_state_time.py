@@ -13,7 +13,7 @@ from dataplane.coordinator.records import Incarnation, Job, Member, Tick
 from dataplane.coordinator.state import JOB_KEPT_S, NODE_KEPT_S
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, VersionMismatch
 from dataplane.model import Topology
-from dataplane.rpc.membership import StatusRequest
+from dataplane.rpc.membership import StatusRequest, StoreOutage
 
 # -- leases: 5, 6 --------------------------------------------------------------------------------
 
@@ -203,6 +203,22 @@ def test_nodes_of_another_version_or_protocol_are_refused(machine):
         assert isinstance(refusal, VersionMismatch)
         assert "install the same version on both" in str(refusal)
         assert set(refusal.nouns) == {"expected", "found"}
+    assert machine.ask(StatusRequest()).nodes == ()
+
+
+def test_names_and_texts_that_nobody_could_keep_are_refused(machine):
+    long, stores = "x" * 10_000, tuple(StoreOutage(f"s3://{i}", 1.0, "away") for i in range(65))
+    for request, words in (
+        (node(long), "node_id has 10000 characters ('xxxx"),
+        (dataclasses.replace(node(), host=long), "host has 10000 characters"),
+        (join(0, node_id=long), "node_id has 10000 characters"),
+        (dataclasses.replace(beat(), stores_away=stores), "65 stores_away: 64 at most"),
+        (dataclasses.replace(beat(), stores_away=(StoreOutage("s3://b", 1.0, long),)), "error has"),
+    ):
+        refusal = machine.ask(request)
+        assert isinstance(refusal, ConfigError)
+        assert words in str(refusal)
+        assert len(str(refusal)) < 200
     assert machine.ask(StatusRequest()).nodes == ()
 
 

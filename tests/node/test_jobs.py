@@ -13,7 +13,9 @@ import pytest
 from dataplane.arena.memfd import Arena
 from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
+from dataplane.errors import ConfigError
 from dataplane.model import Topology
+from dataplane.node import jobs
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.index import open_dataset
@@ -56,16 +58,18 @@ def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(
         engine = Engine(arena, fetcher, pool, 1, trace)
         coordinator = SlowCoordinator()
         await coordinator.start()
-        jobs = Jobs(config, engine, coordinator, "node", lambda source: open_dataset(source.urls))
+        running = Jobs(
+            config, engine, coordinator, "node", lambda source: open_dataset(source.urls)
+        )
         try:
-            opening = asyncio.create_task(jobs.open(request))
+            opening = asyncio.create_task(running.open(request))
             await coordinator.asked.wait()
-            assert jobs._datasets
+            assert running._datasets
             opening.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await opening
-            assert not jobs._datasets
-            assert not jobs.members
+            assert not running._datasets
+            assert not running.members
         finally:
             await coordinator.close()
             engine.close()
@@ -74,3 +78,11 @@ def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(
             arena.close()
 
     asyncio.run(play())
+
+
+def test_names_that_are_too_long_are_refused_before_any_work() -> None:
+    whole = OpenJob("j", "i", "m", DatasetSource(("file:///x.parquet",)), Topology())
+    jobs._check_names(whole)
+    for field in ("job_id", "incarnation", "member_id", "sharing"):
+        with pytest.raises(ConfigError, match=f"{field} has 300 characters"):
+            jobs._check_names(dataclasses.replace(whole, **{field: "x" * 300}))

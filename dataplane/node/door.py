@@ -1,0 +1,160 @@
+"""The node's listening socket: who is let in, and how many at once.
+
+Invariants:
+1. Connections never take the descriptors that logs, imports, workers and shards need: there are at
+   most `count_max`, and a process has at most half of them.
+2. Who does not say Hello within `_HELLO_S` is sent away; the one that has been silent longest goes
+   at once where a newcomer finds no room. So idle connections keep nobody out.
+3. Where descriptors are short all the same, nobody is let in for a second: nothing spins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+from dataplane.errors import ConfigError
+from dataplane.machine import connections_max
+from dataplane.rpc import local
+from dataplane.trace import Trace
+
+_HELLO_S = 15.0
+_SILENT_MAX = 16
+"""Of one process: a trainer says Hello at once."""
+_PAUSE_S = 1.0
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}
+
+
+class Visitor(Protocol):
+    """A connection that was let in. It tells the door of its first words, and of its end."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
+class Door:
+    """Takes connections from `listener`, which belongs to it. `admit` makes a visitor of each."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        admit: Callable[[socket.socket], Visitor],
+        trace: Trace,
+        count_max: int | None = None,
+    ) -> None:
+        listener.setblocking(False)
+        self._listener, self._admit, self._trace = listener, admit, trace
+        self._count_max = connections_max() if count_max is None else count_max
+        self._pids: dict[Visitor, int] = {}
+        self._silent: OrderedDict[Visitor, float] = OrderedDict()
+        self._silent_of: Counter[int] = Counter()
+        self._greeted_of: Counter[int] = Counter()
+        self._pausing: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Let people in from now on."""
+        self._pausing = None
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._listener.fileno(), self._on_connection)
+
+    def close(self) -> None:
+        """Let nobody in any more; those who are in stay. May be called twice."""
+        if self._pausing is not None:
+            self._pausing.cancel()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._listener.close()
+
+    def look(self, now: float | None = None) -> None:
+        """Send away those who have been silent for too long."""
+        now = time.monotonic() if now is None else now
+        while self._silent and now - next(iter(self._silent.values())) > _HELLO_S:
+            visitor = next(iter(self._silent))
+            pid = self._pids[visitor]
+            self._trace.failed("connection closed", pid=pid, why=f"silent for {_HELLO_S:g} s")
+            visitor.close()
+
+    def greeted(self, visitor: Visitor) -> None:
+        """It has said Hello.
+
+        Raises:  ConfigError: its process has too many connections.
+        """
+        if visitor not in self._silent:
+            return  # it said so before
+        pid, most = self._pids[visitor], max(1, self._count_max // 2)
+        # In containers with processes of their own all of them are 0 to us.
+        if pid and self._greeted_of[pid] >= most:
+            raise ConfigError(
+                f"process {pid} has {most} connections to this node, and gets no more: close() "
+                "loaders that are not used any longer, or allow the node more open files "
+                "(ulimit -n, LimitNOFILE=)",
+                field="connections",
+            )
+        self._forget_silence(visitor, pid)
+        self._greeted_of[pid] += 1
+
+    def left(self, visitor: Visitor) -> None:
+        """It is gone."""
+        pid = self._pids.pop(visitor, None)
+        if pid is None:
+            return
+        if visitor in self._silent:
+            self._forget_silence(visitor, pid)
+        else:
+            _one_less(self._greeted_of, pid)
+
+    def _forget_silence(self, visitor: Visitor, pid: int) -> None:
+        del self._silent[visitor]
+        _one_less(self._silent_of, pid)
+
+    def _on_connection(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno not in _SHORT:
+                raise
+            self._pause(error)
+            return
+        pid, uid, _ = local.peer_credentials(sock)
+        why = "another user" if uid != os.getuid() else self._refusal(pid)
+        if why:
+            self._trace.failed("connection refused", pid=pid, uid=uid, why=why)
+            sock.close()
+            return
+        sock.setblocking(False)
+        visitor = self._admit(sock)
+        self._pids[visitor], self._silent[visitor] = pid, time.monotonic()
+        self._silent_of[pid] += 1
+
+    def _refusal(self, pid: int) -> str:
+        """Why there is no room for one more of this process, or ""."""
+        if pid and self._silent_of[pid] >= _SILENT_MAX:
+            return f"{_SILENT_MAX} others of this process have said nothing yet"
+        if len(self._pids) < self._count_max:
+            return ""
+        if not self._silent:
+            return f"there are {self._count_max} already, as many as open files allow"
+        next(iter(self._silent)).close()
+        return ""
+
+    def _pause(self, error: OSError) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener.fileno())
+        self._pausing = loop.call_later(_PAUSE_S, self.open)
+        self._trace.failed("nobody is let in", error=error, connections=len(self._pids))
+        for visitor in list(self._silent):
+            visitor.close()
+
+
+def _one_less(counts: Counter[int], pid: int) -> None:
+    counts[pid] -= 1
+    if not counts[pid]:
+        del counts[pid]

@@ -1,0 +1,150 @@
+"""Who is let in by a node, and what happens where there are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from dataplane.errors import ConfigError
+from dataplane.node import door as doors
+from dataplane.node.door import Door
+from dataplane.rpc import local
+from dataplane.trace import Trace
+
+
+class Visitor:
+    def __init__(self, party: Party, sock: socket.socket) -> None:
+        self.party, self.sock = party, sock
+
+    def close(self) -> None:
+        self.sock.close()
+        self.party.inside.remove(self)
+        self.party.door.left(self)
+
+
+class Party:
+    """A door over a real listener, and those who were let in, in the order in which they came."""
+
+    def __init__(self, count_max: int) -> None:
+        self.name = f"dp-door-{os.getpid()}-{time.monotonic_ns()}"
+        self.inside: list[Visitor] = []
+        self.door = Door(local.listen(self.name), self._admit, Trace("test"), count_max)
+        self.door.open()
+
+    def _admit(self, sock: socket.socket) -> Visitor:
+        self.inside.append(Visitor(self, sock))
+        return self.inside[-1]
+
+    async def comes(self, stack: contextlib.ExitStack) -> socket.socket:
+        """One more, and the door has seen it."""
+        sock = stack.enter_context(local.connect(self.name, 10.0))
+        await turns()
+        return sock
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def party(count_max: int) -> AsyncIterator[tuple[Party, contextlib.ExitStack]]:
+    with contextlib.ExitStack() as stack:
+        made = Party(count_max)
+        try:
+            yield made, stack
+        finally:
+            made.door.close()
+            for visitor in list(made.inside):
+                visitor.close()
+
+
+def test_who_says_nothing_is_sent_away_and_who_greeted_stays() -> None:
+    async def play() -> None:
+        async with party(8) as (made, stack):
+            for _ in range(2):
+                await made.comes(stack)
+            silent, polite = made.inside
+            made.door.greeted(polite)
+            made.door.look()
+            assert made.inside == [silent, polite]
+            made.door.look(time.monotonic() + 1000)
+            assert made.inside == [polite]
+
+    asyncio.run(play())
+
+
+def test_where_it_is_full_the_longest_silent_one_makes_room_and_nobody_else() -> None:
+    async def play() -> None:
+        async with party(4) as (made, stack):
+            for _ in range(4):
+                await made.comes(stack)
+            first, _, third, fourth = made.inside
+            made.door.greeted(first)
+            await made.comes(stack)
+            assert made.inside[:3] == [first, third, fourth]
+            made.door.greeted(third)
+            with pytest.raises(ConfigError, match=r"process \d+ has 2 connections .* close\(\)"):
+                made.door.greeted(fourth)
+            third.close()
+            made.door.greeted(fourth)
+
+    asyncio.run(play())
+
+
+def test_of_one_process_only_some_may_be_silent(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        async with party(1000) as (made, stack):
+            for _ in range(100):
+                await made.comes(stack)
+            assert len(made.inside) == doors._SILENT_MAX
+        assert 0 < len(caplog.records) <= 30, "its rate is limited"
+
+    asyncio.run(play())
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    filler: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 400), hard))
+        with contextlib.suppress(OSError):
+            while True:
+                filler.append(os.dup(0))
+        yield
+    finally:
+        for fd in filler:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_nothing_spins_and_later_people_come_in(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(doors, "_PAUSE_S", 0.01)
+
+    async def play() -> None:
+        async with party(8) as (made, stack):
+            await made.comes(stack)
+            made.door.greeted(made.inside[0])
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            with no_descriptor_left():
+                waiting.connect("\0" + made.name)
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                assert len(made.inside) == 1
+                assert "nobody is let in" in caplog.text
+                assert len(caplog.records) <= 30
+            async with asyncio.timeout(60):
+                while len(made.inside) < 2:  # noqa: ASYNC110 - the door has no event for it
+                    await asyncio.sleep(0)
+
+    asyncio.run(play())
