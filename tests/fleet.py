@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -220,29 +221,58 @@ def worker_processes(node: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+def free_address() -> str:
+    """Free again and again: nobody else picks a port of this very host of 127.0.0.0/8."""
+    host = ".".join(map(str, (127, *os.urandom(2), 1)))
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return f"{host}:{sock.getsockname()[1]}"
+
+
 class Service:
     """`dataplane serve` as a process, or a part of it. Use as a context."""
 
-    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environ: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        awaited: bool = True,
+    ) -> None:
+        """`log` gets its stderr. Not `awaited`: `wait_ready` is for the caller to call."""
         self.arguments = arguments
         self.environ = {**os.environ, **(environ or {})}
         self.ready: list[str] = []
-        self.start()
+        self.log = None if log is None else Log(log)
+        self.launch()
+        if awaited:
+            self.wait_ready()
 
     def start(self) -> None:
         """Run it, until it says that it is ready."""
-        self.process = process = subprocess.Popen(
-            [*DATAPLANE, "serve", *self.arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self.environ,
-        )
-        assert process.stdout is not None
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Run it."""
+        with contextlib.ExitStack() as stack:
+            stderr = None if self.log is None else stack.enter_context(self.log.path.open("ab"))
+            self.process = subprocess.Popen(
+                [*DATAPLANE, "serve", *self.arguments],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=self.environ,
+            )
+
+    def wait_ready(self) -> None:
+        """Until it says that it is ready."""
+        assert self.process.stdout is not None
         expected = 1 if {"--coordinator", "--node"} & set(self.arguments) else 2
         self.ready = []
         while len(self.ready) < expected:
-            line = process.stdout.readline()
-            assert line, f"`dataplane serve` ended with status {process.wait(60)}"
+            line = self.process.stdout.readline()
+            assert line, f"`dataplane serve` ended with status {self.process.wait(60)}"
             self.ready.append(line.strip())
 
     @property
@@ -276,3 +306,5 @@ class Service:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -203,9 +204,9 @@ async def _run_node(
             service=named,
         ) from error
     with listener:
-        _announce(f"node {named}")
         config = dataclasses.replace(config, socket_name=name)
-        await run_node(config, listener, coordination, stop)
+        ready = partial(_announce, f"node {named}")
+        await run_node(config, listener, coordination, stop, ready)
 
 
 def _check_nameable(named: str) -> None:
@@ -220,6 +221,6 @@ def _check_nameable(named: str) -> None:
 
 
 def _announce(what: str) -> None:
-    """Tell whoever started us that connections are taken; nothing else goes to stdout."""
+    """Tell whoever started us that it can be used now; nothing else goes to stdout."""
     sys.stdout.write(f"ready: {what}\n")
     sys.stdout.flush()

@@ -106,7 +106,7 @@ async def _serve(
             socket.socket(fileno=descriptor),
             coordinator,
             stop,
-            ready=lambda _: _started(stderr_fd),
+            ready=lambda: _started(stderr_fd),
             pool=pool,
         )
     finally:

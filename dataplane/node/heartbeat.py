@@ -13,6 +13,7 @@ import time
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
 from dataplane.node.jobs import Jobs
+from dataplane.node.joining import pause, unanswered
 from dataplane.node.member import Member
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
@@ -45,19 +46,46 @@ class Heartbeat:
         self._jobs = jobs
         self._trace = trace
         self._is_embedded = config.embedded
+        self._stall_timeout_s = config.stall_timeout_s
         self._join_timeout_s = config.stall_timeout_s / 2
+        self._coordinator = config.coordinator
+        self._registered = asyncio.Event()
+        self._last_error = ""
         self._beat_s = min(config.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
         self._node = membership.RegisterNodeRequest(
             node_id, socket.gethostname(), os.getpid(), VERSION, PROTOCOL_VERSION
         )
 
     async def register(self) -> None:
-        """Say that the node is there.
+        """Say that the node is there, as soon as the coordinator is: it may be started later.
 
-        Raises:  VersionMismatch.  PeerLost.
+        Raises:  VersionMismatch.
         """
-        answer = await self._coordination.register_node(self._node)
-        self._beat_s = min(answer.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
+        while True:
+            try:
+                answer = await self._coordination.register_node(self._node)
+            except PeerLost as error:
+                self._last_error = str(error)
+                await pause()
+            else:
+                self._beat_s = min(answer.lease_s / _BEATS_A_LEASE, _BEAT_S_MAX)
+                self._registered.set()
+                return
+
+    async def wait_registered(self, job: str) -> None:
+        """Until the coordinator knows this node, on behalf of a rank that opens this job.
+
+        Raises:  DataStallError: not within the stall timeout.
+        """
+        timeout_s = self._stall_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._registered.wait()
+        except TimeoutError as error:
+            node_id = self._node.node_id
+            raise unanswered(
+                timeout_s, self._last_error, job, self._coordinator, node_id
+            ) from error
 
     async def run(self) -> None:
         """Beat until cancelled."""
@@ -65,8 +93,8 @@ class Heartbeat:
             await asyncio.sleep(self._beat_s)
             try:
                 await self._beat()
-            except PeerLost as error:
-                self._trace.failed("heartbeat", error=error)
+            except PeerLost:
+                continue  # the client of the coordinator has logged it
             except DataplaneError as error:
                 self._trace.failed("heartbeat", error=error)
 

@@ -26,6 +26,7 @@ from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, PeerLo
 from dataplane.model import ColumnOptions, DatasetIdentity
 from dataplane.node.dataset import Dataset, WorkerBytes, can_pack, dataset_of
 from dataplane.node.engine import Engine
+from dataplane.node.joining import patiently
 from dataplane.node.member import Member
 from dataplane.node.streams import Streams
 from dataplane.node.walk import SlabSizes, slab_sizes
@@ -81,7 +82,7 @@ class Jobs:
         """Admit a rank.
 
         Raises:  ConfigError and its kin: whatever is wrong with the dataset, the spec, the place or
-        the budgets.  PeerLost: the coordinator does not answer.
+        the budgets.  DataStallError: the coordinator does not answer within the stall timeout.
         """
         _check_names(request)
         began, place = time.monotonic(), request.topology
@@ -127,7 +128,14 @@ class Jobs:
         manifest, place = dataset.manifest, request.topology
         Slice(manifest.sample_count, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
         self._check_budget(dataset)
-        joined = await self._coordination.join(self._join_request(request, spec, manifest, pixels))
+        joining = self._join_request(request, spec, manifest, pixels)
+        joined = await patiently(
+            partial(self._coordination.join, joining),
+            self._config.stall_timeout_s,
+            job=request.job_id,
+            coordinator=self._config.coordinator,
+            node=self._node_id,
+        )
         # Its last reader may have left meanwhile.
         key = _dataset_key(spec, manifest, packed=dataset.message.pack)
         dataset = self._datasets.setdefault(key, dataset)

@@ -27,6 +27,7 @@ from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.index import open_dataset
 from dataplane.node.jobs import Jobs
+from dataplane.node.joining import done_before
 from dataplane.node.kernel import kernel
 from dataplane.node.member import Member
 from dataplane.node.pool import WorkerPool
@@ -184,6 +185,7 @@ class Session:
     async def _open_job(self, request_id: int, body: messages.OpenJob) -> None:
         if self._server.draining:
             raise PeerLost(f"node {self._server.node_id} is draining: try another", peer="node")
+        await self._server.heartbeat.wait_registered(body.job_id)
         old = self._members.pop(body.job_id, None)
         if old is not None:
             self._server.jobs.close(old)
@@ -273,21 +275,23 @@ class NodeServer:
         self._staffing = Staffing(least, max(config.worker_count_max, least), least)
         self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
-        self._heartbeat = Heartbeat(
+        self.heartbeat = Heartbeat(
             config, coordination, self.jobs, self.node_id, self.trace, self.outages
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
         beating: asyncio.Task[None] | None = None
         try:
-            await self._heartbeat.register()
             if kernel().library is None:
                 self.trace.noted("gather", by=kernel())
             self._pool.start()
             self.door.open()
-            beating = background.start("heartbeat", self._heartbeat.run())
-            while not self._is_done(stop):
+            # Trainers are greeted meanwhile, and wait for it before they open their jobs.
+            if await done_before(stop, self.heartbeat.register(), self.door.look):
+                beating = background.start("heartbeat", self.heartbeat.run())
+                ready()
+            while beating is not None and not self._is_done(stop):
                 self._man()
                 self.door.look()
                 self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
@@ -373,18 +377,17 @@ async def run_node(
     listener: socket.socket,
     coordination: Coordination,
     stop: asyncio.Event,
-    ready: Callable[[NodeServer], None] | None = None,
+    ready: Callable[[], None],
     pool: WorkerPool | None = None,
 ) -> None:
-    """Be a node on this listening socket, which belongs to the node from now on.
+    """Be a node on this listening socket, which belongs to the node from now on. `ready` is called
+    once the coordinator knows the node, so that jobs can be opened.
 
     `stop` drains: no new job is opened, and the node ends with its last trainer. `pool` is one that
     was started earlier, so that workers come up while this process still imports.
 
-    Raises:  VersionMismatch: the coordinator is of another version.  PeerLost: it does not answer.
+    Raises:  VersionMismatch: the coordinator is of another version.
     BudgetTooSmall: the machine refuses the arenas.
     """
     server = NodeServer(config, listener, coordination, pool)
-    if ready is not None:
-        ready(server)
-    await server.run(stop)
+    await server.run(stop, ready)

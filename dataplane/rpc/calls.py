@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import grpc
@@ -13,7 +14,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from dataplane.errors import ClosedError, PeerLost
+from dataplane.errors import ClosedError, DataplaneError, PeerLost
 from dataplane.rpc.address import parse
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -29,6 +30,7 @@ from dataplane.rpc.membership import (
 )
 from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
 from dataplane.rpc.status import error_of
+from dataplane.trace import Trace
 
 CHANNEL_OPTIONS = (
     # A peer whose machine vanished is noticed within 15 s, also between calls.
@@ -47,6 +49,7 @@ CHANNEL_OPTIONS = (
     # The coordinator is named directly; a proxy between hosts of a cluster is never meant.
     ("grpc.enable_http_proxy", 0),
 )
+_trace = Trace("rpc")
 _WAIT = wait_random_exponential(multiplier=0.05, max=1.0)
 
 
@@ -65,6 +68,7 @@ class CoordinatorClient:
         self._channel: grpc.aio.Channel | None = None
         self._calls: dict[str, grpc.aio.UnaryUnaryMultiCallable[Any, Any]] = {}
         self._closed = False
+        self._away_since: float | None = None
 
     async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
         """As `Coordination.register_node`."""
@@ -77,7 +81,7 @@ class CoordinatorClient:
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         """As `Coordination.heartbeat`."""
-        return cast(HeartbeatResponse, await self._call("heartbeat", request))
+        return cast(HeartbeatResponse, await self._watched("heartbeat", request))
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
         """As `Coordination.leave`; repeated for a second at most, since it delays an exit."""
@@ -103,7 +107,29 @@ class CoordinatorClient:
             stop=stop_after_delay(patience_s),
             reraise=True,
         )
-        return await attempts(self._call, name, request)
+        return await attempts(self._watched, name, request)
+
+    async def _watched(self, name: str, request: object) -> object:
+        """A call that logs when the coordinator stops to answer, and when it answers again."""
+        try:
+            answer = await self._call(name, request)
+        except PeerLost as error:
+            if self._away_since is None:
+                self._away_since = time.monotonic()
+                what = "coordinator does not answer, trying again"
+                _trace.failed(what, address=self.address, error=str(error))
+            raise
+        except DataplaneError:
+            self._answered()
+            raise
+        self._answered()
+        return answer
+
+    def _answered(self) -> None:
+        if self._away_since is not None:
+            away_s = round(time.monotonic() - self._away_since, 1)
+            self._away_since = None
+            _trace.failed("coordinator answers again", address=self.address, away_s=away_s)
 
     async def _call(self, name: str, request: object) -> object:
         call = self._calls.get(name) or self._open(name)

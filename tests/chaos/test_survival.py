@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fleet import Run, Service, node_processes, worker_processes
+from fleet import Run, Service, free_address, node_processes, worker_processes
 
 from dataplane.node.index import index_dataset
 from dataplane.plan.order import Order
@@ -69,14 +68,6 @@ def whole(url: str) -> list[list[object]]:
 
 def row_of(i: int) -> list[object]:
     return [i, f"row {i} " * (i % 7), [i, -i] * 8]
-
-
-def free_address() -> str:
-    """Free again and again: nobody else picks a port of this very host of 127.0.0.0/8."""
-    host = ".".join(map(str, (127, *os.urandom(2), 1)))
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return f"{host}:{sock.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

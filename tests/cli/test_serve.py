@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fleet import Service, free_address
 
 from dataplane.cli import run
 from dataplane.config import PROTOCOL_VERSION, VERSION
+from dataplane.coordinator.front import CoordinatorConfig
+from dataplane.coordinator.server import CoordinatorServer
 from dataplane.rpc import local, names
 from dataplane.rpc.messages import FromNode, Hello, ToNode, Welcome
 
@@ -116,6 +120,34 @@ def test_a_node_alone_joins_a_coordinator_elsewhere(tmp_path):
         node.terminate()
         node.communicate()
         assert node.returncode == 0
+
+
+def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_when_it_is_told(tmp_path):
+    address = free_address()
+    with Service("--node", "--join", address, *SMALL, log=tmp_path / "log", awaited=False) as node:
+        assert node.log is not None
+        (line,) = node.log.wait_for("coordinator does not answer")
+        assert f"address={address}" in line
+        with greeted(address):  # trainers wait, and do not hold it up
+            node.process.send_signal(signal.SIGTERM)
+            assert node.process.stdout is not None
+            assert node.process.stdout.read() == ""
+            assert node.process.wait(60) == 0
+
+
+def test_a_coordinator_of_another_version_is_told_at_once():
+    async def refused() -> subprocess.CompletedProcess[str]:
+        server = CoordinatorServer(CoordinatorConfig("0.0.1"), "127.0.0.1:0")
+        address = await server.start()
+        try:
+            return await asyncio.to_thread(ask, "serve", "--node", "--join", address, *SMALL)
+        finally:
+            await server.stop(0.0)
+
+    found = asyncio.run(refused())
+    assert found.returncode == 2
+    assert "0.0.1" in found.stderr
+    assert found.stdout == ""
 
 
 def test_a_second_node_of_one_service_is_refused(tmp_path, capsys):

@@ -1,0 +1,81 @@
+"""Waiting for a coordinator that does not answer yet: it may start later than its nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from asyncio import FIRST_COMPLETED
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from dataplane.errors import DataStallError, PeerLost
+
+T = TypeVar("T")
+
+_PAUSE_S_MAX = 1.0
+_TICK_S = 0.5
+
+
+async def pause() -> None:
+    """Between two attempts of which each has waited by itself."""
+    await asyncio.sleep(random.uniform(0, _PAUSE_S_MAX))  # noqa: S311 - jitter is no secret
+
+
+async def done_before(
+    stop: asyncio.Event, waiting: Coroutine[Any, Any, None], meanwhile: Callable[[], None]
+) -> bool:
+    """Whether this came to its end before `stop` was set; cancelled if not. `meanwhile` is called
+    now and then.
+
+    Raises:  whatever it raises.
+    """
+    task = asyncio.create_task(waiting)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        while not task.done() and not stop.is_set():
+            meanwhile()
+            await asyncio.wait({task, stopping}, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+        if not task.done():
+            return False
+        task.result()
+        return True
+    finally:
+        task.cancel()
+        stopping.cancel()
+        await asyncio.wait({task, stopping})
+
+
+async def patiently(
+    ask: Callable[[], Awaitable[T]], timeout_s: float, *, job: str, coordinator: str, node: str
+) -> T:
+    """What `ask` answers. It is called again for as long as nobody answers.
+
+    Raises:  DataStallError: not within `timeout_s`.  DataplaneError: as `ask`.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return await ask()
+        except PeerLost as error:
+            waited_s = time.monotonic() - began
+            if waited_s >= timeout_s:
+                raise unanswered(waited_s, str(error), job, coordinator, node) from error
+        await pause()
+
+
+def unanswered(
+    waited_s: float, last_error: str, job: str, coordinator: str, node: str
+) -> DataStallError:
+    """The error for a rank whose job waits for the coordinator."""
+    return DataStallError(
+        f"job {job!r} cannot be joined: the coordinator at {coordinator} has not answered node "
+        f"{node} for {waited_s:.0f} s"
+        + (f" ({last_error})" if last_error else "")
+        + ". Start it (`dataplane serve --coordinator`), or correct the node's --join",
+        stage="join",
+        job=job,
+        coordinator=coordinator,
+        node=node,
+        last_error=last_error,
+    )
