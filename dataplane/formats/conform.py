@@ -9,6 +9,7 @@ import pyarrow as pa
 from dataplane.errors import ConfigError, SchemaMismatch
 from dataplane.formats.faults import corrupt, foreign_faults
 
+_NAMES_SHOWN = 100
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
@@ -86,9 +87,12 @@ def check_columns(schema: pa.Schema, columns: Sequence[str]) -> None:
 
     Raises:  ConfigError.
     """
+    every = schema.names  # a new list each time
+    known = frozenset(every)
     for name in columns:
-        if name not in schema.names:
-            have = ", ".join(schema.names)
+        if name not in known:
+            more = len(every) - _NAMES_SHOWN
+            have = ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
             raise ConfigError(f"the dataset has no column {name!r}; it has {have}", field=name)
 
 

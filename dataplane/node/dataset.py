@@ -77,13 +77,14 @@ class Marks:
         return cls(keys, pins, touched, raw, decoded, np.zeros(len(raw)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Dataset:
     """One manifest read in one way. Two jobs that read it alike share its blocks.
 
     `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding. It is
     decoded all the same where its small columns are packed. `bytes_with_trails` is what all of its
-    blocks take together, with their trails.
+    blocks take together, with their trails; `row_bytes` about what one sample takes in a slab, at
+    least one. `has_bytes`: a column may hold images.
     """
 
     dataset_id: int
@@ -94,6 +95,8 @@ class Dataset:
     marks: Marks
     projection: Projection | None
     bytes_with_trails: int
+    row_bytes: int
+    has_bytes: bool
     account: Account = field(default_factory=Account)
 
     def needs_fetch(self, block: int) -> bool:
@@ -127,11 +130,6 @@ class Dataset:
             pieces=() if self.projection is None else self.projection.pieces(block, place),
         )
 
-    @property
-    def has_bytes(self) -> bool:
-        """Whether a column may hold images."""
-        return any(spec.kind is Kind.BYTES for spec in self.columns.specs)
-
     def origin(self, block: int) -> tasks.Origin | None:
         """Which samples it has; of interest only where they may be images."""
         if not self.has_bytes:
@@ -157,15 +155,6 @@ class Dataset:
         """What pins the shard."""
         return self._shard(block).etag
 
-    def row_bytes(self) -> int:
-        """About how many bytes one sample takes in a slab; at least one."""
-        size = int(_whole_bytes(self.manifest, self.projection).sum())
-        mean = size // max(self.manifest.sample_count, 1)
-        fixed = sum(_row_bytes(f.type) for f in self.columns.schema)
-        if all(spec.kind is Kind.FIXED for spec in self.columns.specs):
-            return max(fixed, 1)
-        return max(mean, fixed, 1)
-
     def _shard(self, block: int) -> Shard:
         return self.manifest.shards[int(self.manifest.block_shard[block])]
 
@@ -181,6 +170,15 @@ def _row_bytes(kind: pa.DataType) -> int:
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size) * _row_bytes(kind.value_type)
     return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0
+
+
+def _sample_bytes(manifest: Manifest, columns: StackedPlan, projection: Projection | None) -> int:
+    size = int(_whole_bytes(manifest, projection).sum())
+    mean = size // max(manifest.sample_count, 1)
+    fixed = sum(_row_bytes(f.type) for f in columns.schema)
+    if all(spec.kind is Kind.FIXED for spec in columns.specs):
+        return max(fixed, 1)
+    return max(mean, fixed, 1)
 
 
 def _projection(manifest: Manifest, columns: StackedPlan) -> Projection | None:
@@ -234,30 +232,46 @@ def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
     return annotated(schema, spec.column_options, manifest.nulls)
 
 
-def _columns(manifest: Manifest, spec: JobSpec) -> tuple[StackedPlan, bool]:
-    """The columns, and whether zero-copy blocks have them in canonical form."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a dataset as a job reads them, `schema` that of the shards. `is_canonical`:
+    zero-copy blocks have them in canonical form.
+    """
+
+    schema: pa.Schema
+    plan: StackedPlan
+    is_canonical: bool
+
+
+def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
+    """Linear in the columns, and a few seconds for 100,000 of them.
+
+    Raises:  ConfigError: a column that is not there.
+    """
     schema = _schema(manifest, spec)
-    columns = plan_stacked(schema, spec.column_options, manifest.shards[0].url)
+    plan = plan_stacked(schema, spec.column_options, manifest.shards[0].url)
+    stored = {field.name: field.type for field in schema}
     is_canonical = not spec.column_options.stack and all(
-        field.name in schema.names and schema.field(field.name).type == field.type
-        for field in columns.schema
+        stored.get(field.name) == field.type for field in plan.schema
     )
-    return columns, is_canonical
+    return Columns(schema, plan, is_canonical)
 
 
-def can_pack(manifest: Manifest, spec: JobSpec, arena_bytes: int) -> bool:
+def can_pack(
+    manifest: Manifest, spec: JobSpec, arena_bytes: int, known: Columns | None = None
+) -> bool:
     """Whether a job's blocks are better packed: its rows are shuffled; and if its blocks would need
     no memory as they lie, what is packed can stay until it was used, and not much else is copied.
 
     Raises:  ConfigError: a column that is not there.
     """
-    columns, is_canonical = _columns(manifest, spec)
-    packing = plan_packing(columns.specs) if spec.shuffle else None
+    columns = known or columns_of(manifest, spec)
+    packing = plan_packing(columns.plan.specs) if spec.shuffle else None
     if packing is None:
         return False
-    if not (is_canonical and any(shard.zero_copy for shard in manifest.shards)):
+    if not (columns.is_canonical and any(shard.zero_copy for shard in manifest.shards)):
         return True
-    sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, packing))
+    sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns.plan, packing))
     if sizes.sample_bytes > (1 + _OTHERS_MAX) * packing.row_bytes:
         return False
     needed = sizes.open_window_bytes(spec.window) * spec.lanes
@@ -271,14 +285,16 @@ def dataset_of(
     *,
     packed: bool = False,
     worker_bytes: WorkerBytes | None = None,
+    known: Columns | None = None,
 ) -> Dataset:
     """How a job with this spec reads the manifest, with workers that may take `worker_bytes`.
 
     Raises:  ConfigError: a column that is not there.
     """
-    columns, is_canonical = _columns(manifest, spec)
+    found = known or columns_of(manifest, spec)
+    columns, schema = found.plan, found.schema
     packing = plan_packing(columns.specs) if packed else None
-    direct = is_canonical and packing is None
+    direct = found.is_canonical and packing is None
     projection = _projection(manifest, columns)
     decoded = _decoded_bytes(manifest, columns, packing, projection)
     marks = _marks(manifest, decoded, projection, direct=direct)
@@ -289,9 +305,13 @@ def dataset_of(
     message = tasks.OpenDataset(
         dataset_id,
         manifest.format,
-        _schema(manifest, spec).serialize().to_pybytes(),
+        schema.serialize().to_pybytes(),
         pack=packed,
         column_options=spec.column_options,
         memory_bytes=0 if worker_bytes is None else worker_bytes.for_blocks_of(largest),
     )
-    return Dataset(dataset_id, manifest, columns, message, direct, marks, projection, size)
+    return Dataset(
+        dataset_id, manifest, columns, message, direct, marks, projection, size,
+        row_bytes=_sample_bytes(manifest, columns, projection),
+        has_bytes=any(spec.kind is Kind.BYTES for spec in columns.specs),
+    )  # fmt: skip

@@ -16,15 +16,16 @@ import dataclasses
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
-from dataplane.errors import BudgetTooSmall, ConfigError, DataplaneError, PeerLost
+from dataplane.errors import BudgetTooSmall, DataplaneError, PeerLost
 from dataplane.model import ColumnOptions, DatasetIdentity
-from dataplane.node.dataset import Dataset, WorkerBytes, can_pack, dataset_of
+from dataplane.node.dataset import Dataset
+from dataplane.node.datasets import Datasets, shown
 from dataplane.node.engine import Engine
 from dataplane.node.joining import patiently
 from dataplane.node.member import Member
@@ -35,21 +36,17 @@ from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import default_lanes_window
 from dataplane.plan.slices import Slice
-from dataplane.redact import redacted, unsigned
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.bounds import check_name
 from dataplane.trace import Trace
 from dataplane.transforms.images import delivered
-from dataplane.transforms.lists import check_lists
-from dataplane.transforms.nulls import check_fills, check_nulls
 
 OpenManifest = Callable[[messages.DatasetSource], Manifest]
 
 _trace = Trace("node")
 
 _MANIFESTS_MAX = 16
-_URLS_SHOWN_MAX = 16
 _ManifestKey = tuple[messages.DatasetSource, str, str]
 _Opened = tuple[Manifest, DatasetIdentity]
 
@@ -71,7 +68,7 @@ class Jobs:
         self._node_id = node_id
         self._open_manifest = open_manifest
         self._manifests: OrderedDict[_ManifestKey, asyncio.Future[_Opened]] = OrderedDict()
-        self._datasets: dict[object, Dataset] = {}
+        self._datasets = Datasets(config)
         self._deliveries: dict[object, Delivery] = {}
         self._groups: dict[object, Group] = {}
         self._numbers = itertools.count(1)
@@ -87,7 +84,8 @@ class Jobs:
         _check_names(request)
         began, place = time.monotonic(), request.topology
         manifest, identity = await self._manifest(request)
-        dataset, spec = self._dataset(manifest, request)
+        spec = _spec_of(manifest, request)
+        dataset = await self._datasets.open(manifest, spec)
         try:
             member = await self._admit(request, dataset, spec, await _pixels_of(spec))
         except BaseException:  # also of a trainer that went away while it joined
@@ -137,8 +135,7 @@ class Jobs:
             node=self._node_id,
         )
         # Its last reader may have left meanwhile.
-        key = _dataset_key(spec, manifest, packed=dataset.message.pack)
-        dataset = self._datasets.setdefault(key, dataset)
+        dataset = self._datasets.keep(dataset, spec)
         sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
         try:
             delivery = self._delivery(request, dataset, spec, sizes)
@@ -173,7 +170,7 @@ class Jobs:
         """Free a dataset's blocks, unless somebody reads it."""
         if not any(delivery.dataset is dataset for delivery in self._deliveries.values()):
             self._engine.blocks.forget_dataset(dataset)
-            self._datasets = {k: d for k, d in self._datasets.items() if d is not dataset}
+            self._datasets.forget(dataset)
 
     async def leave(self, member: Member, *, lost: bool) -> None:
         """Tell the coordinator; it learns by itself if it does not answer now."""
@@ -225,43 +222,6 @@ class Jobs:
     def _opened(self, source: messages.DatasetSource) -> _Opened:
         manifest = self._open_manifest(source)
         return manifest, identity_of(manifest)
-
-    def _dataset(self, manifest: Manifest, request: messages.OpenJob) -> tuple[Dataset, JobSpec]:
-        lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
-        spec = JobSpec(
-            fingerprint=manifest.fingerprint,
-            seed=request.seed,
-            shuffle=request.shuffle,
-            lanes=(request.lanes or lanes) if request.shuffle else 1,
-            window=(request.window or window) if request.shuffle else 1,
-            global_batch=request.global_batch,
-            end=request.end,
-            transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
-            column_options=_in_order(request.column_options),
-        )
-        packed = can_pack(manifest, spec, self._config.block_arena_bytes)
-        key = _dataset_key(spec, manifest, packed=packed)
-        dataset = self._datasets.get(key)
-        if dataset is None:
-            dataset = dataset_of(
-                next(self._numbers),
-                manifest,
-                spec,
-                packed=packed,
-                worker_bytes=WorkerBytes(
-                    self._config.worker_memory_bytes, self._config.worker_memory_bytes_max
-                ),
-            )
-            check_fills(dataset.columns.leaves)
-            check_lists(dataset.columns.specs, spec.column_options)
-            check_nulls(dataset.columns.leaves, manifest.nulls, [s.url for s in manifest.shards])
-            self._datasets[key] = dataset
-        try:
-            delivered(dataset.columns.specs, spec.transforms)
-        except ConfigError:
-            self._forget_unread(dataset)
-            raise
-        return dataset, spec
 
     def _check_budget(self, dataset: Dataset) -> None:
         """One block must fit: raw and decoded together, while it is decoded."""
@@ -354,6 +314,22 @@ def _check_names(request: messages.OpenJob) -> None:
     check_name("format", request.source.format, needed=False)
 
 
+def _spec_of(manifest: Manifest, request: messages.OpenJob) -> JobSpec:
+    """With every default filled in."""
+    lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
+    return JobSpec(
+        fingerprint=manifest.fingerprint,
+        seed=request.seed,
+        shuffle=request.shuffle,
+        lanes=(request.lanes or lanes) if request.shuffle else 1,
+        window=(request.window or window) if request.shuffle else 1,
+        global_batch=request.global_batch,
+        end=request.end,
+        transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
+        column_options=_in_order(request.column_options),
+    )
+
+
 def _in_order(options: ColumnOptions) -> ColumnOptions:
     """What is given by name stands in the order of names, so that equal jobs are equal."""
     return dataclasses.replace(
@@ -375,18 +351,3 @@ def _maker_name() -> str:
     from dataplane.transforms.pixels_library import maker
 
     return maker().name
-
-
-def _dataset_key(spec: JobSpec, manifest: Manifest, *, packed: bool) -> object:
-    """Jobs that are equal in this share a dataset, and so its blocks. Those whose urls were signed
-    apart do not: one signature ends before the other.
-    """
-    signed = tuple(url for url in manifest.urls[:_URLS_SHOWN_MAX] if unsigned(url) != url)
-    return (spec.fingerprint, spec.column_options, signed, packed)
-
-
-def shown(urls: Sequence[str]) -> str:
-    """A dataset's urls as people see them."""
-    shown = ", ".join(map(redacted, urls[:_URLS_SHOWN_MAX]))
-    more = len(urls) - _URLS_SHOWN_MAX
-    return f"{shown}, and {more} more" if more > 0 else shown

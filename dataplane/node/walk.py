@@ -90,7 +90,7 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
 def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
     """What one sample takes in a slab: exactly, for its images; about, for all else."""
     if not spec.transforms:
-        return 0, dataset.row_bytes()
+        return 0, dataset.row_bytes
     names = {image.column for image in spec.transforms}
     pixels, others, stored_parts, other_parts = 0, 0, 0, 0
     for column in delivered(dataset.columns.specs, spec.transforms):
@@ -102,7 +102,7 @@ def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
             others += size
         else:
             other_parts += _BYTES_PARTS if column.kind is Kind.BYTES else 1
-    share = dataset.row_bytes() * other_parts // (stored_parts + other_parts)
+    share = dataset.row_bytes * other_parts // (stored_parts + other_parts)
     return pixels, others + share
 
 
