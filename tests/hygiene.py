@@ -32,6 +32,8 @@ from pathlib import Path
 
 import psutil
 
+from dataplane.arena import forks
+
 GRACE_S = 20.0
 MARK = "DATAPLANE_TEST_RUN"
 SHARED_PORTS: set[int] = set()
@@ -273,7 +275,8 @@ def _is_of(link: os.DirEntry[str], held: os.stat_result) -> bool:
 
 
 def _reap() -> None:
-    """Let the standard library collect children that nobody waits for any more."""
+    """Let the standard library, and us, forget children that nobody waits for any more."""
+    forks.lasting_forks()
     subprocess._cleanup()  # type: ignore[attr-defined]
     if "multiprocessing" in sys.modules:
         import multiprocessing

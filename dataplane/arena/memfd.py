@@ -8,6 +8,7 @@ Invariants:
 3. Nothing is named: when the last process that holds the memfd dies, the kernel frees it.
 4. A mapping lives as long as any view of it.
 5. What is mapped stays mapped, and what was allocated stays allocated: to ask once is enough.
+6. A forked child has the pages of what it can read (`keep_only`), and no descriptor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
+from collections.abc import Iterable
 
+from dataplane.arena import pages
 from dataplane.errors import BudgetTooSmall, ClosedError
 
 _F_ADD_SEALS = 1033
@@ -26,6 +30,8 @@ _MADV_POPULATE_READ = 22
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 _PIECE_BYTES = 64 << 10
 """What is mapped is remembered in pieces of this size."""
+_GAP_COUNT_MAX = 1000
+_GAP_BYTES_MIN = 64 << 10
 
 
 def populate(mapping: mmap.mmap, offset: int, length: int) -> None:
@@ -40,11 +46,13 @@ def populate(mapping: mmap.mmap, offset: int, length: int) -> None:
 class Arena:
     """One memfd and this process's shared, writable mapping of it."""
 
-    def __init__(self, fd: int, size_bytes: int, mapping: mmap.mmap) -> None:
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Raises:  OSError: it cannot be mapped."""
         self.fd = fd
         self.size_bytes = size_bytes
-        self._mapping: mmap.mmap | None = mapping
-        self._buffer: memoryview | None = memoryview(mapping)
+        self._address = pages.map_shared(fd, size_bytes)
+        self._buffer: memoryview | None = pages.view_of(self._address, size_bytes)
+        self._while_mapped = weakref.ref(self._buffer.obj)
         self._reserved = 0
         self._mapped = bytearray()
 
@@ -58,14 +66,13 @@ class Arena:
         try:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-            mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
+            return cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
             raise BudgetTooSmall(
                 f"cannot map an arena of {size_bytes} bytes: {error}; lower the memory budget",
                 needed=size_bytes,
             ) from error
-        return cls(fd, size_bytes, mapping)
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> Arena:
@@ -80,14 +87,13 @@ class Arena:
                 raise ClosedError(
                     f"expected a sealed arena of {size_bytes} bytes, found {found} bytes"
                 )
-            mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
+            return cls(fd, size_bytes)
         except OSError as error:
             os.close(fd)
             raise ClosedError(f"cannot map the arena: {error}") from error
         except ClosedError:
             os.close(fd)
             raise
-        return cls(fd, size_bytes, mapping)
 
     @property
     def buffer(self) -> memoryview:
@@ -106,7 +112,7 @@ class Arena:
         """Map what is allocated of bytes [offset, offset + length) at once, unless that was done
         before. It takes a quarter of the time that a page fault for each page does.
         """
-        if self._mapping is None:
+        if self._buffer is None:
             return
         first, end = -(-offset // _PIECE_BYTES), (offset + length) // _PIECE_BYTES
         if len(self._mapped) < end:
@@ -114,7 +120,10 @@ class Arena:
         if length and (first >= end or self._mapped.find(0, first, end) >= 0):
             # For reading costs half of what it costs for writing, and here it is the same: nobody
             # has to be told of what is written into a memfd.
-            populate(self._mapping, offset, length)
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            with contextlib.suppress(OSError):
+                end_bytes = offset + length
+                pages.advise(self._address + start, end_bytes - start, _MADV_POPULATE_READ)
             self._mapped[first:end] = b"\1" * max(end - first, 0)
 
     def reserve(self, end: int) -> None:
@@ -137,12 +146,29 @@ class Arena:
             ) from error
         self._reserved = end
 
+    def keep_only(self, kept: Iterable[tuple[int, int]]) -> None:
+        """In a forked child: give up the memory and the descriptor of all but the (offset, length)
+        in `kept`, which stay readable for as long as there are views of them. Nothing else may be
+        read.
+        """
+        if self._while_mapped() is None:
+            return
+        gaps, start = [], 0
+        for offset, length in sorted([*kept, (self.size_bytes, 0)]):
+            end = offset // pages.PAGE_BYTES * pages.PAGE_BYTES
+            if end - start >= _GAP_BYTES_MIN:
+                gaps.append((end - start, start))
+            start = max(start, -(-(offset + length) // pages.PAGE_BYTES) * pages.PAGE_BYTES)
+        # A process has 65,530 mappings: where much is kept, small gaps stay.
+        for length, start in sorted(gaps, reverse=True)[:_GAP_COUNT_MAX]:
+            with contextlib.suppress(OSError):
+                pages.give_up(self._address + start, length)
+        self.close()
+
     def close(self) -> None:
         """Give up the descriptor and, once no view is left, the mapping. May be called twice."""
-        if self._mapping is None or self._buffer is None:
+        if self._buffer is None:
             return
         os.close(self.fd)
         self._buffer.release()
-        with contextlib.suppress(BufferError):  # views are alive: it goes with the last (4)
-            self._mapping.close()
-        self._mapping = self._buffer = None
+        self._buffer = None

@@ -1,12 +1,13 @@
 """A job as one connection has it: the arena's mapping, the slabs that are held, and their return.
 
 Invariants:
-1. A slab is released once, when nothing can read it any more: its memory object is dead and
-   `Pinning.when_unread` has spoken.
+1. A slab is released once, when nothing can read it any more: its memory object is dead, the
+   children that were forked while it lived have ended, and `Pinning.when_unread` has spoken.
 2. The socket stays open for as long as a slab is held, even after the loader was closed: to the
    node, a closed socket means that every slab is free.
 3. Finalizers append to deques and send without waiting. Nothing here takes a lock.
-4. In a forked child nothing is released and nothing received: the parent owns it all.
+4. In a forked child nothing is released and nothing received: the parent owns it all. The child has
+   the memory of the slabs that were alive, and no other.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.arena import forks
 from dataplane.arena.memfd import Arena
 from dataplane.client.wire import Wire
 from dataplane.errors import PeerLost
@@ -77,6 +79,8 @@ class Mount:
         """For how long nodes were at work until the job was open."""
         self.asked_ahead: set[int | None] = set()
         self._held: dict[int, int] = {}
+        self._alive: dict[int, tuple[int, int]] = {}  # by number: where in the arena
+        self._kept: forks.Kept[int] = forks.Kept()
         self._unread: dict[int, int] = {}  # those of them that are dead, and that a device may read
         self._dead: deque[int] = deque()
         self._left_streams: deque[int] = deque()
@@ -108,7 +112,9 @@ class Mount:
         # Only of slots that are used: of all of them together the first batch would have to wait
         # for a tenth of a second.
         self._arena.populate_once(region.offset, region.length)
-        weakref.finalize(memory, self._died, slab.slab_id).atexit = False
+        number = forks.born()
+        weakref.finalize(memory, self._died, slab.slab_id, number).atexit = False
+        self._alive[number] = region.offset, region.length
         self._held[slab.slab_id] = region.length
         return memory
 
@@ -119,6 +125,8 @@ class Mount:
 
     def flush(self) -> None:
         """Send what is to be told: slabs that died, streams that were left. Never waits."""
+        for slab_id in self._kept.let_go():
+            self._unused(slab_id)
         while self._left_streams:
             with contextlib.suppress(IndexError):
                 stream_id = self._left_streams.popleft()
@@ -144,10 +152,12 @@ class Mount:
             self.wire.close()  # nobody is there to be told, but devices may still read the memory
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptors. Tensors stay readable, and owned above."""
+        """In a forked child: let go of the descriptors, and of all memory but that of tensors that
+        are alive, which is owned above.
+        """
         self._open.clear()
         self.wire.abandon()
-        self._arena.close()
+        self._arena.keep_only(self._alive.values())
 
     def at_exit(self) -> None:
         """Hang up, unless somebody may still read."""
@@ -156,10 +166,19 @@ class Mount:
         else:
             self._finish()
 
-    def _died(self, slab_id: int) -> None:
-        if os.getpid() == self._pid:
-            self._unread[slab_id] = self._held.get(slab_id, 0)
-            self._pinning.when_unread(partial(self._give_back, slab_id))
+    def _died(self, slab_id: int, number: int) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._alive.pop(number, None)
+        children = forks.died(number)
+        if children:
+            self._kept.add(children, slab_id)
+        else:
+            self._unused(slab_id)
+
+    def _unused(self, slab_id: int) -> None:
+        self._unread[slab_id] = self._held.get(slab_id, 0)
+        self._pinning.when_unread(partial(self._give_back, slab_id))
 
     def _give_back(self, slab_id: int) -> None:
         if os.getpid() != self._pid:
@@ -190,6 +209,7 @@ class Mount:
         self.wire.close()
         self._unpin()
         self._arena.close()
+        forks.lasting_forks()
 
 
 def _nothing() -> None:

@@ -132,8 +132,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return self._shards.begin()
         if self._begun is not None:
             begun, self._begun = self._begun, None
-        elif self._iterator is not None:  # workers that persist
-            begun = cast("WorkerPass", self._iterator)
+        elif (kept := cast("WorkerPass | None", self._iterator)) is not None and kept.is_ours:
+            begun = kept  # workers that persist
             begun._reset(self)  # noqa: SLF001 - torch's name
         else:
             begun = self._get_iterator()

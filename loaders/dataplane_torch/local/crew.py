@@ -65,6 +65,11 @@ class Crew:
         signal_handling._set_SIGCHLD_handler()
         _crews.add(self)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it."""
+        return os.getpid() == self._pid
+
     def tell(self, worker_id: int, frame: frames.ToWorker) -> None:
         """Send a frame. A worker that is gone is not told; waiting for it raises.
 
@@ -112,7 +117,7 @@ class Crew:
 
     def close(self) -> None:
         """End all workers. May be called twice, and by a forked child, where it does nothing."""
-        if self._is_closed or os.getpid() != self._pid:
+        if self._is_closed or not self.is_ours:
             return
         self._is_closed = True
         _crews.discard(self)

@@ -6,10 +6,12 @@ labels of an epoch does not keep its images.
 
 Invariants:
 1. An extent that was handed over is written again only after the trainer gave it back.
-2. The trainer gives an extent back once: when no view of it is alive, and no device reads it.
+2. The trainer gives an extent back once: when no view of it is alive, here or in a child that was
+   forked since, and no device reads it.
 3. A worker that has no free extent of some length grows; it never waits for the trainer's user.
 4. A segment that has not been needed for a while is given up by both sides.
-5. In a forked child of the trainer nothing is given back: the parent owns it all.
+5. In a forked child of the trainer nothing is given back: the parent owns it all. The child has the
+   memory of the extents that were alive, and no other.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.arena import forks
 from dataplane.arena.allocator import Allocator, rounded
 from dataplane.arena.memfd import Arena
 from dataplane.client.mount import NoDevice, Pinning
@@ -143,7 +146,9 @@ class Mapped:
         self._pinning = pinning or NoDevice()
         self._segments: dict[int, _Mapping] = {}
         self._dead: deque[tuple[int, int]] = deque()
+        self._kept: forks.Kept[tuple[_Mapping, int, int]] = forks.Kept()
         self._pid = os.getpid()
+        self._is_closed = False
 
     def attach(self, segment_id: int, fd: int, size_bytes: int) -> None:
         """Map a segment that the worker announced.
@@ -165,8 +170,10 @@ class Mapped:
         mapping = self._segments[extent.segment]
         memory: Bytes = np.frombuffer(mapping.arena.view(extent.offset, extent.length), np.uint8)
         # The mapping is an argument so that it stays, and stays pinned, as long as its extents.
-        died = weakref.finalize(memory, self._died, mapping, extent.segment, extent.offset)
+        number = forks.born()
+        died = weakref.finalize(memory, self._died, mapping, extent, number)
         died.atexit = False
+        mapping.alive[number] = extent.offset, extent.length
         return memory
 
     def peek(self, extent: Extent) -> memoryview:
@@ -179,18 +186,33 @@ class Mapped:
 
     def given_back(self) -> list[tuple[int, int]]:
         """(segment, offset) of the extents that died since the last call."""
+        for mapping, segment_id, offset in self._kept.let_go():
+            self._unused(mapping, segment_id, offset)
         dead: list[tuple[int, int]] = []
         while self._dead:
             dead.append(self._dead.popleft())
         return dead
 
     def close(self) -> None:
-        """The worker is gone: mappings end with their last views. May be called twice."""
+        """The worker is gone: mappings end with their last views, and nobody writes what children
+        may read. May be called twice.
+        """
         self._segments.clear()
+        self._is_closed, self._kept = True, forks.Kept()
+        forks.lasting_forks()
 
-    def _died(self, mapping: _Mapping, segment_id: int, offset: int) -> None:
-        if os.getpid() == self._pid:
-            self._pinning.when_unread(partial(self._give_back_read, mapping, segment_id, offset))
+    def _died(self, mapping: _Mapping, extent: Extent, number: int) -> None:
+        if os.getpid() != self._pid:
+            return
+        mapping.alive.pop(number, None)
+        children = forks.died(number)
+        if children and not self._is_closed:
+            self._kept.add(children, (mapping, extent.segment, extent.offset))
+        else:
+            self._unused(mapping, extent.segment, extent.offset)
+
+    def _unused(self, mapping: _Mapping, segment_id: int, offset: int) -> None:
+        self._pinning.when_unread(partial(self._give_back_read, mapping, segment_id, offset))
 
     def _give_back_read(self, mapping: _Mapping, segment_id: int, offset: int) -> None:
         del mapping  # it was kept, pinned, until no device could read the extent
@@ -202,6 +224,8 @@ class _Mapping:
 
     def __init__(self, arena: Arena, pinning: Pinning) -> None:
         self.arena = arena
+        self.alive: dict[int, tuple[int, int]] = {}  # the extents of it, by number
+        _mappings.add(self)
         unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
         weakref.finalize(self, _unpin_and_close, arena, unpin).atexit = False
 
@@ -209,3 +233,15 @@ class _Mapping:
 def _unpin_and_close(arena: Arena, unpin: Callable[[], None]) -> None:
     unpin()
     arena.close()
+
+
+_mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+
+
+def _keep_what_lives() -> None:
+    for mapping in list(_mappings):
+        mapping.arena.keep_only(mapping.alive.values())
+    _mappings.clear()
+
+
+os.register_at_fork(after_in_child=_keep_what_lives)

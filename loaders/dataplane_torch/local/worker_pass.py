@@ -76,6 +76,11 @@ class WorkerPass(_BaseDataLoaderIter):
         return place
 
     @property
+    def is_ours(self) -> bool:
+        """Whether this process began it, and not the one that forked it."""
+        return self._crew is None or self._crew.is_ours
+
+    @property
     def _workers(self) -> list[Any]:
         return [] if self._crew is None else self._crew.processes
 
@@ -186,6 +191,11 @@ class WorkerPass(_BaseDataLoaderIter):
         return list(resume.workers)
 
     def __next__(self) -> Any:
+        if not self.is_ours:
+            raise RuntimeError(
+                "this pass was begun by another process, whose workers it has: call iter() on the "
+                "loader here"
+            )
         if self.beginning.is_told_otherwise():
             self.beginning.forget_resumed(self)
             self._take_places(self.beginning)

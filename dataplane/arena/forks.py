@@ -1,0 +1,182 @@
+"""Forked children of this process, and the memory that they can still read.
+
+A fork copies all tensors that are alive, and the child goes on to read them in the pages of the
+arena that they lie in. So what was alive at a fork must not be written again, although it has died
+here, before the child and all that it forked in turn have ended.
+
+The kernel knows when that is. Before a fork a page of a memfd is mapped, which only the child keeps
+afterwards; and a memfd cannot be sealed against writing while somebody has it mapped. The end of a
+pipe would say the same, but daemons close all descriptors that they inherit.
+
+Invariants:
+1. What was alive at a fork is not let go of while a process descends from that fork, unless that
+   process has run another program since.
+2. Here nothing waits for a child, and finalizers may call `died` and `Kept.add`.
+3. A forked child starts anew: what it inherited belongs to the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import math
+import os
+import threading
+from collections import deque
+from typing import Generic, TypeVar
+
+from dataplane.arena.pages import PAGE_BYTES, map_shared, unmap
+
+_F_ADD_SEALS = 1033
+_F_SEAL_WRITE = 0x0008
+
+_Dead = TypeVar("_Dead")
+
+
+class Fork:
+    """A fork, or several between which nothing was born. It concerns what has a number below its
+    limit. Where nobody can tell whether it is over, it never is.
+    """
+
+    def __init__(self) -> None:
+        self.limit = math.inf
+        self._is_over = False
+        self._page: int | None = None
+        self._fds: list[int] = []
+        with contextlib.suppress(OSError):  # too many descriptors
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._fds.append(os.memfd_create("dataplane-fork", flags))
+            os.ftruncate(self._fds[0], PAGE_BYTES)
+
+    def begin(self) -> bool:
+        """Right before the process forks; False where it is over, or nobody could tell."""
+        self.limit = math.inf
+        try:
+            self._page = map_shared(self._fds[0], PAGE_BYTES)
+        except (OSError, IndexError):
+            return False
+        return True
+
+    def end(self, limit: int) -> None:
+        """Right after that, in the parent."""
+        self.limit = limit
+        page, self._page = self._page, None
+        if page is not None:
+            unmap(page, PAGE_BYTES)
+
+    def is_over(self) -> bool:
+        """Whether all children have ended."""
+        if self._is_over:
+            return True
+        try:
+            fcntl.fcntl(self._fds[0], _F_ADD_SEALS, _F_SEAL_WRITE)
+        except (OSError, IndexError):
+            return False
+        self._is_over = True
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Give up the descriptor. May be called twice, by two threads at once."""
+        with contextlib.suppress(IndexError):
+            os.close(self._fds.pop())
+
+
+class Kept(Generic[_Dead]):
+    """What has died here, and may be read by children."""
+
+    def __init__(self) -> None:
+        self._new: deque[tuple[tuple[Fork, ...], _Dead]] = deque()
+        self._by_forks: dict[tuple[Fork, ...], list[_Dead]] = {}
+        self._sorting = threading.Lock()
+
+    def add(self, forks: tuple[Fork, ...], dead: _Dead) -> None:
+        """Keep it until these forks are over."""
+        self._new.append((forks, dead))
+
+    def let_go(self) -> list[_Dead]:
+        """What nobody can read any more; each is told once. Takes time by the number of forks, not
+        of what is kept.
+        """
+        # A finalizer may come here in the middle of it, or another thread: the first one does it.
+        if not (self._new or self._by_forks) or not self._sorting.acquire(blocking=False):
+            return []
+        try:
+            while self._new:
+                forks, dead = self._new.popleft()
+                self._by_forks.setdefault(forks, []).append(dead)
+            over = [forks for forks in self._by_forks if all(fork.is_over() for fork in forks)]
+            return [dead for forks in over for dead in self._by_forks.pop(forks)]
+        finally:
+            self._sorting.release()
+
+
+_numbers = itertools.count()
+_alive: dict[int, None] = {}
+_forks: list[Fork] = []
+_forking = threading.RLock()
+_current: list[Fork] = []
+
+
+def born() -> int:
+    """A number for something that is alive from now on."""
+    number = next(_numbers)
+    _alive[number] = None
+    return number
+
+
+def died(number: int) -> tuple[Fork, ...]:
+    """It is dead here: the forks whose children may go on to read it. Usually there are none."""
+    _alive.pop(number, None)
+    if not _forks:
+        return ()
+    return tuple(fork for fork in lasting_forks() if number < fork.limit)
+
+
+def lasting_forks() -> list[Fork]:
+    """Those that are not over; the others are forgotten."""
+    lasting = []
+    for fork in list(_forks):
+        if not fork.is_over():
+            lasting.append(fork)
+            continue
+        with contextlib.suppress(ValueError):  # another thread was quicker
+            _forks.remove(fork)
+    return lasting
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    lasting, newest = lasting_forks(), next(reversed(_alive), None)
+    if newest is None:
+        return
+    if lasting and newest < lasting[-1].limit and lasting[-1].begin():
+        _current.append(lasting[-1])
+        return
+    fork = Fork()
+    if not fork.begin():
+        fork.close()
+    _forks.append(fork)
+    _current.append(fork)
+
+
+def _after_in_parent() -> None:
+    if _current:
+        _current.pop().end(next(_numbers))
+    _forking.release()
+
+
+def _after_in_child() -> None:
+    global _forking  # noqa: PLW0603 - the old one may belong to a thread that is not here
+    _forking = threading.RLock()
+    _current.clear()
+    _alive.clear()
+    for fork in _forks:
+        fork.close()
+    _forks.clear()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+)

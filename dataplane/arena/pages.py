@@ -1,0 +1,75 @@
+"""Pages of memory by their address, as the kernel maps them.
+
+Python's own mmap keeps a descriptor of what it maps for as long as the mapping lives, and by that a
+forked child would keep all memory of an arena, also what it never looks at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_FAILED = ctypes.c_void_p(-1).value
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+
+
+def map_shared(fd: int, size_bytes: int) -> int:
+    """The address of a writable mapping that is shared with all who map the file.
+
+    Raises:  OSError.
+    """
+    flags = mmap.PROT_READ | mmap.PROT_WRITE
+    return _map(None, size_bytes, flags, mmap.MAP_SHARED, fd)
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    """Raises:  OSError."""
+    _check(_libc.munmap(address, size_bytes))
+
+
+def give_up(address: int, size_bytes: int) -> None:
+    """Let go of whole pages of a mapping. Their addresses stay taken, and cannot be read.
+
+    Raises:  OSError: the kernel has no more mappings for this process.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+    _map(address, size_bytes, _PROT_NONE, flags, -1)
+
+
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """As madvise(2). Raises:  OSError."""
+    _check(_libc.madvise(address, size_bytes, advice))
+
+
+def view_of(address: int, size_bytes: int) -> memoryview:
+    """A mapping as a buffer of bytes, which is unmapped when the last view of it dies."""
+    array = (ctypes.c_ubyte * size_bytes).from_address(address)
+    weakref.finalize(array, _libc.munmap, address, size_bytes).atexit = False
+    return memoryview(array).cast("B")
+
+
+def _map(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
+    found: int | None = _libc.mmap(address, size_bytes, protection, flags, fd, 0)
+    if found is None or found == _FAILED:
+        raise OSError(number := ctypes.get_errno(), os.strerror(number))
+    return found
+
+
+def _check(status: int) -> None:
+    if status:
+        raise OSError(number := ctypes.get_errno(), os.strerror(number))

@@ -1,0 +1,96 @@
+"""The numbered invariants of arena/forks.py, and what a child has of an arena."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import forking
+
+from dataplane.arena import forks
+from dataplane.arena.memfd import Arena
+
+SIZE = 8 << 20
+
+
+def test_what_lived_at_a_fork_is_kept_until_all_who_descend_from_it_have_ended():
+    before, after = forks.born(), None
+    kept: forks.Kept[str] = forks.Kept()
+    with forking(lambda: 0) as one, forking(lambda: 0, closes_all=True) as two:
+        after = forks.born()
+        with forking(lambda: 0) as three:
+            found = forks.died(before)
+            assert len(found) == 2
+            kept.add(found, "before")
+            kept.add(forks.died(after), "after")
+            for child in (one, two):
+                assert kept.let_go() == []
+                assert child.ask() == 0
+            assert kept.let_go() == []
+            assert three.ask() == 0
+            assert sorted(kept.let_go()) == ["after", "before"]
+            assert kept.let_go() == []
+
+
+def test_nothing_is_kept_for_a_fork_before_it_or_without_one():
+    number = forks.born()
+    assert forks.died(number) == ()
+    with forking(lambda: 0):
+        number = forks.born()
+        assert forks.died(number) == ()
+
+
+def test_children_of_which_nobody_can_tell_are_never_over(monkeypatch: pytest.MonkeyPatch):
+    number = forks.born()
+
+    def no_more(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", no_more)
+        with forking(lambda: 0) as child:
+            assert child.ask() == 0
+    (fork,) = forks.died(number)
+    assert not fork.is_over()
+    forks._forks.remove(fork)
+
+
+def test_a_child_that_forks_has_children_of_its_own():
+    inherited = forks.born()
+
+    def grandchildren() -> int:
+        if forks.died(inherited):
+            return 1
+        number = forks.born()
+        with forking(lambda: 0) as grandchild:
+            (fork,) = forks.died(number)
+            if fork.is_over() or grandchild.ask():
+                return 2
+        return 0 if fork.is_over() else 3
+
+    with forking(grandchildren) as child:
+        assert child.ask() == 0
+    assert forks.died(inherited) == ()
+
+
+def test_a_child_keeps_the_pages_that_it_is_told_to_and_no_descriptor():
+    arena = Arena.create("forked", SIZE)
+    arena.reserve(SIZE)
+    memory = [np.frombuffer(arena.view(SIZE // 2 + 100, 4096), np.uint8)]
+    memory[0][:] = 7
+    inode = os.fstat(arena.fd).st_ino
+
+    def looks() -> int:
+        arena.keep_only([(SIZE // 2 + 100, 4096)])
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ours = [line.split()[0] for line in lines if line.split()[4] == str(inode)]
+        sizes = [int(b, 16) - int(a, 16) for a, b in (each.split("-") for each in ours)]
+        return 0 if sum(sizes) <= 8192 and int(memory[0].sum()) == 7 * 4096 else 1
+
+    with forking(looks) as child:
+        assert child.ask() == 0
+    arena.close()
+    memory.clear()
+    arena.keep_only([])  # it is not mapped any more, and whatever else is there stays
