@@ -75,12 +75,14 @@ class Session:
         return self.mount().job
 
     def state(self, epoch: int, cursor: int) -> State:
-        """The state of the job at this place. Costs the same whatever the job's options are."""
+        """The state of the job at this place; of its last step, that of the next epoch's start.
+        Costs the same whatever the job's options are.
+        """
         job, (known, state) = self.job, self._state or (None, None)
         if state is None or known is not job:
             state = State.of(job, 0, 0)
             self._state = job, state
-        return dataclasses.replace(state, epoch=epoch, cursor=cursor)
+        return dataclasses.replace(state, epoch=epoch, cursor=cursor).normalised(job.spec)
 
     def tally(self) -> Tally:
         """For a new stream; what those that were closed have counted is kept as one sum."""

@@ -7,6 +7,7 @@ digest covers the dataset's urls: a dataset keeps its identity in another bucket
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,8 @@ class State:
 
     `options` are those of the job that have not their default (see `JobSpec.facts`). They and
     `dataset` are None in states that were saved before states recorded them. `pixels` names what
-    made the images, "" if there are none or the state does not tell.
+    made the images, "" if there are none or the state does not tell. `in_last_step` is of a state
+    at the start of an epoch that was taken in the last step of the one before.
     """
 
     spec_digest: str
@@ -37,6 +39,7 @@ class State:
     options: Mapping[str, Fact] | None = None
     dataset: DatasetIdentity | None = None
     pixels: str = ""
+    in_last_step: bool = False
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> State:
@@ -58,7 +61,23 @@ class State:
             saved["dataset"] = {"content": self.dataset.content, "layout": self.dataset.layout}
         if self.pixels:
             saved["pixels"] = self.pixels
+        if self.in_last_step:
+            saved["in_last_step"] = True
         return saved
+
+    @property
+    def ended(self) -> int | None:
+        """The epoch in whose last step it was taken, which has nothing left; None of any other."""
+        return self.epoch - 1 if self.in_last_step and not self.cursor else None
+
+    def normalised(self, spec: JobSpec) -> State:
+        """The same place, told in one way: after the last step of an epoch stands the start of the
+        next one. Older versions told it as the end of the epoch that was over.
+        """
+        left = self.sample_count - self.cursor
+        if not self.cursor or step_count(left, spec.global_batch, spec.end):
+            return self
+        return dataclasses.replace(self, epoch=self.epoch + 1, cursor=0, in_last_step=True)
 
     @classmethod
     def from_dict(cls, saved: object) -> State:
@@ -95,7 +114,14 @@ class State:
         pixels = saved.get("pixels", "")
         if not isinstance(pixels, str):
             raise ConfigError(f"this state is damaged: its pixels are {pixels!r:.80}", key="pixels")
-        return cls(digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels)
+        in_last_step = saved.get("in_last_step", False)
+        if not isinstance(in_last_step, bool):
+            raise ConfigError(
+                f"this state is damaged: in_last_step is {in_last_step!r:.80}", key="in_last_step"
+            )
+        return cls(
+            digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step
+        )
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
         """Check that this job may resume from here. `dataset_moved` accepts a dataset whose ETags

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -122,10 +123,15 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             cursor = consumed(job.sample_count, cursor, job.spec.global_batch, batches)
         elif walk is not None:
             cursor = walk.cursor
-        return session.state(epoch, cursor).to_dict()
+        found = session.state(epoch, cursor)
+        if walk is None and not cursor and epoch == int(self._resume[0]) + 1:
+            # As it was loaded.
+            is_told = int(self._resume[1]) >= session.job.sample_count > 0
+            found = replace(found, in_last_step=is_told)
+        return found.to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on where the state was taken.
+        """The next pass goes on where the state was taken; an empty state is the start.
 
         Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
         """
@@ -137,7 +143,10 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                 raise ConfigError("this state of a DataLoader worker is damaged", key="step")
             self._resume_steps = (state.epoch, state.cursor, step, stride)
             return
-        self._resume[0], self._resume[1] = state.epoch, state.cursor
+        at = (state.epoch, state.cursor)
+        if state.ended is not None:  # should set_epoch name it again, nothing of it is left
+            at = (state.ended, state.sample_count)
+        self._resume[0], self._resume[1] = at
         self._next_epochs.fill_(state.epoch)
 
     def close(self) -> None:

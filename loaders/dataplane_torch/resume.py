@@ -11,13 +11,15 @@ from dataplane.client.state import State
 
 
 def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> State:
-    """The state, if the session's job may resume from it.
+    """The state, if the session's job may resume from it; an empty one is the start.
 
     Warns on rank 0 if only `dataset_moved` made it fit: the argument is meant for one resume, since
     it would also accept a later change that keeps all sizes.
 
     Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
     """
+    if isinstance(state_dict, Mapping) and not state_dict:
+        return session.state(0, 0)
     state = State.from_dict(state_dict)
     needed_word = state.check(session.job, dataset_moved=dataset_moved)
     if needed_word and session.request.topology.rank == 0:
@@ -35,4 +37,4 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
             "not",
             stacklevel=4,
         )
-    return state
+    return state.normalised(session.job.spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ class ShardReader:
         self._decoder: Decoder | None = None
         self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
+        self._ended: int | None = None
         self._walk: Walk | None = None
         self._last: Walk | None = None
 
@@ -85,7 +87,7 @@ class ShardReader:
         """
         walk = Walk(self._session, decoder, self._epoch, self._cursor, lane=lane)
         # A resumed pass is resumed once: if it is left early, the next one begins the epoch anew.
-        self._cursor = 0
+        self._cursor, self._ended = 0, None
         self._walk = self._last = walk
         return walk
 
@@ -113,8 +115,12 @@ class ShardReader:
         return self._walk.epoch if self._walk is not None else self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch's. A state that was loaded of the same keeps its place."""
-        if epoch != self._epoch:
+        """The next pass is this epoch's. A state that was loaded of the same keeps its place: of
+        one that was taken in the epoch's last step nothing is left.
+        """
+        if epoch == self._ended:
+            self._cursor = self._session.job.sample_count
+        elif epoch != self._epoch:
             self._cursor = 0
         self._epoch, self._walk = epoch, None
 
@@ -125,18 +131,21 @@ class ShardReader:
     def state_dict(self) -> dict[str, Any]:
         """Where this run stands: the same on every rank after the same number of batches."""
         walk = self._walk
-        epoch, cursor = (
-            (walk.epoch, walk.cursor) if walk is not None else (self._epoch, self._cursor)
-        )
-        return self._session.state(epoch, cursor).to_dict()
+        if walk is None:
+            state = self._session.state(self._epoch, self._cursor)
+            is_told = self._ended == self._epoch - 1 and not self._cursor
+            return dataclasses.replace(state, in_last_step=state.in_last_step or is_told).to_dict()
+        return self._session.state(walk.epoch, walk.cursor).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on where the state was taken, on any number of ranks.
+        """The next pass goes on where the state was taken, on any number of ranks; an empty state
+        is the start.
 
         Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
         """
         state = resumed(state_dict, self._session, dataset_moved=self._dataset_moved)
-        self._epoch, self._cursor, self._walk = state.epoch, state.cursor, None
+        self._epoch, self._cursor, self._ended = state.epoch, state.cursor, state.ended
+        self._walk = None
 
     def close(self) -> None:
         """Leave the job; tensors that are held stay good. May be called twice."""

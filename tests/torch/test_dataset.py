@@ -145,3 +145,26 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         ShardedIterableDataset(URL, batch_size=0)
     with pytest.raises(ConfigError, match="an epoch"):
         ShardedIterableDataset(URL).set_epoch(-1)
+
+
+def test_a_state_of_the_last_step_is_the_start_of_the_next_epoch(fake) -> None:
+    fake(sample_count=40)
+    dataset = ShardedIterableDataset(URL, batch_size=4)
+    iterator = iter(loader_of(dataset, 0))
+    for _ in range(10):
+        next(iterator)
+    state = dataset.state_dict()
+    assert (state["epoch"], state["cursor"]) == (1, 0)
+    assert dataset.state_dict(10) == state
+    del iterator
+    other = ShardedIterableDataset(URL, batch_size=4)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert {int(batch["x"][0, 3]) for batch in loader_of(other, 0)} == {1}
+    other.load_state_dict(state)
+    other.set_epoch(0)
+    assert list(loader_of(other, 0)) == []
+    other.load_state_dict({})
+    assert {int(batch["x"][0, 3]) for batch in loader_of(other, 0)} == {0}
+    dataset.close()
+    other.close()

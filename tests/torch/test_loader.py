@@ -196,7 +196,7 @@ def test_resuming_from_any_step_gives_the_same_suffix(fake, dp_size) -> None:
         states.append(loader.state_dict())
         for k, state in enumerate(states[:-1]):
             assert len(json.dumps(state)) < 1024
-            assert (state["epoch"], state["cursor"]) == (0, min(30, 4 * k))
+            assert (state["epoch"], state["cursor"]) == ((0, 4 * k) if k < 8 else (1, 0))
             other.load_state_dict(json.loads(json.dumps(state)))
             assert other.state_dict() == state
             other.set_epoch(0)
@@ -246,7 +246,6 @@ def test_a_state_of_another_job_is_refused_with_what_differs(fake) -> None:
     ("garbage", "error"),
     [
         (None, ConfigError),
-        ({}, ConfigError),
         ([1], ConfigError),
         ({"version": "1"}, ConfigError),
         (
