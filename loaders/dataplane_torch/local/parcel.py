@@ -30,6 +30,7 @@ from dataplane_torch.tensors import tensor_over
 _BESIDE_BYTES = 32 << 10
 
 _Shape = tuple[int, ...]
+_Collated = tuple[Extent, weakref.ref[Bytes]]
 
 
 class Parcel(NamedTuple):
@@ -48,8 +49,9 @@ class Packer:
         self._segments = segments
         self._beside_bytes = 1 if everything else _BESIDE_BYTES
         self._thread = threading.get_ident()
-        # Tensors that were collated into an extent, by address, until they are packed.
-        self._collated: dict[int, tuple[Extent, weakref.ref[Bytes]]] = {}
+        # What was collated into an extent and is alive, by address, until it is packed.
+        self._collated: dict[int, _Collated] = {}
+        self._taken: list[Extent] = []
 
     def collate_here(self) -> None:
         """Let torch's default_collate stack tensors straight into extents, in this process. Where a
@@ -64,39 +66,19 @@ class Packer:
 
         Raises:  whatever its pickling raises.
         """
-        buffers: list[pickle.PickleBuffer] = []
-
-        def is_short(buffer: pickle.PickleBuffer) -> bool:
-            with buffer.raw() as raw:
-                if raw.nbytes < self._beside_bytes:
-                    return True
-            buffers.append(buffer)
-            return False
-
-        file = io.BytesIO()
-        _Pickler(file, protocol=5, buffer_callback=is_short).dump(batches.pop())
-        placed = self._placed(buffers)
-        buffers.clear()
-        handed = {one: self._handed_over(*one) for one in dict.fromkeys(placed)}
-        beside = [handed[one] for one in placed]
-        self.drop_unused()
-        if file.tell() <= 2 * _BESIDE_BYTES:
-            return Parcel(file.getvalue(), beside)
-        extent = self._segments.allocate(file.tell())
-        self._segments.memory(extent)[:] = file.getbuffer()
-        return Parcel(extent, beside)
+        self._taken = []
+        try:
+            return self._packed(batches)
+        except BaseException:
+            for extent in self._taken:
+                self._segments.free(extent.segment, extent.offset)
+            raise
 
     def take_back(self, parcel: Parcel) -> None:
         """It will not be sent."""
         outer = [] if isinstance(parcel.pickled, bytes) else [parcel.pickled]
         for extent in [*dict.fromkeys(parcel.beside), *outer]:
             self._segments.free(extent.segment, extent.offset)
-
-    def drop_unused(self) -> None:
-        """Give up what was collated and not packed."""
-        while self._collated:
-            _, (extent, reference) = self._collated.popitem()
-            self._free_when_dead(extent, reference)
 
     def _stack(
         self, batch: Sequence[torch.Tensor], *, collate_fn_map: object = None
@@ -113,15 +95,49 @@ class Packer:
             return _stacked(batch)
         extent = self._segments.allocate(length)
         memory: Bytes = np.frombuffer(self._segments.memory(extent), np.uint8)
-        self._collated[_address(memory)] = extent, weakref.ref(memory)
+        address = _address(memory)
+        self._collated[address] = extent, weakref.ref(memory)
+        weakref.finalize(memory, self._unused, address).atexit = False
         out = tensor_over(memory, first.dtype, (len(batch), *first.shape))
         return torch.stack(tuple(batch), 0, out=out)
 
-    def _placed(self, buffers: list[pickle.PickleBuffer]) -> list[tuple[Extent, int | None]]:
-        """The extents of buffers' bytes, and where they were collated, if they were. Two buffers of
-        the same bytes, such as a batch and a view of it, have one extent.
+    def _unused(self, address: int) -> None:
+        """What was collated is dead, and was not packed."""
+        collated = self._collated.pop(address, None)
+        if collated is not None:
+            self._segments.free_soon(collated[0].segment, collated[0].offset)
+
+    def _packed(self, batches: list[Any]) -> Parcel:
+        buffers: list[pickle.PickleBuffer] = []
+
+        def is_short(buffer: pickle.PickleBuffer) -> bool:
+            with buffer.raw() as raw:
+                if raw.nbytes < self._beside_bytes:
+                    return True
+            buffers.append(buffer)
+            return False
+
+        file = io.BytesIO()
+        _Pickler(file, protocol=5, buffer_callback=is_short).dump(batches.pop())
+        placed, collated = self._placed(buffers)
+        buffers.clear()
+        held = self._held(collated)
+        handed = {one: self._copied(one) if one in held else one for one in dict.fromkeys(placed)}
+        beside = [handed[one] for one in placed]
+        if file.tell() <= 2 * _BESIDE_BYTES:
+            return Parcel(file.getvalue(), beside)
+        extent = self._take(file.tell())
+        self._segments.memory(extent)[:] = file.getbuffer()
+        return Parcel(extent, beside)
+
+    def _placed(
+        self, buffers: list[pickle.PickleBuffer]
+    ) -> tuple[list[Extent], dict[Extent, _Collated]]:
+        """The extents of buffers' bytes, and what had been collated there. Two buffers of the same
+        bytes, such as a batch and a view of it, have one extent.
         """
-        found: dict[tuple[int, int], tuple[Extent, int | None]] = {}
+        found: dict[tuple[int, int], Extent] = {}
+        collated: dict[Extent, _Collated] = {}
         placed = []
         for buffer in buffers:
             source = np.frombuffer(buffer.raw(), np.uint8)
@@ -129,32 +145,40 @@ class Packer:
             if (address, length) not in found:
                 known = self._collated.get(address)
                 if known is not None and known[0].length == length:
-                    found[address, length] = known[0], address
+                    found[address, length] = extent = known[0]
+                    collated[extent] = known
                 else:
-                    extent = self._segments.allocate(length)
+                    found[address, length] = extent = self._take(length)
                     np.frombuffer(self._segments.memory(extent), np.uint8)[:] = source
-                    found[address, length] = extent, None
             placed.append(found[address, length])
-        return placed
+        for (address, _), extent in found.items():
+            if extent in collated:
+                del self._collated[address]
+        return placed, collated
 
-    def _handed_over(self, extent: Extent, address: int | None) -> Extent:
-        """The same, or a copy where the dataset or its collate function still holds the tensor:
-        it must not change below their hands.
+    def _held(self, collated: dict[Extent, _Collated]) -> set[Extent]:
+        """Those that the dataset or its collate function still holds: they must not change below
+        their hands. The others are dead now, and are handed over.
         """
-        known = self._collated.pop(address, None) if address is not None else None
-        if known is None or known[1]() is None:
-            return extent
-        copied = self._segments.allocate(extent.length)
+        held = set()
+        for extent, known in collated.items():
+            memory = known[1]()
+            if memory is None:
+                self._taken.append(extent)
+            else:
+                self._collated[_address(memory)] = known
+                held.add(extent)
+        return held
+
+    def _copied(self, extent: Extent) -> Extent:
+        copied = self._take(extent.length)
         self._segments.memory(copied)[:] = self._segments.memory(extent)
-        self._free_when_dead(*known)
         return copied
 
-    def _free_when_dead(self, extent: Extent, reference: weakref.ref[Bytes]) -> None:
-        memory = reference()
-        if memory is None:
-            self._segments.free(extent.segment, extent.offset)
-        else:
-            weakref.finalize(memory, self._segments.free_soon, extent.segment, extent.offset)
+    def _take(self, length: int) -> Extent:
+        extent = self._segments.allocate(length)
+        self._taken.append(extent)
+        return extent
 
 
 def _stacked(batch: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -237,11 +261,13 @@ def _reduced(tensor: torch.Tensor) -> Any:
     if kind is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
     plain = plain.resolve_conj().resolve_neg()
-    if not plain.is_contiguous() and not _is_dense(plain):
+    # A piece of memory that is longer than all elements has others between them; one that is not is
+    # of another memory format, say, or expanded.
+    if _span(plain.shape, plain.stride()) > plain.numel():
         plain = plain.contiguous()
-    # Of another memory format, say; and dimensions of one element may have any stride.
+    # Dimensions of one element may have any stride.
     stride = None if plain.stride() == _row_major(plain.shape) else plain.stride()
-    flat = plain.as_strided((plain.numel(),), (1,))
+    flat = plain.as_strided((_span(plain.shape, plain.stride()),), (1,))
     raw: Any = flat.view(torch.uint8).numpy()
     bytes_of = pickle.PickleBuffer(raw)
     if kind is torch.Tensor and stride is None and not tensor.requires_grad:
@@ -271,12 +297,11 @@ def _special_tensor(
     kind: type[torch.Tensor],
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    """The same with a memory format, a gradient, or of a subclass."""
+    """The same with a memory format, expanded, with a gradient, or of a subclass."""
     if stride is None:
         tensor = tensor_over(buffer, dtype, shape)
     else:
-        length = int(np.prod(shape, dtype=np.int64))
-        tensor = tensor_over(buffer, dtype, (length,)).as_strided(shape, stride)
+        tensor = tensor_over(buffer, dtype, (_span(shape, stride),)).as_strided(shape, stride)
     if kind is not torch.Tensor:
         tensor = tensor.as_subclass(kind)
         tensor.__dict__.update(attributes)
@@ -292,16 +317,11 @@ def _is_plain_subclass(kind: type[torch.Tensor]) -> bool:
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a piece of memory, in whatever order, each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """From the first of a tensor's elements to its last, how many lie there."""
+    if 0 in shape:
+        return 0
+    return 1 + sum(step * (size - 1) for step, size in zip(stride, shape, strict=True))
 
 
 def _row_major(shape: Sequence[int]) -> _Shape:

@@ -155,7 +155,6 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
                 if isinstance(error, StopIteration) and self._setup.kind == _DatasetKind.Iterable:
                     self._is_done = True
-                    self._packer.drop_unused()
                     self._tell(frames.Ended(self._pass, frame.task, self._last_state()))
                     return
                 made, kind = [self._wrapped()], "error"

@@ -173,6 +173,70 @@ def test_memory_comes_back_and_stays_bounded() -> None:
     assert mapped_bytes() == 0
 
 
+def test_what_a_dataset_collates_for_itself_is_free_when_it_is_dropped() -> None:
+    with DataLoader(Collates(6), None, num_workers=1) as loader:
+        for i, (first, kept) in enumerate(loader):
+            assert first.tolist() == [100 * i + k for k in range(20)]
+            assert kept.unique().tolist() == [100 * i + 19]
+            # One that is dropped and one that is returned, in several passes.
+            assert mapped_bytes() <= 8 * _COLLATED_BYTES
+
+
+_COLLATED_BYTES = 1 << 20
+
+
+class Collates(Blocks):
+    """Makes every sample of many batches, of which it returns the last."""
+
+    def __getitem__(self, i: int) -> Any:
+        first = []
+        for k in range(20):
+            part = torch.full((_COLLATED_BYTES // 4,), 100 * i + k, dtype=torch.int16)
+            batch = default_collate([part, part])
+            first.append(int(batch[0, 0]))
+        return torch.tensor(first), batch
+
+
+def test_expanded_tensors_take_the_memory_that_they_have() -> None:
+    for loader in (
+        DataLoader(Expanded(6), None, num_workers=1),
+        DataLoader(Blocks(6, LONG), 1, num_workers=1, collate_fn=expanded),
+    ):
+        for i, batch in enumerate(loader):
+            assert batch.stride(0) == 0
+            assert batch.shape[0] == 500
+            assert bool((batch[::100] == i).all())
+            assert mapped_bytes() <= 1 << 20
+        loader.close()
+        del batch
+
+
+class Expanded(Blocks):
+    """One row, many times."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((1, LONG), i, dtype=torch.int16).expand(500, -1)
+
+
+def expanded(samples: list[torch.Tensor]) -> torch.Tensor:
+    """A collate function that repeats its sample."""
+    return samples[0].expand(500, -1)
+
+
+def test_memory_of_a_batch_that_cannot_be_sent_is_free_again() -> None:
+    with DataLoader(Blocks(40, 1 << 18), 1, num_workers=1, collate_fn=unsent) as loader:
+        iterator = iter(loader)
+        for _ in range(40):
+            with pytest.raises(AttributeError):
+                next(iterator)
+        assert mapped_bytes() <= 4 << 20
+
+
+def unsent(samples: list[torch.Tensor]) -> Any:
+    """A collate function whose batch no pickle can hold."""
+    return default_collate(samples), lambda: None
+
+
 def test_fds_do_not_grow_with_passes_whose_workers_are_new() -> None:
     loader = DataLoader(Blocks(4), 2, num_workers=1)
     held = list(loader)
