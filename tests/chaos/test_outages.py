@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from away import Away, Proxy, proxy_before
+from away import Away
 from fleet import DATAPLANE, Run, Service
-from servers import S3Server
+from remote_epoch import OPTIONS
 
-from dataplane.node.index import index_dataset
-from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import Order
-
-COUNT = 1200
-OPTIONS = {"global_batch_size": 8, "shuffle": True, "seed": 3, "lanes": 2, "window": 64}
 AWAY, BACK = "does not answer", "answers again"
 
 
@@ -40,49 +30,6 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "STALL_TIMEOUT_S": "60",
     }.items():
         monkeypatch.setenv(f"DATAPLANE_{name}", str(value))
-
-
-@pytest.fixture
-def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Three shards of 20 blocks."""
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
-    name, objects = s3_server.bucket(), {}
-    for shard in range(3):
-        ids = range(shard * COUNT // 3, (shard + 1) * COUNT // 3)
-        table = pa.table({"id": list(ids), "x": [payload(i) for i in ids]})
-        body = io.BytesIO()
-        pq.write_table(table, body, row_group_size=20, compression="none", use_dictionary=False)
-        objects[f"{shard}.parquet"] = body.getvalue()
-    s3_server.put(name, objects)
-    return name
-
-
-@pytest.fixture
-def manifest(bucket: str) -> Manifest:
-    return index_dataset(f"s3://{bucket}/")
-
-
-@pytest.fixture
-def whole(manifest: Manifest) -> list[list[object]]:
-    """The epoch as the plan has it."""
-    order = Order(manifest.block_rows, 3, shuffle=True, lanes=2, window=64, epoch=0)
-    blocks, rows = order.locate(np.arange(COUNT))
-    first = np.cumsum(manifest.block_rows) - manifest.block_rows
-    return [[i, payload(i)] for i in (first[blocks] + rows).tolist()]
-
-
-@pytest.fixture
-def proxy(
-    s3_server: S3Server, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Proxy]:
-    with proxy_before(s3_server.server.port) as made:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
-        yield made
-
-
-def payload(i: int) -> str:
-    return f"{i:04d}" * 500
 
 
 def ways(*quick: Away) -> pytest.MarkDecorator:
