@@ -15,7 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataplane.client.topology import LAUNCHERS
 from dataplane.redact import unsigned
+
+_ANCESTORS_MAX = 16
+_RANKS = frozenset(launcher.rank.encode() for launcher in LAUNCHERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,14 @@ class Launch:
 
 def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str = "") -> Launch:
     """The run and the launch that this process belongs to. `token` is a random name that all ranks
-    of this launch have drawn together, if they have: what launchers tell may recur.
+    of this launch have drawn together, if they have: what launchers tell may recur. Ranks of one
+    host of which nothing tells belong together if one process has started them.
     """
     run_id = _run_id(environ, world_size)
     if run_id is None and token and world_size > 1:
         run_id = f"group-{short_hash(token)}"
+    if run_id is None and world_size > 1:
+        run_id = f"siblings-{short_hash(str(world_size), *_starter())}"
     if run_id is None:
         alone = _this_process()
         return Launch(alone, alone, shared=False)
@@ -88,10 +95,37 @@ def _run_id(environ: Mapping[str, str], world_size: int) -> str | None:
 @functools.cache
 def _this_process() -> str:
     """Computed once, so that children forked later still belong to the same run."""
-    # Field 22 of /proc/self/stat; the name in parentheses before it may hold anything.
-    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    namespace = Path("/proc/self/ns/pid").readlink()
-    return f"process-{short_hash(str(os.getpid()), started, str(namespace))}"
+    _, started = _parent_and_start(os.getpid())
+    return f"process-{short_hash(str(os.getpid()), started, _namespace())}"
+
+
+@functools.cache
+def _starter() -> tuple[str, ...]:
+    """The process that started the ranks: the nearest ancestor that was not given a rank itself, as
+    a shell between the launcher and this process was. Computed once, since parents may end.
+    """
+    pid, started = os.getppid(), ""
+    for _ in range(_ANCESTORS_MAX):
+        try:
+            parent, started = _parent_and_start(pid)
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # of another user, or gone
+            break
+        if not parent or _RANKS.isdisjoint(entry.partition(b"=")[0] for entry in environ):
+            break
+        pid = parent
+    return str(pid), started, _namespace()
+
+
+def _parent_and_start(pid: int) -> tuple[int, str]:
+    """A process's parent, and when it started: what tells it from others that had its number."""
+    # Fields 4 and 22; the name in parentheses before them may hold anything.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1]), fields[19]
+
+
+def _namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 _counters: dict[tuple[str, str], Iterator[int]] = {}

@@ -121,17 +121,21 @@ class Heartbeat:
         elif verdict.error is not None:
             self._end(member, verdict.error)
         elif self._sees_all_ranks(member) and verdict.missing_for_s > self._join_timeout_s:
-            missing = ", ".join(map(str, verdict.missing_dp_ranks))
-            self._end(
-                member,
-                ConfigError(
-                    f"job {member.job_id!r}: dp ranks {missing} of "
-                    f"{member.request.topology.dp_size} have not joined within "
-                    f"{verdict.missing_for_s:.0f} s: start them with the same job name and "
-                    "service, or correct dp_size",
-                    field="dp_size",
-                ),
+            self._end(member, self._missing(member, verdict))
+
+    def _missing(self, member: Member, verdict: membership.MemberVerdict) -> ConfigError:
+        ranks = ", ".join(map(str, verdict.missing_dp_ranks))
+        advice = "start them with the same job name and service"
+        if self._is_embedded:
+            advice = (
+                "start all of them with one launcher or from one process, or set MASTER_ADDR and "
+                "MASTER_PORT alike for all of them, or run `dataplane serve` and pass service="
             )
+        return ConfigError(
+            f"job {member.job_id!r}: dp ranks {ranks} of {member.request.topology.dp_size} have "
+            f"not joined within {verdict.missing_for_s:.0f} s: {advice}, or correct dp_size",
+            field="dp_size",
+        )
 
     def _sees_all_ranks(self, member: Member) -> bool:
         """An embedded node is its own coordinator: ranks of other hosts never join there."""

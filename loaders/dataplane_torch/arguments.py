@@ -85,7 +85,8 @@ def job_of(given: Arguments) -> Job:
         dp_rank=options["dp_rank"],
         dp_size=options["dp_size"],
     )
-    launch = identity.launch_identity(os.environ, topology.world_size, launch_token())
+    ranks = max(topology.world_size, topology.dp_size)
+    launch = identity.launch_identity(os.environ, ranks, launch_token())
     if given.timeout < 0:
         raise ConfigError(f"timeout is {given.timeout}: 0 or more seconds", field="timeout")
     request = OpenJob(

@@ -191,6 +191,33 @@ def test_processes_without_a_launcher_are_runs_of_their_own_and_children_by_fork
     os.close(writer)
 
 
+SAYS_ITS_RUN = """
+import os, sys
+from dataplane.client.identity import launch_identity
+sys.stdout.write(launch_identity(os.environ, int(sys.argv[1])).run_id)
+"""
+WRAPPED = ("sh", "-c", '"$@"; true', "sh")
+
+
+def run_of_a_rank(size: int, rank: str = "", within: tuple[str, ...] = ()) -> str:
+    """The run of a rank that this process starts; `rank` is what the environment says of it."""
+    environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
+    return subprocess.check_output(
+        [*within, sys.executable, "-c", SAYS_ITS_RUN, str(size)],
+        env=environ | ({"RANK": rank} if rank else {}),
+        text=True,
+    )
+
+
+def test_ranks_that_one_process_starts_are_one_run_without_a_launcher() -> None:
+    mine = run_of_a_rank(2)
+    assert mine.startswith("siblings-")
+    assert run_of_a_rank(2, rank="0") == run_of_a_rank(2, rank="1", within=WRAPPED) == mine
+    assert run_of_a_rank(3) != mine
+    assert run_of_a_rank(2, within=WRAPPED) != mine  # nothing tells that shell from a launcher
+    assert run_of_a_rank(1) != mine
+
+
 def test_two_loaders_over_the_same_urls_are_two_jobs_that_all_ranks_name_alike() -> None:
     launch = launch_identity({**TORCHRUN, "TORCHELASTIC_RUN_ID": "jobs-of-one-test"})
     first, second = (job_id(launch, ["s3://b/x"], None) for _ in range(2))

@@ -161,9 +161,8 @@ sys.stdin.read()
 
 
 def launch(shards: str, size: int, state: dict) -> list[dict]:
-    """One launch of a run: `size` ranks as processes, as torchrun would start them."""
-    address = f"h{os.getpid()}"  # it names the node, which no other test run may find
-    launched = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(size)}
+    """One launch of a run: `size` ranks as processes of which only their parent is the same."""
+    launched = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, shards, json.dumps(state)],
