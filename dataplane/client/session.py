@@ -159,8 +159,9 @@ class Session:
         now = time.monotonic()
         until = now + self._patience_s() if deadline is None else deadline
         patience = Patience(until, now + self._open_timeout_s)
-        rank = self.request.topology.rank
-        notice = Notice(self.endpoint.whom, job=self.request.job_id, rank=rank)
+        place = self.request.topology
+        about = {"job": self.request.job_id, "rank": place.rank, "dp_rank": place.dp_rank}
+        notice = Notice(self.endpoint.whom, **about)
         starts_left = 1 if self._job is None else _STARTS_MAX
         while True:
             try:
@@ -220,7 +221,9 @@ class Session:
 
     def _mounted(self, wire: Wire, node_id: str, request: OpenJob, patience: Patience) -> Mount:
         urls, job, began = ", ".join(request.source.urls), request.job_id, time.monotonic()
-        notice = Notice("a job to be opened", job=job, node=node_id, rank=request.topology.rank)
+        place = request.topology
+        about = {"node": node_id, "job": job, "rank": place.rank, "dp_rank": place.dp_rank}
+        notice = Notice("a job to be opened", **about)
         try:
             body, fds = wire.call(request, patience.last, notice)
         except TimeoutError as error:
