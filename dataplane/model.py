@@ -153,7 +153,8 @@ class ColumnOptions:
     is a value. `stack` makes one column of several. `nulls` says whether nulls are marked.
     `pad_value` is what padded lists are filled up with, per column, and `pad_value_all` in every
     list column of which it is a value; zero otherwise. `max_length` cuts lists to so many values,
-    per column, and `max_length_all` in every list column; 0 does not.
+    per column, and `max_length_all` in every list column; 0 does not. `codes` are columns that come
+    as integers, each the index of a value among all that the dataset has.
     """
 
     columns: tuple[str, ...] = ()
@@ -167,6 +168,7 @@ class ColumnOptions:
     max_length: tuple[ColumnLength, ...] = ()
     max_length_all: int = 0
     truncation_side: TruncationSide = TruncationSide.RIGHT
+    codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

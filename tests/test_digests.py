@@ -101,6 +101,10 @@ GOLDEN = {
         ),
         "750c06a8696fe7d752b2c91df6a0b790",
     ),
+    "codes": (
+        JobSpec(F, column_options=ColumnOptions(codes=("country", "kind"))),
+        "8ca5e30a871958ca8edc02d9d93505be",
+    ),
     "all of them": (
         JobSpec(
             F,

@@ -5,13 +5,24 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from dataplane.client.mount import Mount
 from dataplane.client.session import Session
 from dataplane.errors import DataStallError, PeerLost
-from dataplane.rpc.messages import ColumnsDescribed, DescribeColumns, DescribedColumn
+from dataplane.rpc.messages import (
+    CategoriesRead,
+    ColumnsDescribed,
+    DescribeColumns,
+    DescribedColumn,
+    ReadCategories,
+)
 
 _PAUSE_S_MAX = 1.0
+
+T = TypeVar("T")
 
 
 def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
@@ -19,12 +30,25 @@ def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
 
     Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
     """
+    return _told(session, _columns)
+
+
+def read_categories(session: Session, column: str) -> tuple[Any, ...]:
+    """The values that the codes of a column stand for: str, bytes, int or bool, sorted.
+
+    Raises:  ConfigError: the column does not come as codes.  As `describe_columns`.
+    """
+    return _told(session, partial(_categories, column))
+
+
+def _told(session: Session, ask: Callable[[Mount, float], T]) -> T:
+    """What this job's node answers, or the node that comes after it."""
     mount = session.mount()
     stall_s = session.stall_timeout_s(mount.job)
     deadline = time.monotonic() + stall_s
     while True:
         try:
-            return _columns(mount, deadline)
+            return ask(mount, deadline)
         except TimeoutError as error:
             raise DataStallError(
                 f"the node did not describe its columns within {stall_s:g} s",
@@ -48,4 +72,18 @@ def _columns(mount: Mount, deadline: float) -> tuple[DescribedColumn, ...]:
             raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)
         found += body.columns
         if not body.columns or len(found) >= body.column_count:
+            return tuple(found)
+
+
+def _categories(column: str, mount: Mount, deadline: float) -> tuple[Any, ...]:
+    import pyarrow as pa
+
+    found: list[Any] = []
+    while True:
+        body, _ = mount.wire.call(ReadCategories(mount.job_id, column, len(found)), deadline)
+        if not isinstance(body, CategoriesRead):
+            raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)
+        some = pa.ipc.open_stream(body.values).read_all().column(0).to_pylist()
+        found += some
+        if not some or len(found) >= body.value_count:
             return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Self
@@ -25,6 +26,7 @@ from dataplane.plan.shard import Shard
 from dataplane.rpc import tasks
 from dataplane.store.urls import local_path
 from dataplane.transforms.annotations import annotated
+from dataplane.transforms.codes import with_categories
 
 # Blocks that would need no memory as they lie are packed if those of open windows take no more than
 # this part of the arena, and what is copied along with packed rows is at most so much larger.
@@ -84,7 +86,8 @@ class Dataset:
     `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding. It is
     decoded all the same where its small columns are packed. `bytes_with_trails` is what all of its
     blocks take together, with their trails; `row_bytes` about what one sample takes in a slab, at
-    least one. `has_bytes`: a column may hold images.
+    least one. `has_bytes`: a column may hold images. `categories` are the values of columns that
+    come as codes.
     """
 
     dataset_id: int
@@ -97,6 +100,7 @@ class Dataset:
     bytes_with_trails: int
     row_bytes: int
     has_bytes: bool
+    categories: Mapping[str, pa.Array]
     account: Account = field(default_factory=Account)
 
     def needs_fetch(self, block: int) -> bool:
@@ -251,7 +255,8 @@ def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
     schema = _schema(manifest, spec)
     plan = plan_stacked(schema, spec.column_options, manifest.shards[0].url)
     stored = {field.name: field.type for field in schema}
-    is_canonical = not spec.column_options.stack and all(
+    options = spec.column_options
+    is_canonical = not (options.stack or options.codes) and all(
         stored.get(field.name) == field.type for field in plan.schema
     )
     return Columns(schema, plan, is_canonical)
@@ -286,8 +291,10 @@ def dataset_of(
     packed: bool = False,
     worker_bytes: WorkerBytes | None = None,
     known: Columns | None = None,
+    categories: Mapping[str, pa.Array] | None = None,
 ) -> Dataset:
-    """How a job with this spec reads the manifest, with workers that may take `worker_bytes`.
+    """How a job with this spec reads the manifest, with workers that may take `worker_bytes`. Codes
+    are of `categories`.
 
     Raises:  ConfigError: a column that is not there.
     """
@@ -305,7 +312,7 @@ def dataset_of(
     message = tasks.OpenDataset(
         dataset_id,
         manifest.format,
-        schema.serialize().to_pybytes(),
+        with_categories(schema, categories or {}).serialize().to_pybytes(),
         pack=packed,
         column_options=spec.column_options,
         memory_bytes=0 if worker_bytes is None else worker_bytes.for_blocks_of(largest),
@@ -314,4 +321,5 @@ def dataset_of(
         dataset_id, manifest, columns, message, direct, marks, projection, size,
         row_bytes=_sample_bytes(manifest, columns, projection),
         has_bytes=any(spec.kind is Kind.BYTES for spec in columns.specs),
+        categories=categories or {},
     )  # fmt: skip

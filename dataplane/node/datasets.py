@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from dataplane.config import JobSpec, NodeConfig
+from dataplane.node.categories import Categories
 from dataplane.node.dataset import Dataset, WorkerBytes, can_pack, columns_of, dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.redact import redacted, unsigned
@@ -42,8 +43,16 @@ class Datasets:
     def __len__(self) -> int:
         return len(self._read)
 
-    async def open(self, manifest: Manifest, spec: JobSpec) -> Dataset:
-        """How a job with this spec reads the manifest.
+    def new_id(self) -> int:
+        """A name for a dataset in the workers, that no other has."""
+        return next(self._numbers)
+
+    async def check(self, manifest: Manifest, spec: JobSpec) -> None:
+        """Raises:  ConfigError: as `open`."""
+        await asyncio.to_thread(self._plan, 0, manifest, spec, {})
+
+    async def open(self, manifest: Manifest, spec: JobSpec, categories: Categories) -> Dataset:
+        """How a job with this spec reads the manifest; codes are of these categories.
 
         Raises:  ConfigError: whatever is wrong with the columns.
         """
@@ -52,8 +61,8 @@ class Datasets:
         if dataset is None:
             future = self._planning.get(key)
             if future is None:
-                loop, number = asyncio.get_running_loop(), next(self._numbers)
-                future = loop.run_in_executor(None, self._plan, number, manifest, spec)
+                loop, number = asyncio.get_running_loop(), self.new_id()
+                future = loop.run_in_executor(None, self._plan, number, manifest, spec, categories)
                 self._planning[key] = future
                 future.add_done_callback(partial(self._end_planning, key))
             dataset = await asyncio.shield(future)
@@ -70,7 +79,9 @@ class Datasets:
         """Nobody reads it any more."""
         self._read = {key: each for key, each in self._read.items() if each is not dataset}
 
-    def _plan(self, number: int, manifest: Manifest, spec: JobSpec) -> Dataset:
+    def _plan(
+        self, number: int, manifest: Manifest, spec: JobSpec, categories: Categories
+    ) -> Dataset:
         config = self._config
         columns = columns_of(manifest, spec)
         dataset = dataset_of(
@@ -80,6 +91,7 @@ class Datasets:
             packed=can_pack(manifest, spec, config.block_arena_bytes, columns),
             worker_bytes=WorkerBytes(config.worker_memory_bytes, config.worker_memory_bytes_max),
             known=columns,
+            categories=categories,
         )
         check_fills(dataset.columns.leaves)
         check_lists(dataset.columns.specs, spec.column_options)

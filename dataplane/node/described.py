@@ -1,4 +1,4 @@
-"""What the columns of a job are made of, for people: told when it is asked for."""
+"""What the columns of a job are made of, and what their codes stand for: told when it is asked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from collections.abc import Iterator, Mapping
 import pyarrow as pa
 
 from dataplane.config import JobSpec
+from dataplane.errors import ConfigError
+from dataplane.node.categories import Categories, stream_of
+from dataplane.node.dataset import Dataset
 from dataplane.node.member import Member
 from dataplane.node.stacking import StackedPlan
-from dataplane.rpc.messages import ColumnsDescribed, DescribeColumns, DescribedColumn
-from dataplane.transforms.columns import Part
+from dataplane.rpc.messages import (
+    CategoriesRead,
+    ColumnsDescribed,
+    DescribeColumns,
+    DescribedColumn,
+    ReadCategories,
+)
+from dataplane.transforms.codes import shown_as
+from dataplane.transforms.columns import Part, shown
 from dataplane.transforms.images import delivered
 from dataplane.transforms.leaves import Leaf, value_type
 from dataplane.transforms.lists import AS_THEY_ARE
@@ -22,11 +32,18 @@ _TYPE_LENGTH_MAX = 2000
 _COLUMN_BYTES = 64
 
 
-async def describe(member: Member, asked: DescribeColumns) -> ColumnsDescribed:
-    """As many columns as fit into one answer, from the first that was asked for on."""
+async def describe(
+    member: Member, asked: DescribeColumns | ReadCategories
+) -> ColumnsDescribed | CategoriesRead:
+    """As much as fits into one answer, from the first that was asked for on.
+
+    Raises:  ConfigError: a column does not come as codes.
+    """
+    if isinstance(asked, ReadCategories):
+        return await asyncio.to_thread(_categories, member.delivery.dataset, asked)
     if member.described is None:
-        plan = member.delivery.dataset.columns
-        member.described = await asyncio.to_thread(described_columns, plan, member.spec)
+        dataset = member.delivery.dataset
+        member.described = await asyncio.to_thread(described_columns, dataset, member.spec)
     columns, found, room = member.described, list[DescribedColumn](), _TEXT_BYTES_MAX
     for column in columns[asked.first :]:
         room -= _COLUMN_BYTES + 4 * (len(column.spec.name) + len(column.stored_type))
@@ -36,18 +53,36 @@ async def describe(member: Member, asked: DescribeColumns) -> ColumnsDescribed:
     return ColumnsDescribed(tuple(found), len(columns))
 
 
-def described_columns(plan: StackedPlan, spec: JobSpec) -> tuple[DescribedColumn, ...]:
+def _categories(dataset: Dataset, asked: ReadCategories) -> CategoriesRead:
+    values = dataset.categories.get(asked.column)
+    if values is None:
+        raise ConfigError(
+            f"column {asked.column!r} does not come as codes; those that do: "
+            f"{shown(dataset.categories) or 'none'}. Name it in codes=[…]",
+            field=asked.column,
+        )
+    leaf = next(leaf for leaf in dataset.columns.leaves.leaves if leaf.name == asked.column)
+    count, left = 1, len(values) - asked.first
+    part = values.slice(asked.first, 1)
+    while count < left and (more := values.slice(asked.first, 2 * count)).nbytes < _TEXT_BYTES_MAX:
+        count, part = 2 * count, more
+    return CategoriesRead(stream_of(shown_as(part, leaf)), len(values))
+
+
+def described_columns(dataset: Dataset, spec: JobSpec) -> tuple[DescribedColumn, ...]:
     """All columns of batches, in their order."""
-    return tuple(_described(plan, spec))
+    return tuple(_described(dataset.columns, spec, dataset.categories))
 
 
-def _described(plan: StackedPlan, spec: JobSpec) -> Iterator[DescribedColumn]:
+def _described(
+    plan: StackedPlan, spec: JobSpec, categories: Categories
+) -> Iterator[DescribedColumn]:
     leaves = {
         column.name: leaf
         for column, leaf, part in zip(
             plan.leaves.specs, plan.leaves.leaves, plan.leaves.parts, strict=True
         )
-        if part is Part.VALUES
+        if part is not Part.IS_NULL
     }
     stacks = {stack.name: stack.columns for stack in plan.stacks}
     for at, column in enumerate(delivered(plan.specs, spec.transforms)):
@@ -56,6 +91,10 @@ def _described(plan: StackedPlan, spec: JobSpec) -> Iterator[DescribedColumn]:
             yield DescribedColumn(column, _types_of(stacks[column.name], leaves))
         elif column.name in leaves:
             kind = leaves[column.name].type
+            if column.name in categories:
+                count = len(categories[column.name])
+                yield DescribedColumn(column, _text(kind), category_count=count)
+                continue
             yield DescribedColumn(column, _text(kind), *_unit(kind), length_max)
         else:
             yield DescribedColumn(column)

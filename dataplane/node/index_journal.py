@@ -54,7 +54,7 @@ class Journal:
         self._log: int | None = None
         self._log_path = self._folder / f"run-{secrets.token_hex(8)}.log"
         self._written: set[str] = set()
-        with _cache_faults(self._folder):
+        with cache_faults(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._sweep()
             self._found = sorted(self._folder.glob("*.log"))
@@ -82,7 +82,7 @@ class Journal:
 
     def remember(self, key: str, index: ShardIndex) -> None:
         """Append one shard's index to this process's log."""
-        with _cache_faults(self._folder):
+        with cache_faults(self._folder):
             if self._log is None:
                 flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
                 self._log = os.open(self._log_path, flags, 0o600)
@@ -94,9 +94,9 @@ class Journal:
         """Publish the manifest and one log of all its shards; the logs of other runs go."""
         written: set[str] = set()
         kept = self._folder / f"shards-{key}.log"
-        with _cache_faults(self._folder):
-            _publish(kept, b"".join(_encoded(name, index, written) for name, index in shards))
-            _publish(self._folder / f"{key}.manifest", manifest.to_bytes())
+        with cache_faults(self._folder):
+            publish(kept, b"".join(_encoded(name, index, written) for name, index in shards))
+            publish(self._folder / f"{key}.manifest", manifest.to_bytes())
             for path in {*self._found, self._log_path} - {kept}:
                 path.unlink(missing_ok=True)
             manifests = sorted(self._folder.glob("*.manifest"), key=_written_at, reverse=True)
@@ -117,7 +117,8 @@ class Journal:
 
 
 @contextlib.contextmanager
-def _cache_faults(folder: Path) -> Iterator[None]:
+def cache_faults(folder: Path) -> Iterator[None]:
+    """Raises:  ConfigError: instead of what the operating system has against the cache folder."""
     try:
         yield
     except OSError as fault:
@@ -208,7 +209,7 @@ def _write(fd: int, content: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _publish(path: Path, content: bytes) -> None:
+def publish(path: Path, content: bytes) -> None:
     """Make a whole file appear. Without a name until it is whole, so that a kill leaves nothing;
     a file system that cannot do that gets a temporary name, which a later run sweeps.
     """

@@ -24,6 +24,7 @@ from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, DataplaneError, PeerLost
 from dataplane.model import ColumnOptions, DatasetIdentity
+from dataplane.node.categories import CategoryReader
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import Datasets, shown
 from dataplane.node.engine import Engine
@@ -72,6 +73,7 @@ class Jobs:
         self._deliveries: dict[object, Delivery] = {}
         self._groups: dict[object, Group] = {}
         self._numbers = itertools.count(1)
+        self._category_reader = CategoryReader(config, engine, self._numbers, self._datasets.new_id)
         self.streams = Streams(engine)
         self.members: dict[str, Member] = {}
 
@@ -85,7 +87,8 @@ class Jobs:
         began, place = time.monotonic(), request.topology
         manifest, identity = await self._manifest(request)
         spec = _spec_of(manifest, request)
-        dataset = await self._datasets.open(manifest, spec)
+        categories = await self._category_reader.of_job(manifest, spec, self._datasets.check)
+        dataset = await self._datasets.open(manifest, spec, categories)
         try:
             member = await self._admit(request, dataset, spec, await _pixels_of(spec))
         except BaseException:  # also of a trainer that went away while it joined
@@ -338,6 +341,7 @@ def _in_order(options: ColumnOptions) -> ColumnOptions:
         stack=tuple(sorted(options.stack, key=lambda stack: stack.name)),
         pad_value=tuple(sorted(options.pad_value)),
         max_length=tuple(sorted(options.max_length)),
+        codes=tuple(sorted(options.codes)),
     )
 
 

@@ -137,7 +137,7 @@ class Session:
                 self._run(request_id, self._open_job(request_id, body))
             elif isinstance(body, messages.OpenStream):
                 self._run(request_id, self._open_stream(request_id, body))
-            elif isinstance(body, messages.DescribeColumns):
+            elif isinstance(body, messages.DescribeColumns | messages.ReadCategories):
                 self._run(request_id, self._describe(request_id, body))
             elif isinstance(body, messages.CloseStream):
                 self._close_stream(body)
@@ -205,7 +205,9 @@ class Session:
         self._streams[opened.stream_id] = member
         self.send(request_id, opened)
 
-    async def _describe(self, request_id: int, body: messages.DescribeColumns) -> None:
+    async def _describe(
+        self, request_id: int, body: messages.DescribeColumns | messages.ReadCategories
+    ) -> None:
         self.send(request_id, await describe(self._member(body.job_id), body))
 
     def _member(self, job_id: str) -> Member:

@@ -95,13 +95,16 @@ class DescribeColumns:
 
 @dataclass(frozen=True, slots=True)
 class DescribedColumn:
-    """One column, what the shards hold of it, and how long its lists may be; 0: any length."""
+    """One column, what the shards hold of it, how long its lists may be (0: any length), and of
+    codes how many values they stand for.
+    """
 
     spec: ColumnSpec
     stored_type: str = ""
     unit: str = ""
     time_zone: str = ""
     length_max: int = 0
+    category_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,23 @@ class ColumnsDescribed:
 
     columns: tuple[DescribedColumn, ...]
     column_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCategories:
+    """Asks what the codes of a column stand for, from the code `first` on."""
+
+    job_id: str
+    column: str
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CategoriesRead:
+    """Some of a column's values, as an Arrow stream, and how many there are in all."""
+
+    values: bytes
+    value_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +240,25 @@ class CloseJob:
 
 
 ToNodeBody = (
-    Hello | OpenJob | OpenStream | NextSlab | Release | CloseStream | CloseJob | DescribeColumns
+    Hello
+    | OpenJob
+    | OpenStream
+    | NextSlab
+    | Release
+    | CloseStream
+    | CloseJob
+    | DescribeColumns
+    | ReadCategories
 )
 FromNodeBody = (
-    DataplaneError | Welcome | JobOpened | StreamOpened | Slab | EndOfStream | ColumnsDescribed
+    DataplaneError
+    | Welcome
+    | JobOpened
+    | StreamOpened
+    | Slab
+    | EndOfStream
+    | ColumnsDescribed
+    | CategoriesRead
 )
 
 

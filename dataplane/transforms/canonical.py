@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.model import ColumnSpec, Kind, NullPolicy
+from dataplane.transforms.codes import NULL_CODE, codes_of
 from dataplane.transforms.columns import ColumnPlan, Part
 from dataplane.transforms.nulls import Fills, NullsFound
 from dataplane.transforms.plain import decoded, is_list_view, list_ends, objects
@@ -31,7 +32,13 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
         if part is Part.IS_NULL:  # of the column before
             arrays.append(stored.is_null().cast(pa.uint8()))
             continue
-        stored = decoded(_leaf_array(batch.column(leaf.top), leaf.path))
+        stored = _leaf_array(batch.column(leaf.top), leaf.path)
+        if part is Part.CODES:
+            code = nulls.code_of(spec)
+            arrays.append(codes_of(stored, leaf, plan.categories[leaf.name], code, url))
+            stored = decoded(stored)
+            continue
+        stored = decoded(stored)
         arrays.append(_values(stored, spec, field.type, nulls))
     nulls.found.check(url)
     return pa.RecordBatch.from_arrays(arrays, schema=plan.schema)
@@ -64,6 +71,11 @@ class _Nulls:
         fill = self._fills.value(spec, is_marked=of_rows and self._is_marking)
         self.found.add(spec, fill)
         return pc.fill_null(array, _scalar(fill or 0.0, spec, array.type))
+
+    def code_of(self, spec: ColumnSpec) -> int:
+        """What null rows of a column of codes become."""
+        fill = self._fills.value(spec)
+        return NULL_CODE if fill is None else int(fill)
 
     def without_null_rows(self, values: pa.Array, spec: ColumnSpec, rows: pa.Array) -> pa.Array:
         """The values of fixed-size lists; where null rows are marked, without those of null rows.

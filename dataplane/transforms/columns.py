@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import pyarrow as pa
@@ -20,6 +20,7 @@ from dataplane.errors import ConfigError
 from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported_type
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy
 from dataplane.transforms.annotations import required_nodes
+from dataplane.transforms.codes import CODE_TYPE, categories_in, check_codes
 from dataplane.transforms.leaves import Leaf, canonical_type, leaves_of, spec_of
 
 _NO_OPTIONS = ColumnOptions()
@@ -27,9 +28,10 @@ _NAMES_SHOWN = 100
 
 
 class Part(enum.Enum):
-    """What of a leaf a column has: its values, or whether they are null."""
+    """What of a leaf a column has: its values, codes of them, or whether they are null."""
 
     VALUES = enum.auto()
+    CODES = enum.auto()
     IS_NULL = enum.auto()
 
 
@@ -39,6 +41,8 @@ class ColumnPlan:
 
     `top_level` are the columns a format must decode; `leaves`, `parts`, `specs` and `schema`
     describe the columns, in batch order; `schema` has one canonical Arrow field for each.
+    `categories` are the sorted values of columns that come as codes, where they are known: workers
+    know them.
     """
 
     options: ColumnOptions
@@ -47,15 +51,18 @@ class ColumnPlan:
     parts: tuple[Part, ...]
     specs: tuple[ColumnSpec, ...]
     schema: pa.Schema
+    categories: Mapping[str, pa.Array] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: ColumnOptions, columns: Sequence[tuple[Leaf, Part]]) -> Self:
+    def of(
+        cls,
+        options: ColumnOptions,
+        columns: Sequence[tuple[Leaf, Part]],
+        categories: Mapping[str, pa.Array] | None = None,
+    ) -> Self:
         """The plan of these columns."""
         specs = tuple(_spec(leaf, part, options) for leaf, part in columns)
-        types = [
-            canonical_type(leaf.type) if part is Part.VALUES else pa.uint8()
-            for leaf, part in columns
-        ]
+        types = [_type(leaf, part) for leaf, part in columns]
         return cls(
             options,
             top_level=tuple(dict.fromkeys(leaf.top for leaf, _ in columns)),
@@ -63,6 +70,7 @@ class ColumnPlan:
             parts=tuple(part for _, part in columns),
             specs=specs,
             schema=pa.schema([(s.name, kind) for s, kind in zip(specs, types, strict=True)]),
+            categories=categories or {},
         )
 
 
@@ -81,16 +89,20 @@ def plan_columns(
     leaves = _named(options.columns, every) if options.columns else every
     _refuse_unsupported(schema, every, leaves, url)
     _refuse_twins([leaf.name for leaf in leaves])
+    check_codes(options.codes, leaves, every)
+    categories, coded = categories_in(schema), set(options.codes)
+    parts = [(leaf, Part.CODES if leaf.name in coded else Part.VALUES) for leaf in leaves]
     if options.nulls is NullPolicy.FILL:
-        return ColumnPlan.of(options, [(leaf, Part.VALUES) for leaf in leaves])
+        return ColumnPlan.of(options, parts, categories)
     marked = _marked(schema, options, leaves)
     return ColumnPlan.of(
         options,
         [
             (leaf, part)
-            for leaf in leaves
-            for part in ((Part.VALUES, Part.IS_NULL) if leaf.name in marked else (Part.VALUES,))
+            for leaf, value in parts
+            for part in ((value, Part.IS_NULL) if leaf.name in marked else (value,))
         ],
+        categories,
     )
 
 
@@ -120,7 +132,19 @@ def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -
 def _spec(leaf: Leaf, part: Part, options: ColumnOptions) -> ColumnSpec:
     if part is Part.IS_NULL:
         return ColumnSpec(is_null_name(leaf.name), Kind.FIXED, "bool")
+    if part is Part.CODES:
+        return ColumnSpec(leaf.name, Kind.FIXED, CODE_TYPE)
     return spec_of(leaf, options.lists)
+
+
+def _type(leaf: Leaf, part: Part) -> pa.DataType:
+    match part:
+        case Part.VALUES:
+            return canonical_type(leaf.type)
+        case Part.CODES:
+            return pa.int64()
+        case Part.IS_NULL:
+            return pa.uint8()
 
 
 def _named(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:

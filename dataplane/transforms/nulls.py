@@ -56,7 +56,7 @@ def check_fills(plan: ColumnPlan) -> None:
     """
     options = plan.options
     columns = zip(plan.specs, plan.parts, strict=True)
-    specs = [spec for spec, part in columns if part is Part.VALUES]
+    specs = [spec for spec, part in columns if part is not Part.IS_NULL]
     by_name = {spec.name: spec for spec in specs} if options.fill_null else {}
     for name, value in options.fill_null:
         if name not in by_name:

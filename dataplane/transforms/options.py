@@ -41,6 +41,7 @@ def column_options(
     pad_value: Numbers | None = None,
     max_length: Lengths | None = None,
     truncation_side: str = TruncationSide.RIGHT.value,
+    codes: Sequence[str] | None = None,
 ) -> ColumnOptions:
     """The options that these arguments of a DataLoader mean.
 
@@ -75,6 +76,7 @@ def column_options(
         max_length=lengths,
         max_length_all=length_all,
         truncation_side=side,
+        codes=_codes(codes),
     )
 
 
@@ -84,6 +86,16 @@ def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
     if given is not None and not len(given):
         raise ConfigError("columns=[] leaves nothing: name some, or leave it out", field="columns")
     return tuple(given or ())
+
+
+def _codes(given: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(given, str) or not all(isinstance(name, str) for name in given or ()):
+        raise ConfigError(
+            f"codes={given!r:.80}: pass a list of the columns that come as integer codes, as in "
+            'codes=["country"]',
+            field="codes",
+        )
+    return tuple(sorted(set(given or ())))
 
 
 def _one_of(argument: str, given: object, choices: type[Choice]) -> Choice:

@@ -109,6 +109,7 @@ def job_of(given: Arguments) -> Job:
             fill_null=options["fill_null"],
             nulls=options["nulls"],
             stack=options["stack"],
+            codes=options["codes"],
             pad_value=options["pad_value"],
             max_length=options["max_length"],
             truncation_side=options["truncation_side"],

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import Unpack
 
-from dataplane.client.describe import describe_columns
+from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, step_count
 from dataplane.errors import ConfigError
@@ -94,6 +94,10 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     def schema(self) -> Schema:
         """What batches hold, by column: as DataLoader.schema."""
         return schema_of(describe_columns(self._session_of_process()))
+
+    def categories(self, column: str) -> tuple[Any, ...]:
+        """What the codes of a column stand for: as DataLoader.categories."""
+        return read_categories(self._session_of_process(), column)
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch's; a state that was loaded for it keeps its place. Call it in

@@ -64,8 +64,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     {"x": ["age", "price"]}, or {"x": Stack(["age", "price"], dtype="float32")} where they differ in
     type. Padded lists are filled up to the longest of their batch with `pad_value`, 0 by default;
     `max_length` drops the end of longer ones, or with `truncation_side="left"` the start. Both are
-    one number, or a dict of one for each column. Every pass is one epoch, and the next pass is the
-    next epoch; a pass that was left early is begun again by the next.
+    one number, or a dict of one for each column. `codes=["country"]` gives columns as integers, of
+    which `categories("country")` tells the values; a new dataset is read for them once. Every pass
+    is one epoch, and the next pass is the next epoch; a pass that was left early is begun again by
+    the next.
 
     `device="cuda"` yields tensors that are there: copied from pinned memory in a stream of their
     own, one batch ahead, while the step before computes. Your current stream waits for them, your
@@ -170,6 +172,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 field="dataset",
             )
         return self._shards.schema
+
+    def categories(self, column: str) -> tuple[Any, ...]:
+        """What the codes of a column stand for: code i is the i-th value. They are sorted, and the
+        same on every rank and in every run over the dataset. A null is -1, or its fill_null.
+
+        Raises:  ConfigError: the column is not one of codes=[…], or this loader is over a Dataset.
+        """
+        if self._shards is None:
+            raise ConfigError("categories() is of loaders over urls", field="dataset")
+        return self._shards.categories(column)
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch's. Of a state that was loaded the same epoch keeps the place,

@@ -27,6 +27,7 @@ class UrlOptions(TypedDict, total=False):
     global_batch_size: int | None
     columns: Sequence[str] | None
     lists: str
+    codes: Sequence[str] | None
     pad_value: Numbers | None
     max_length: Lengths | None
     truncation_side: str
@@ -100,6 +101,7 @@ _FOREIGN: Final[Mapping[str, str]] = {
     ),
     "select features fields schema_fields usecols": "use columns=, the names of those you want",
     "pad_token_id padding_value pad_id padding_token_id": "use pad_value=",
+    "categorical categorical_columns cat_cols category_columns vocab vocabulary": "use codes=",
     "max_len max_seq_len max_seq_length seq_len sequence_length truncation": "use max_length=",
     "batch_format return_type output_format as_dict": (
         "leave it out: a batch is a dict of tensors and lists, by column"

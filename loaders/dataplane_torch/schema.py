@@ -21,8 +21,8 @@ class BatchColumn:
 
     `stored_type` is Arrow's name for the type in the shards, "" for what the loader adds (lengths,
     masks). `unit` (D, s, ms, us, ns) and `time_zone` are those of times, which come as the integers
-    that are stored. `comes_as` is "tensor", "ragged" (`Ragged`), or a list of "str", "bytes" or
-    "objects".
+    that are stored. `category_count` is how many values the codes of a column stand for. `comes_as`
+    is "tensor", "ragged" (`Ragged`), or a list of "str", "bytes" or "objects".
 
     Shapes:  of a tensor, or of the values of a Ragged; None for a size that is not the same in all
     batches. Lists in it have at most `length_max` values, any number where that is None.
@@ -36,6 +36,7 @@ class BatchColumn:
     unit: str | None = None
     time_zone: str | None = None
     length_max: int | None = None
+    category_count: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.described}"
@@ -51,6 +52,8 @@ class BatchColumn:
         if self.comes_as == "ragged":
             lists = f", lists{most}" if most else ""
             return f"Ragged of {dtype}{lists}{self._times}"
+        if self.category_count is not None:
+            return f"{dtype} [B], codes of {self.category_count} values"
         names = ("B", "T")
         sizes = [
             names[at] if size is None else str(size) for at, size in enumerate(self.shape or ())
@@ -114,6 +117,7 @@ def _keys(column: DescribedColumn) -> Iterator[BatchColumn]:
         column.unit or None,
         column.time_zone or None,
         column.length_max or None,
+        column.category_count,
     )
     if spec.kind is Kind.PADDED:
         yield BatchColumn(f"{spec.name}.length", "", "tensor", torch.int64, (None,))

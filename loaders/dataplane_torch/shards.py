@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from dataplane.client.describe import describe_columns
+from dataplane.client.describe import describe_columns, read_categories
 from dataplane.client.mount import Pinning
 from dataplane.client.session import Session
 from dataplane.client.state import step_count
@@ -103,6 +103,10 @@ class ShardReader:
         if self._schema is None:
             self._schema = schema_of(describe_columns(self._session))
         return self._schema
+
+    def categories(self, column: str) -> tuple[Any, ...]:
+        """What the codes of a column stand for."""
+        return read_categories(self._session, column)
 
     @property
     def valid_count(self) -> int | None:

@@ -144,7 +144,7 @@ def test_the_cache_holds_one_log_and_a_few_manifests(dataset: Path, cache: Path)
 def test_file_systems_without_nameless_files_work_too(
     dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_journal, "_publish", index_journal._publish_named)
+    monkeypatch.setattr(index_journal, "publish", index_journal._publish_named)
     manifest = index_dataset(dataset, cache_dir=str(cache))
     assert index_dataset(dataset, cache_dir=str(cache)) == manifest
     assert [path.name for path in cache.rglob(".*")] == []

@@ -61,6 +61,7 @@ of_columns = st.builds(
     max_length=st.lists(st.tuples(names, u63)).map(tuple),
     max_length_all=u63,
     truncation_side=st.sampled_from(model.TruncationSide),
+    codes=st.lists(names).map(tuple),
     stack=st.lists(st.builds(model.StackSpec, names, st.lists(names).map(tuple), names)).map(tuple),
 )
 specs = st.builds(

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ToNode(_message.Message):
-    __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job", "describe_columns")
+    __slots__ = ("request_id", "hello", "open_job", "open_stream", "next_slab", "release", "close_stream", "close_job", "describe_columns", "read_categories")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_JOB_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class ToNode(_message.Message):
     CLOSE_STREAM_FIELD_NUMBER: _ClassVar[int]
     CLOSE_JOB_FIELD_NUMBER: _ClassVar[int]
     DESCRIBE_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    READ_CATEGORIES_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     hello: Hello
     open_job: OpenJob
@@ -27,10 +28,11 @@ class ToNode(_message.Message):
     close_stream: CloseStream
     close_job: CloseJob
     describe_columns: DescribeColumns
-    def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ..., describe_columns: _Optional[_Union[DescribeColumns, _Mapping]] = ...) -> None: ...
+    read_categories: ReadCategories
+    def __init__(self, request_id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open_job: _Optional[_Union[OpenJob, _Mapping]] = ..., open_stream: _Optional[_Union[OpenStream, _Mapping]] = ..., next_slab: _Optional[_Union[NextSlab, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., close_stream: _Optional[_Union[CloseStream, _Mapping]] = ..., close_job: _Optional[_Union[CloseJob, _Mapping]] = ..., describe_columns: _Optional[_Union[DescribeColumns, _Mapping]] = ..., read_categories: _Optional[_Union[ReadCategories, _Mapping]] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described")
+    __slots__ = ("request_id", "error", "welcome", "job_opened", "stream_opened", "slab", "end_of_stream", "columns_described", "categories_read")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +41,7 @@ class FromNode(_message.Message):
     SLAB_FIELD_NUMBER: _ClassVar[int]
     END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_DESCRIBED_FIELD_NUMBER: _ClassVar[int]
+    CATEGORIES_READ_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     error: _types_pb2.Error
     welcome: Welcome
@@ -47,7 +50,8 @@ class FromNode(_message.Message):
     slab: Slab
     end_of_stream: EndOfStream
     columns_described: ColumnsDescribed
-    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ...) -> None: ...
+    categories_read: CategoriesRead
+    def __init__(self, request_id: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., job_opened: _Optional[_Union[JobOpened, _Mapping]] = ..., stream_opened: _Optional[_Union[StreamOpened, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., end_of_stream: _Optional[_Union[EndOfStream, _Mapping]] = ..., columns_described: _Optional[_Union[ColumnsDescribed, _Mapping]] = ..., categories_read: _Optional[_Union[CategoriesRead, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version", "protocol", "pid")
@@ -150,18 +154,38 @@ class ColumnsDescribed(_message.Message):
     def __init__(self, columns: _Optional[_Iterable[_Union[DescribedColumn, _Mapping]]] = ..., column_count: _Optional[int] = ...) -> None: ...
 
 class DescribedColumn(_message.Message):
-    __slots__ = ("spec", "stored_type", "unit", "time_zone", "length_max")
+    __slots__ = ("spec", "stored_type", "unit", "time_zone", "length_max", "category_count")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     STORED_TYPE_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     TIME_ZONE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_MAX_FIELD_NUMBER: _ClassVar[int]
+    CATEGORY_COUNT_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.ColumnSpec
     stored_type: str
     unit: str
     time_zone: str
     length_max: int
-    def __init__(self, spec: _Optional[_Union[_types_pb2.ColumnSpec, _Mapping]] = ..., stored_type: _Optional[str] = ..., unit: _Optional[str] = ..., time_zone: _Optional[str] = ..., length_max: _Optional[int] = ...) -> None: ...
+    category_count: int
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ColumnSpec, _Mapping]] = ..., stored_type: _Optional[str] = ..., unit: _Optional[str] = ..., time_zone: _Optional[str] = ..., length_max: _Optional[int] = ..., category_count: _Optional[int] = ...) -> None: ...
+
+class ReadCategories(_message.Message):
+    __slots__ = ("job_id", "column", "first")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    column: str
+    first: int
+    def __init__(self, job_id: _Optional[str] = ..., column: _Optional[str] = ..., first: _Optional[int] = ...) -> None: ...
+
+class CategoriesRead(_message.Message):
+    __slots__ = ("values", "value_count")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    value_count: int
+    def __init__(self, values: _Optional[bytes] = ..., value_count: _Optional[int] = ...) -> None: ...
 
 class OpenStream(_message.Message):
     __slots__ = ("job_id", "epoch", "cursor", "first_step", "step_stride")

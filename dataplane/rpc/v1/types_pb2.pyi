@@ -158,7 +158,7 @@ class StackSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., columns: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class ColumnOptions(_message.Message):
-    __slots__ = ("columns", "lists", "fill_null", "stack", "fill_null_all", "nulls", "pad_value", "pad_value_all", "max_length", "max_length_all", "truncation_side")
+    __slots__ = ("columns", "lists", "fill_null", "stack", "fill_null_all", "nulls", "pad_value", "pad_value_all", "max_length", "max_length_all", "truncation_side", "codes")
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     LISTS_FIELD_NUMBER: _ClassVar[int]
     FILL_NULL_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class ColumnOptions(_message.Message):
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_ALL_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_SIDE_FIELD_NUMBER: _ClassVar[int]
+    CODES_FIELD_NUMBER: _ClassVar[int]
     columns: _containers.RepeatedScalarFieldContainer[str]
     lists: ListPolicy
     fill_null: _containers.RepeatedCompositeFieldContainer[ColumnValue]
@@ -181,7 +182,8 @@ class ColumnOptions(_message.Message):
     max_length: _containers.RepeatedCompositeFieldContainer[ColumnLength]
     max_length_all: int
     truncation_side: TruncationSide
-    def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ..., pad_value: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., pad_value_all: _Optional[float] = ..., max_length: _Optional[_Iterable[_Union[ColumnLength, _Mapping]]] = ..., max_length_all: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ...) -> None: ...
+    codes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ..., pad_value: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., pad_value_all: _Optional[float] = ..., max_length: _Optional[_Iterable[_Union[ColumnLength, _Mapping]]] = ..., max_length_all: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ..., codes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JobSpec(_message.Message):
     __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options")

@@ -1,0 +1,318 @@
+"""The values of columns that come as codes: read once a dataset, by the node's own workers.
+
+The node reads such a column as a trainer would, from its first row to its last, and keeps what is
+different. Fetching, decoding in workers and budgets are those of any job.
+
+Invariants:
+1. A column of a dataset is read once at a time, however many trainers wait for it; it is given up
+   when the last of them has gone.
+2. What was found is remembered in the cache folder, under the dataset's fingerprint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane import background
+from dataplane.arena.memfd import Arena
+from dataplane.arena.slots import Slots, plan_slots
+from dataplane.config import JobSpec, NodeConfig
+from dataplane.errors import ConfigError, CorruptShard, DataplaneError
+from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy, Stream
+from dataplane.node.columns import TEXTS
+from dataplane.node.dataset import Dataset, WorkerBytes, dataset_of
+from dataplane.node.engine import Engine
+from dataplane.node.index_journal import cache_faults, digest, publish
+from dataplane.node.walk import Walk, slab_sizes
+from dataplane.node.work import Delivery
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import Order
+from dataplane.plan.sealed import sealed, unsealed
+from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab
+from dataplane.trace import Trace
+from dataplane.transforms.columns import is_null_name
+
+VALUES_MAX = 1 << 20
+BYTES_MAX = 16 << 20
+_VERSION = 1
+_SLAB_BYTES = 1 << 20
+_SLOTS = 8
+_ROWS_MAX = 4096
+_FILES_KEPT = 256
+
+Categories = Mapping[str, pa.Array]
+Check = Callable[[Manifest, JobSpec], Awaitable[None]]
+
+_trace = Trace("categories")
+
+
+class CategoryReader:
+    """Finds the values of columns, for all jobs of a node."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        engine: Engine,
+        arena_ids: itertools.count[int],
+        new_dataset_id: Callable[[], int],
+    ) -> None:
+        self._config, self._engine = config, engine
+        self._arena_ids, self._new_dataset_id = arena_ids, new_dataset_id
+        self._passes: dict[tuple[str, tuple[str, ...]], _Pass] = {}
+
+    async def of_job(self, manifest: Manifest, spec: JobSpec, check: Check) -> Categories:
+        """The values of the columns that a job wants as codes; what else is wrong with its columns
+        is told before any is read.
+        """
+        codes = spec.column_options.codes
+        if not codes:
+            return {}
+        await check(manifest, spec)
+        return await self.read(manifest, codes)
+
+    async def read(self, manifest: Manifest, columns: Sequence[str]) -> Categories:
+        """The sorted values of each of these columns, in its canonical type, nulls left out.
+
+        Raises:  ConfigError: a column has too many.  DataplaneError: as any job that reads it.
+        """
+        found = await asyncio.to_thread(self._remembered, manifest, columns)
+        missing = tuple(name for name in columns if name not in found)
+        if not missing:
+            return found
+        return {**found, **await self._shared_pass(manifest, missing)}
+
+    async def _shared_pass(self, manifest: Manifest, columns: tuple[str, ...]) -> Categories:
+        key = manifest.fingerprint, columns
+        shared = self._passes.get(key)
+        if shared is None:
+            shared = self._passes[key] = _Pass(asyncio.get_running_loop().create_future())
+            shared.task = background.start("categories", self._run(key, shared, manifest))
+        shared.waiting += 1
+        try:
+            return await asyncio.shield(shared.result)
+        finally:
+            shared.waiting -= 1
+            if not shared.waiting and not shared.result.done() and shared.task is not None:
+                self._forget(key, shared)  # at once: whoever comes next begins anew
+                shared.task.cancel()
+
+    async def _run(
+        self, key: tuple[str, tuple[str, ...]], shared: _Pass, manifest: Manifest
+    ) -> None:
+        columns = key[1]
+        try:
+            found = await self._read(manifest, columns)
+            await asyncio.to_thread(self._remember, manifest, found)
+            shared.result.set_result(found)
+        except DataplaneError as error:
+            shared.result.set_exception(error)
+            shared.result.exception()  # seen, also where nobody waits any more
+        finally:
+            self._forget(key, shared)
+            shared.result.cancel()
+
+    def _forget(self, key: tuple[str, tuple[str, ...]], shared: _Pass) -> None:
+        if self._passes.get(key) is shared:
+            del self._passes[key]
+
+    async def _read(self, manifest: Manifest, columns: tuple[str, ...]) -> Categories:
+        options = ColumnOptions(columns=columns, nulls=NullPolicy.MASK)
+        worker_bytes = WorkerBytes(
+            self._config.worker_memory_bytes, self._config.worker_memory_bytes_max
+        )
+        spec = JobSpec(manifest.fingerprint, column_options=options)
+        dataset = await asyncio.to_thread(
+            dataset_of, self._new_dataset_id(), manifest, spec, worker_bytes=worker_bytes
+        )
+        specs = [each for each in dataset.columns.specs if each.name in set(columns)]
+        types = {field.name: field.type for field in dataset.columns.schema}
+        values = {each.name: DistinctValues(each.name, types[each.name]) for each in specs}
+        told = {"columns": list(columns), "samples": manifest.sample_count}
+        _trace.noted("finding the values of columns", **told)
+        async with contextlib.aclosing(self._slabs(dataset, spec)) as slabs:
+            async for slab, content in slabs:
+                await asyncio.to_thread(_add, values, dataset.columns.specs, slab, content)
+        found = {name: await asyncio.to_thread(one.in_order) for name, one in values.items()}
+        counts = {name: len(one) for name, one in found.items()}
+        _trace.noted("found the values of columns", **told, values=counts)
+        return found
+
+    async def _slabs(
+        self, dataset: Dataset, spec: JobSpec
+    ) -> AsyncGenerator[tuple[Slab, bytes], None]:
+        """All slabs of the dataset, in the order of its rows, and a copy of each."""
+        rows = max(1, min(_SLAB_BYTES // dataset.row_bytes, _ROWS_MAX))
+        spec = JobSpec(spec.fingerprint, global_batch=rows, column_options=spec.column_options)
+        sizes = slab_sizes(dataset, spec, 1, _SLAB_BYTES)
+        order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
+        layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
+        arena = Arena.create("dataplane-categories", layout.arena_bytes)
+        delivery = Delivery(next(self._arena_ids), arena, Slots(layout), dataset)
+        inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
+        walk = Walk(spec, order, Stream(0, 0, 0, 1), sizes)
+        stream = self._engine.open_stream(
+            delivery, walk, lambda _, body: inbox.put_nowait(body), holder := object()
+        )
+        try:
+            while True:
+                self._engine.request(stream, 1)
+                body = await inbox.get()  # the engine answers by its stall timeout
+                if isinstance(body, DataplaneError):
+                    raise body
+                if isinstance(body, EndOfStream):
+                    return
+                assert isinstance(body, Slab)
+                content = bytes(arena.view(body.region.offset, body.region.length))
+                self._engine.release(delivery, [body.slab_id])
+                yield body, content
+        finally:
+            self._engine.close_stream(stream)
+            self._engine.release_all(delivery, holder)
+            self._engine.close_delivery(delivery)
+            self._engine.blocks.forget_dataset(dataset)
+
+    def _path(self, manifest: Manifest, column: str) -> Path:
+        name = digest(_VERSION, manifest.fingerprint, column)
+        return Path(self._config.cache_dir) / "categories" / f"{name}.values"
+
+    def _remembered(self, manifest: Manifest, columns: Sequence[str]) -> dict[str, pa.Array]:
+        found = {}
+        for column in columns:
+            path = self._path(manifest, column)
+            try:
+                body = unsealed(path.read_bytes(), str(path))
+            except FileNotFoundError:
+                continue
+            except (CorruptShard, OSError):
+                path.unlink(missing_ok=True)
+                continue
+            with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
+                found[column] = reader.read_next_batch().column(0)
+        return found
+
+    def _remember(self, manifest: Manifest, found: Categories) -> None:
+        folder = Path(self._config.cache_dir) / "categories"
+        with cache_faults(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for column, values in found.items():
+                publish(self._path(manifest, column), sealed(stream_of(values)))
+            paths = sorted(folder.glob("*.values"), key=lambda path: path.stat().st_mtime)
+            for path in paths[:-_FILES_KEPT]:
+                path.unlink(missing_ok=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One reading of columns, and how many wait for it."""
+
+    result: asyncio.Future[Categories]
+    task: asyncio.Task[None] | None = None
+    waiting: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class DistinctValues:
+    """The different values of one column, as they come.
+
+    Raises:  ConfigError: there are more than VALUES_MAX, or than BYTES_MAX of them.
+    """
+
+    column: str
+    type: pa.DataType
+    _found: list[pa.Array] = field(default_factory=list)
+    _merged_count: int = 0
+    _new_count: int = 0
+
+    def add(self, values: pa.Array) -> None:
+        """Some rows, nulls left out."""
+        import pyarrow.compute as pc
+
+        some = pc.unique(values)
+        self._found.append(some)
+        self._new_count += len(some)
+        # So that merging costs no more than the rows that led to it.
+        if self._new_count > max(_ROWS_MAX, self._merged_count):
+            self._merge()
+
+    def in_order(self) -> pa.Array:
+        """All of them, sorted."""
+        import pyarrow.compute as pc
+
+        merged = self._merge()
+        return merged.take(pc.array_sort_indices(merged))
+
+    def _merge(self) -> pa.Array:
+        import pyarrow.compute as pc
+
+        merged = pc.unique(pa.concat_arrays([pa.array([], self.type), *self._found]))
+        self._found, self._merged_count, self._new_count = [merged], len(merged), 0
+        if len(merged) > VALUES_MAX or merged.nbytes > BYTES_MAX:
+            raise ConfigError(
+                f"codes: column {self.column!r} has too many different values: {len(merged)} of "
+                f"{merged.nbytes} bytes were found, and {VALUES_MAX} of {BYTES_MAX} bytes may be. "
+                "Codes are for columns of few values: leave it out of codes=[…]",
+                field="codes",
+            )
+        return merged
+
+
+def stream_of(values: pa.Array) -> bytes:
+    """Values as an Arrow stream of one column."""
+    sink = pa.BufferOutputStream()
+    batch = pa.record_batch([values], ["values"])
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _add(
+    values: Mapping[str, DistinctValues], specs: Sequence[ColumnSpec], slab: Slab, content: bytes
+) -> None:
+    """Add the rows of a slab that are not null."""
+    places = {spec.name: at for at, spec in enumerate(specs)}
+    for name, distinct in values.items():
+        at = places[name]
+        if specs[at].kind in TEXTS:
+            for array in _texts(slab, at, content):
+                distinct.add(array)
+            continue
+        rows = _numbers(slab, at, specs[at], content)
+        mask = places.get(is_null_name(name))
+        if mask is not None:
+            rows = rows[~_numbers(slab, mask, specs[mask], content).astype(np.bool_)]
+        distinct.add(pa.array(rows, distinct.type))
+
+
+def _numbers(slab: Slab, at: int, spec: ColumnSpec, content: bytes) -> np.ndarray:
+    """A FIXED column of one number a row."""
+    assert spec.kind is Kind.FIXED
+    dtype = "uint8" if spec.dtype == "bool" else spec.dtype
+    count = sum(batch.rows for batch in slab.batches)
+    return np.frombuffer(content, dtype, count, slab.columns[at].values[0])
+
+
+def _texts(slab: Slab, at: int, content: bytes) -> Iterator[pa.Array]:
+    """A column of text or bytes, batch after batch, without nulls."""
+    column = slab.columns[at]
+    for i, batch in enumerate(slab.batches):
+        if not batch.rows:
+            continue
+        side, start = column.lengths[i], column.values[i]
+        ends = (batch.rows + 1) * 8
+        buffers = [
+            None,
+            pa.py_buffer(content[side : side + ends]),
+            pa.py_buffer(content[start : start + column.width[i]]),
+        ]
+        array = pa.Array.from_buffers(pa.large_binary(), batch.rows, buffers)
+        valid = np.frombuffer(content, np.uint8, batch.rows, side + ends)
+        yield array if valid.all() else array.filter(pa.array(valid.astype(np.bool_)))

@@ -1,0 +1,141 @@
+"""Columns that come as integer codes: the place of each value among all values of the dataset.
+
+The values of a column are sorted, numbers by size and text by its UTF-8 bytes, so that the codes
+are the same in every shard, on every node and in every run. They are kept in the metadata of the
+dataset's schema, from where workers take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.model import ColumnSpec, Kind, ListPolicy
+from dataplane.transforms.leaves import Leaf, canonical_type, spec_of
+from dataplane.transforms.plain import decoded
+
+NULL_CODE = -1
+CODE_TYPE = "int64"
+_KEY = b"dataplane.categories"
+_UNKNOWN = -2
+
+
+def check_codes(codes: Sequence[str], chosen: Sequence[Leaf], every: Sequence[Leaf]) -> None:
+    """Refuse columns that are not in the batches, or whose values have no codes.
+
+    Raises:  ConfigError: names the column.
+    """
+    if not codes:
+        return
+    by_name = {leaf.name: leaf for leaf in chosen}
+    for name in codes:
+        leaf = by_name.get(name)
+        if leaf is None:
+            where = "columns=[…] leaves out: name it there too"
+            if all(leaf.name != name for leaf in every):
+                known = ", ".join(sorted(by_name)[:100])
+                where = f"is not a column of single values; the batches have: {known}"
+            raise ConfigError(f"codes names {name!r}, which {where}", field="codes")
+        if not _has_codes(spec_of(leaf, ListPolicy.RAGGED)):
+            raise ConfigError(
+                f"codes: column {name!r} is of type {leaf.type}: codes are for text, bytes, "
+                "integers, bools and times",
+                field="codes",
+            )
+
+
+def _has_codes(spec: ColumnSpec) -> bool:
+    if spec.kind is Kind.FIXED:
+        return not spec.shape and "float" not in spec.dtype
+    return spec.kind in {Kind.STRING, Kind.BYTES}
+
+
+def with_categories(schema: pa.Schema, categories: Mapping[str, pa.Array]) -> pa.Schema:
+    """The schema, with the values of each coded column."""
+    if not categories:
+        return schema
+    rows = {
+        name: pa.LargeListArray.from_arrays([0, len(values)], values)
+        for name, values in categories.items()
+    }
+    sink = pa.BufferOutputStream()
+    batch = pa.record_batch(rows)
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return schema.with_metadata({**(schema.metadata or {}), _KEY: sink.getvalue().to_pybytes()})
+
+
+def categories_in(schema: pa.Schema) -> dict[str, pa.Array]:
+    """What `with_categories` put there, by column."""
+    content = (schema.metadata or {}).get(_KEY)
+    if content is None:
+        return {}
+    with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
+        batch = reader.read_next_batch()
+    return {name: batch.column(name)[0].values for name in batch.schema.names}
+
+
+def codes_of(
+    array: pa.Array, leaf: Leaf, categories: pa.Array, null_code: int, url: str
+) -> pa.Array:
+    """The code of each row, and `null_code` for null ones.
+
+    Shapes:  result: int64[len(array)].
+    Raises:  CorruptShard: a value that the dataset did not have when its values were counted.
+    """
+    import pyarrow.compute as pc
+
+    found = _coded(array, canonical_type(leaf.type), categories)
+    unknown = pc.index(found, pa.scalar(_UNKNOWN, pa.int64())).as_py()
+    if unknown >= 0:
+        raise CorruptShard(
+            f"{url}: column {leaf.name!r} has a value that is not among the {len(categories)} that "
+            f"the dataset had when they were counted: {array[unknown]!s:.80}. The shard changed "
+            "without another ETag: start a new run",
+            shard=url,
+            field=leaf.name,
+        )
+    return pc.fill_null(found, pa.scalar(null_code, pa.int64()))
+
+
+def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array:
+    """int64[rows]; null for null, and _UNKNOWN for a value that is no category."""
+    import pyarrow.compute as pc
+
+    if isinstance(array, pa.ExtensionArray):
+        return _coded(array.storage, kind, categories)
+    if pa.types.is_dictionary(array.type):
+        # A dictionary may have values that no row has, and that are no categories.
+        return _coded(array.dictionary, kind, categories).take(array.indices)
+    values = plain_values(array, kind)
+    found = pc.index_in(values, value_set=categories).cast(pa.int64())
+    if found.null_count == values.null_count:
+        return found
+    unknown = np.logical_and(
+        found.is_null().to_numpy(zero_copy_only=False),
+        values.is_valid().to_numpy(zero_copy_only=False),
+    )
+    return pc.if_else(pa.array(unknown), pa.scalar(_UNKNOWN, pa.int64()), found)
+
+
+def plain_values(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Values in the canonical type of their column, nulls kept."""
+    array = decoded(array)
+    if array.type == kind:
+        return array
+    if pa.types.is_large_binary(kind):
+        if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
+            array = array.cast(pa.large_string())
+        return array.cast(kind)
+    return array.cast(kind) if pa.types.is_boolean(array.type) else array.view(kind)
+
+
+def shown_as(values: pa.Array, leaf: Leaf) -> pa.Array:
+    """Categories as people have them: text as text, bools as bools, times as their integers."""
+    spec = spec_of(leaf, ListPolicy.RAGGED)
+    if spec.kind is Kind.STRING:
+        return values.cast(pa.large_string())
+    return values.cast(pa.bool_()) if spec.dtype == "bool" else values

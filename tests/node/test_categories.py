@@ -1,0 +1,105 @@
+"""The values of a column: how many there may be, and that they are read once for all."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+
+from dataplane.errors import ConfigError, CorruptShard
+from dataplane.node import categories
+from dataplane.node.categories import Categories, CategoryReader, DistinctValues
+
+FOUND: Categories = {"kind": pa.array([1, 2])}
+
+
+def add_thousands(found: DistinctValues, count: int) -> None:
+    for start in range(0, 1000 * count, 1000):
+        found.add(pa.array(range(start, start + 1000)))
+
+
+def test_too_many_values_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(categories, "VALUES_MAX", 20_000)
+    found = DistinctValues("user", pa.int64())
+    add_thousands(found, 15)
+    with pytest.raises(ConfigError, match=r"column 'user' has too many.*leave it out of codes"):
+        add_thousands(found, 60)
+    monkeypatch.setattr(categories, "BYTES_MAX", 1000)
+    found = DistinctValues("text", pa.large_binary())
+    found.add(pa.array([b"x" * 2000], pa.large_binary()))
+    with pytest.raises(ConfigError, match="column 'text' has too many"):
+        found.in_order()
+
+
+def test_values_are_sorted_whatever_they_came_in() -> None:
+    found = DistinctValues("kind", pa.int64())
+    for _ in range(30):
+        found.add(pa.array(range(999, -1, -1)))
+    assert found.in_order().to_pylist() == list(range(1000))
+
+
+class Reader:
+    """A reader whose passes end when they are told to."""
+
+    def __init__(self, folder: Path) -> None:
+        config: Any = SimpleNamespace(cache_dir=str(folder))
+        self.manifest: Any = SimpleNamespace(fingerprint="f")
+        self.reader = CategoryReader(config, cast("Any", None), itertools.count(1), lambda: 1)
+        self.begun, self.given_up = 0, 0
+        self.beginnings: asyncio.Queue[None] = asyncio.Queue()
+        self.answer: asyncio.Future[Categories] = asyncio.get_running_loop().create_future()
+        cast("Any", self.reader)._read = self.read
+
+    async def read(self, *_: object) -> Categories:
+        self.begun += 1
+        self.beginnings.put_nowait(None)
+        try:
+            return await self.answer
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+
+    def rank(self) -> asyncio.Task[Categories]:
+        return asyncio.get_running_loop().create_task(self.reader.read(self.manifest, ["kind"]))
+
+    async def begins(self) -> None:
+        async with asyncio.timeout(60):
+            await self.beginnings.get()
+
+
+def test_ranks_share_one_pass_and_its_last_one_gives_it_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = Reader(tmp_path)
+        gone, stays = world.rank(), world.rank()
+        await world.begins()
+        gone.cancel()
+        await asyncio.wait([gone])
+        world.answer.set_result(FOUND)
+        assert (await stays)["kind"].to_pylist() == [1, 2]
+        assert (await world.rank())["kind"].to_pylist() == [1, 2]  # remembered
+        assert (world.begun, world.given_up) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_pass_that_nobody_waits_for_is_given_up_and_begun_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = Reader(tmp_path)
+        gone = world.rank()
+        await world.begins()
+        gone.cancel()
+        await asyncio.wait([gone])
+        world.answer = asyncio.get_running_loop().create_future()
+        again = world.rank()
+        await world.begins()
+        assert world.given_up == 1
+        world.answer.set_exception(CorruptShard("the shard s is damaged", shard="s"))
+        with pytest.raises(CorruptShard, match="the shard s is damaged"):
+            await again
+
+    asyncio.run(scenario())
