@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +28,7 @@ from dataplane_torch.device import Given, Target, find_target
 from dataplane_torch.local.beginning import Place
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
+from dataplane_torch.local.sampling import make_told
 from dataplane_torch.local.worker_pass import WorkerPass
 from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
@@ -310,7 +310,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         dataset = cast("Dataset[Any]", given.urls)
         super().__init__(dataset, given.batch_size, given.shuffle, **of_torch)
         if of_torch["sampler"] is None and of_torch["batch_sampler"] is None:
-            _make_told(self.sampler)
+            make_told(self.sampler)
 
     def _get_iterator(self) -> Pass:
         resume, self._resume = self._resume, None
@@ -346,10 +346,3 @@ def _refuse_neither(dataset: object) -> None:
             "__getitem__ and __len__, an IterableDataset, or the urls of shards",
             field="dataset",
         )
-
-
-def _make_told(sampler: Any) -> None:
-    """Let a sampler that torch made be told an epoch as a DistributedSampler is. It changes nothing
-    of its order: by it a pass knows that the one whose state was loaded is over.
-    """
-    sampler.epoch, sampler.set_epoch = 0, functools.partial(setattr, sampler, "epoch")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -32,6 +33,7 @@ from dataplane_torch.local.stateful import is_stateful, load_state
 GeneratorStates = dict[str, torch.Tensor]
 
 _DEFAULT = "torch"
+_WAS_TOLD = "dataplane_was_told"
 _SELF_SEEDED = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -56,7 +58,7 @@ class Places:
         # Many a sampler draws from a generator only when it is asked for its first index.
         self._generators = generator_states(index_sampler, generator)
         self._encoded: dict[str, str] | None = None
-        self._epochs = epochs_of(index_sampler)
+        self._epochs = told_epochs_of(index_sampler)
         self._drawn = 0 if state is None else state.drawn
         self._missing = deque(() if state is None else state.missing)
         self._iterator = iterator
@@ -64,7 +66,7 @@ class Places:
             self._iterator = load_state(self._iterator, (state.states or {}).get("iterator"))
             skip = state.drawn if state.states is None else state.skip
             next(itertools.islice(self._iterator, skip, skip), None)
-            if state.states is not None and self._drawn >= _step_count(index_sampler):
+            if state.states is not None and self._drawn >= step_count(index_sampler):
                 self._come_to_the_end(state)
             self._draw_ahead()
         self._states = self._states_now()
@@ -77,7 +79,7 @@ class Places:
         if not self._drawn and not self._is_ahead:
             self._generators = generator_states(self._index_sampler, self._generator)
             self._encoded = None
-            self._epochs = epochs_of(self._index_sampler)
+            self._epochs = told_epochs_of(self._index_sampler)
         every = self._every if self._states is not None else 0
         for index in self._iterator:
             self._drawn += 1
@@ -138,7 +140,8 @@ class Places:
         return states or None
 
 
-def _step_count(index_sampler: Any) -> float:
+def step_count(index_sampler: Any) -> float:
+    """How many batches there are in a pass; infinitely many where nobody knows."""
     try:
         return len(index_sampler)
     except (TypeError, AttributeError):
@@ -146,9 +149,28 @@ def _step_count(index_sampler: Any) -> float:
 
 
 def epochs_of(index_sampler: Any) -> dict[str, int]:
-    """The epochs that a loader's samplers were told."""
+    """The epochs in which a loader's samplers are."""
     found = {name: _epoch_of(part) for name, part in _parts(index_sampler).items()}
     return {name: epoch for name, epoch in found.items() if epoch is not None}
+
+
+def told_epochs_of(index_sampler: Any) -> dict[str, int]:
+    """The same, without those samplers that would be told in vain, and were not."""
+    parts, found = _parts(index_sampler), epochs_of(index_sampler)
+    return {name: epoch for name, epoch in found.items() if getattr(parts[name], _WAS_TOLD, True)}
+
+
+def make_told(sampler: Any) -> None:
+    """Let a sampler that torch made be told an epoch as a DistributedSampler is. It changes nothing
+    of its order: by it a pass knows that the one whose state was loaded is over.
+    """
+    sampler.epoch, sampler.set_epoch = 0, functools.partial(_tell, sampler)
+    setattr(sampler, _WAS_TOLD, False)
+
+
+def _tell(sampler: Any, epoch: int) -> None:
+    sampler.epoch = epoch
+    setattr(sampler, _WAS_TOLD, True)
 
 
 def explicit_generators(index_sampler: Any, generator: torch.Generator | None) -> dict[str, str]:

@@ -185,7 +185,8 @@ class WorkerPass(_BaseDataLoaderIter):
     def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
         count = self._num_workers
         # Only workers that persist keep what their datasets became in a pass that is over.
-        is_kept = resume is not None and (self._persistent_workers or not resume.is_finished)
+        is_over = resume is not None and (resume.is_finished or self.beginning.is_at_the_end)
+        is_kept = self._persistent_workers or not is_over
         if resume is None or not is_kept or len(resume.workers) != count:
             return [None] * count
         return list(resume.workers)

@@ -65,3 +65,28 @@ def test_a_generator_goes_on_where_the_pass_that_was_over_left_it(num_workers) -
         iterator = iter(loader)
         loader.sampler.set_epoch(1)
         assert [batch.tolist() for batch in iterator] == second
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_of_the_last_step_is_the_start_of_the_next_pass(num_workers) -> None:
+    def loader() -> DataLoader:
+        return DataLoader(range(COUNT), 8, num_workers=num_workers)
+
+    def last_state(epoch: int | None) -> dict:
+        with loader() as one:
+            if epoch is not None:
+                one.set_epoch(epoch)
+            return [one.state_dict() for _ in one][-1]
+
+    whole = [list(range(at, at + 8)) for at in range(0, COUNT, 8)]
+    with loader() as other:
+        other.load_state_dict(last_state(None))
+        for _ in range(2):
+            assert [batch.tolist() for batch in other] == whole
+        # A loop that counts epochs gets nothing twice of the one that is over.
+        state = last_state(5)
+        for told, found in ((5, []), (6, whole)):
+            other.load_state_dict(state)
+            iterator = iter(other)
+            other.set_epoch(told)
+            assert [batch.tolist() for batch in iterator] == found
