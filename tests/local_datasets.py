@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 LONG = 3 << 14  # bytes: more than is copied with a pickle
 
@@ -213,3 +213,46 @@ def _are_same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a.detach().to_dense(), b.detach().to_dense())
     # What is not dense is made so, the rest keeps its order.
     return a.stride() == b.stride() and torch.equal(a.detach(), b.detach())
+
+
+class Growing(Dataset[int]):
+    """A map-style dataset with a state: how often it was asked."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        self.asked += 1
+        return i, self.asked
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+class Backwards(Sampler[int]):
+    """A sampler with a state, whose passes differ."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.pass_count, self.next = count, 0, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.count:
+            self.next += 1
+            yield (self.count - self.next + self.pass_count) % self.count
+        self.next = 0
+        self.pass_count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "pass": self.pass_count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.pass_count = state["next"], state["pass"]

@@ -12,8 +12,8 @@ import torch
 from dataplane_torch import DataLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_datasets import Flow, Samples, is_same
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from local_datasets import Backwards, Flow, Growing, Samples, is_same
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from dataplane.errors import ConfigError, DataplaneError, VersionMismatch
 
@@ -74,49 +74,6 @@ class Own(IterableDataset[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
-
-
-class Growing(Dataset[int]):
-    """A map-style dataset with a state: how often it was asked."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.asked = count, 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> tuple[int, int]:
-        self.asked += 1
-        return i, self.asked
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.asked = state["asked"]
-
-
-class Backwards(Sampler[int]):
-    """A sampler with a state, whose passes differ."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.pass_count, self.next = count, 0, 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        while self.next < self.count:
-            self.next += 1
-            yield (self.count - self.next + self.pass_count) % self.count
-        self.next = 0
-        self.pass_count += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next, "pass": self.pass_count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next, self.pass_count = state["next"], state["pass"]
 
 
 def walk(loader: DataLoader, step: int) -> Iterator[Any]:
