@@ -54,10 +54,12 @@ class Packer:
         self._taken: list[Extent] = []
 
     def collate_here(self) -> None:
-        """Let torch's default_collate stack tensors straight into extents, in this process. Where a
-        user's own table of collate functions has torch's, that makes no files in shared memory.
+        """Let torch's default_collate stack tensors straight into extents, in this process, unless
+        the user has told it how else. Where a user's own table of collate functions has torch's,
+        that makes no files in shared memory.
         """
-        default_collate_fn_map[torch.Tensor] = self._stack
+        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
+            default_collate_fn_map[torch.Tensor] = self._stack
         storage: Any = torch.UntypedStorage
         storage._new_shared = _new_private
 

@@ -23,6 +23,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -149,6 +150,32 @@ def test_samples_of_every_kind_without_batches(kind) -> None:
         lambda loader: loader(Samples(kind, 3), None, num_workers=1, collate_fn=as_is),
         lambda loader: [*loader],
     )
+
+
+def last_first(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+    """An entry of default_collate_fn_map."""
+    del collate_fn_map
+    return torch.stack(batch[::-1])
+
+
+def sets_an_entry(worker_id: int) -> None:
+    """A worker_init_fn."""
+    del worker_id
+    default_collate_fn_map[torch.Tensor] = last_first
+
+
+@pytest.mark.parametrize("kind", ["long", "long array"])
+def test_the_users_way_to_collate_tensors_is_used(kind, monkeypatch) -> None:
+    def make(loader: type, **given: Any) -> Any:
+        return loader(Samples(kind, 4), 2, num_workers=1, **given)
+
+    assert_equal(lambda loader: make(loader, worker_init_fn=sets_an_entry))
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, last_first)
+    assert_equal(make)
+    monkeypatch.delitem(default_collate_fn_map, torch.Tensor)
+    if kind == "long":
+        with pytest.raises(TypeError, match="default_collate"):
+            list(make(DataLoader))
 
 
 class Evens:
