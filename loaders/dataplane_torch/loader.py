@@ -320,14 +320,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return WorkerPass(self, resume)
 
     def _keep(self, begun: Pass) -> None:
-        """Know of a pass. One with processes dies with the loop that walks it, unless they persist;
-        its place stays.
+        """Know of a pass. It dies with the loop that walks it, unless its workers persist; its
+        place stays.
         """
         self._place = begun.beginning.place
-        if isinstance(begun, LocalPass):
-            self._latest = lambda: begun
-        else:
-            self._latest = weakref.ref(begun)
+        self._latest = weakref.ref(begun)
+        if isinstance(begun, WorkerPass):
             self._iterator = begun if self.persistent_workers else None
 
     def _forget(self) -> None:

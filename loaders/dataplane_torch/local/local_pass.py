@@ -6,6 +6,7 @@ draws, in the order it draws them, decide what a dataset and a sampler do.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
 from typing import Any
@@ -59,6 +60,11 @@ class LocalPass(_SingleProcessDataLoaderIter):
 
     def close(self) -> None:
         """Nothing to end."""
+
+    def __del__(self) -> None:
+        # The loader has its place, and not the pass, whose iterator ends with it.
+        with contextlib.suppress(Exception):
+            self.place  # noqa: B018 - as it is now
 
     def _next_data(self) -> Any:
         if not self._is_asked:

@@ -77,6 +77,12 @@ class Worker:
 
     def run(self) -> None:
         """Until the trainer says so, or is gone."""
+        try:
+            self._run()
+        finally:
+            self._fetcher = None  # an iterator that is left ends here: generators run their finally
+
+    def _run(self) -> None:
         setup = self._setup
         seed = setup.base_seed + setup.worker_id
         random.seed(seed)

@@ -54,6 +54,11 @@ class WorkerPass(_BaseDataLoaderIter):
         self._tasks: dict[int, _Task] = {}
         self._target = loader._target
         self._in_order = loader.in_order
+        if loader.prefetch_factor < 1:
+            raise ValueError(
+                f"prefetch_factor={loader.prefetch_factor} lets workers make no batch: with "
+                "num_workers > 0 it must be 1 or more"
+            )
         self._depth = loader.prefetch_factor * loader.num_workers
         begin = self._begin(loader, resume)
         with begin.drawing():

@@ -84,6 +84,12 @@ def test_whatever_of_the_users_raises(given) -> None:
         list(loader)
 
 
+def test_a_depth_of_nothing_is_refused_and_not_an_empty_pass() -> None:
+    loader = DataLoader(Samples("int", 4), num_workers=1, prefetch_factor=0)
+    with pytest.raises(ValueError, match="prefetch_factor=0"):
+        iter(loader)
+
+
 def test_a_sampler_that_raises_does_so_here() -> None:
     def numbers() -> Iterator[int]:
         yield 1
