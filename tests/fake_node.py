@@ -32,6 +32,7 @@ from dataplane.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.model import ColumnSpec, DatasetIdentity, Kind, Region, Topology
 from dataplane.plan.slices import Slice
 from dataplane.rpc import local
+from dataplane.rpc.convert import encode
 from dataplane.rpc.messages import (
     Batch,
     CloseJob,
@@ -42,6 +43,7 @@ from dataplane.rpc.messages import (
     FromNode,
     Hello,
     JobOpened,
+    Layout,
     NextSlab,
     OpenJob,
     OpenStream,
@@ -289,9 +291,8 @@ class FakeNode:
         self._number += 1
         peer.lent[self._number] = region
         batches = tuple(Batch(step, int(s.rows[0]), int(s.valid[0])) for step, s in steps)
-        slab = Slab(
-            asked.stream_id, self._number, region, batches, columns, copy_out=script.copy_out
-        )
+        told, out = encode(Layout(columns)), script.copy_out
+        slab = Slab(asked.stream_id, self._number, region, batches, told, copy_out=out)
         self._send(peer, request_id, slab)
         return True
 

@@ -23,6 +23,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import DataplaneError
 from dataplane.model import Topology
 from dataplane.rpc import local, messages
+from dataplane.rpc.convert import decode
 
 Batches = list[list[list[Any]]]
 ANSWER_S = 60.0
@@ -160,10 +161,11 @@ class Trainer:
 
     def values(self, slab: messages.Slab, job: str = "j") -> Batches:
         view = self.arenas[job].view(slab.region.offset, slab.region.length)
+        columns = decode(messages.Layout, slab.layout).columns
         return [
             [
                 batch_values(view, spec, column, slab.batches, i)
-                for spec, column in zip(self.columns[job], slab.columns, strict=True)
+                for spec, column in zip(self.columns[job], columns, strict=True)
             ]
             for i in range(len(slab.batches))
         ]

@@ -24,10 +24,12 @@ from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
 from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
 from dataplane.model import ColumnSpec, Kind
+from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import (
     Batch,
     Column,
     EndOfStream,
+    Layout,
     NextSlab,
     OpenStream,
     Slab,
@@ -100,7 +102,8 @@ class SlabStream:
             self.stall_s += waited_s
         if slab is None:
             return []
-        batches = Batches(mount.take(slab), slab.batches, slab.columns)
+        layout = decode(Layout, slab.layout)
+        batches = Batches(mount.take(slab), slab.batches, layout.columns)
         is_kept = (
             len(batches.memory)
             and not slab.copy_out

@@ -36,7 +36,8 @@ from dataplane.node.work import Delivery
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.sealed import sealed, unsealed
-from dataplane.rpc.messages import EndOfStream, FromNodeBody, Slab
+from dataplane.rpc.convert import decode
+from dataplane.rpc.messages import Column, EndOfStream, FromNodeBody, Layout, Slab
 from dataplane.trace import Trace
 from dataplane.transforms.columns import is_null_name
 
@@ -279,30 +280,30 @@ def _add(
 ) -> None:
     """Add the rows of a slab that are not null."""
     places = {spec.name: at for at, spec in enumerate(specs)}
+    columns = decode(Layout, slab.layout).columns
     for name, distinct in values.items():
         at = places[name]
         if specs[at].kind in TEXTS:
-            for array in _texts(slab, at, content):
+            for array in _texts(slab, columns[at], content):
                 distinct.add(array)
             continue
-        rows = _numbers(slab, at, specs[at], content)
+        rows = _numbers(slab, columns[at], specs[at], content)
         mask = places.get(is_null_name(name))
         if mask is not None:
-            rows = rows[~_numbers(slab, mask, specs[mask], content).astype(np.bool_)]
+            rows = rows[~_numbers(slab, columns[mask], specs[mask], content).astype(np.bool_)]
         distinct.add(pa.array(rows, distinct.type))
 
 
-def _numbers(slab: Slab, at: int, spec: ColumnSpec, content: bytes) -> np.ndarray:
+def _numbers(slab: Slab, column: Column, spec: ColumnSpec, content: bytes) -> np.ndarray:
     """A FIXED column of one number a row."""
     assert spec.kind is Kind.FIXED
     dtype = "uint8" if spec.dtype == "bool" else spec.dtype
     count = sum(batch.rows for batch in slab.batches)
-    return np.frombuffer(content, dtype, count, slab.columns[at].values[0])
+    return np.frombuffer(content, dtype, count, column.values[0])
 
 
-def _texts(slab: Slab, at: int, content: bytes) -> Iterator[pa.Array]:
+def _texts(slab: Slab, column: Column, content: bytes) -> Iterator[pa.Array]:
     """A column of text or bytes, batch after batch, without nulls."""
-    column = slab.columns[at]
     for i, batch in enumerate(slab.batches):
         if not batch.rows:
             continue

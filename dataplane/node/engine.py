@@ -357,7 +357,7 @@ class Engine:
                 slab_id,
                 work.slot,
                 work.plan.batches,
-                work.assembled.columns,
+                work.assembled.layout,
                 copy_out=work.oversize or work.delivery.is_held_up,
                 times=times,
             ),

@@ -30,7 +30,6 @@ from dataplane.node.columns import (
 )
 from dataplane.node.rows import Open, Rows, rows_of
 from dataplane.rpc.messages import Batch, Column
-from dataplane.rpc.tasks import Assembled
 from dataplane.transforms.lists import AS_THEY_ARE, ListForm
 
 if TYPE_CHECKING:
@@ -55,6 +54,18 @@ class _Pieces:
     width: Ints
     spans: tuple[Ints, Ints] = (_NONE, _NONE)
     streams: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """How many of the batches fitted, where their columns lie, and how many bytes they took or, if
+    not even one fitted, how many that one needs.
+    """
+
+    batch_count: int
+    bytes_needed: int = 0
+    bytes_used: int = 0
+    columns: tuple[Column, ...] = ()
 
 
 class Gather:
@@ -85,7 +96,7 @@ class Gather:
             for at, spec in enumerate(specs)
         ]
 
-    def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Assembled:
+    def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
         """Write as many whole batches as fit; `expect` is told before how many bytes they take.
 
         Shapes:  slab: uint8[bytes], writable, page-aligned.
@@ -98,7 +109,7 @@ class Gather:
         ends = begins[-1] + sizes[-1] if len(sizes) else np.zeros_like(self._bounds)
         count = int(np.searchsorted(ends, len(slab), side="right")) - 1
         if not count:
-            return Assembled(0, bytes_needed=int(ends[1]))
+            return Gathered(0, bytes_needed=int(ends[1]))
         if expect is not None:
             expect(int(ends[count]))
         out = _Slab(
@@ -111,7 +122,7 @@ class Gather:
             )
         )
         out.write_packed()
-        return Assembled(count, bytes_used=int(ends[count]), columns=columns)
+        return Gathered(count, bytes_used=int(ends[count]), columns=columns)
 
     def _draw(self, at: int, out: Bytes) -> bool:
         """Write the pixels of a column, if it has images."""

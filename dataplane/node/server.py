@@ -35,6 +35,7 @@ from dataplane.node.staffing import Staffing
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
+from dataplane.rpc.convert import encode
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
@@ -53,7 +54,7 @@ class Session:
         self._server = server
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._outbox: deque[tuple[messages.FromNode, tuple[int, ...]]] = deque()
+        self._outbox: deque[tuple[int, bytes, tuple[int, ...]]] = deque()
         self._members: dict[str, Member] = {}
         self._streams: dict[int, Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,9 +66,12 @@ class Session:
         self, request_id: int, body: messages.FromNodeBody, descriptors: tuple[int, ...] = ()
     ) -> None:
         """Answer a request; waits in the outbox while the trainer does not read."""
+        self._post(request_id, encode(messages.FromNode(request_id, body)), descriptors)
+
+    def _post(self, request_id: int, wire: bytes, descriptors: tuple[int, ...]) -> None:
         if self.closed or not request_id:
             return
-        self._outbox.append((messages.FromNode(request_id, body), descriptors))
+        self._outbox.append((request_id, wire, descriptors))
         self._flush()
 
     def close(self) -> None:
@@ -90,9 +94,9 @@ class Session:
 
     def _flush(self) -> None:
         while self._outbox:
-            message, descriptors = self._outbox[0]
+            request_id, wire, descriptors = self._outbox[0]
             try:
-                local.send(self._sock, message, descriptors)
+                local.send_encoded(self._sock, wire, descriptors)
             except BlockingIOError:
                 if len(self._outbox) > _OUTBOX_MAX:
                     self.close()
@@ -103,7 +107,7 @@ class Session:
                 self.close()
                 return
             except ConfigError as error:
-                self._outbox[0] = (messages.FromNode(message.request_id, error), ())
+                self._outbox[0] = (request_id, encode(messages.FromNode(request_id, error)), ())
                 continue
             self._outbox.popleft()
         self._loop.remove_writer(self._sock.fileno())
@@ -194,7 +198,8 @@ class Session:
             self._server.jobs.close(member)
             raise ConfigError(f"job {body.job_id!r} was opened twice at once", field="job_id")
         self._members[body.job_id] = member
-        self.send(request_id, opened, (member.delivery.arena.fd,))
+        wire = await asyncio.to_thread(encode, messages.FromNode(request_id, opened))
+        self._post(request_id, wire, (member.delivery.arena.fd,))
 
     async def _open_stream(self, request_id: int, body: messages.OpenStream) -> None:
         member = self._member(body.job_id)

@@ -37,7 +37,8 @@ from dataplane.node.gather import Gather
 from dataplane.node.mapped import MappedShard, MappedShards
 from dataplane.node.stacking import StackedPlan, canonical_stacked, plan_stacked
 from dataplane.rpc import local, tasks
-from dataplane.rpc.messages import Batch
+from dataplane.rpc.convert import encode
+from dataplane.rpc.messages import Batch, Layout
 
 if TYPE_CHECKING:
     from dataplane.node.pictures import Pictures
@@ -278,9 +279,10 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
             specs, columns, rows, body.batches, pictures=pictures, lists=dataset.plan.lists
         )
         slab = arena.view(body.slab.offset, body.slab.length)
-        assembled = gather.into(slab, partial(arena.populate_once, body.slab.offset))
-        _keep(state, arena, body, assembled.bytes_used)
-        return assembled
+        made = gather.into(slab, partial(arena.populate_once, body.slab.offset))
+        _keep(state, arena, body, made.bytes_used)
+        layout = encode(Layout(made.columns)) if made.batch_count else b""
+        return tasks.Assembled(made.batch_count, made.bytes_needed, made.bytes_used, layout)
     finally:
         # Afterwards: whatever was written before now may be among the rows, or be their fault.
         for shard in {block.shard for block in blocks if block.shard is not None}:

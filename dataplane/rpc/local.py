@@ -2,11 +2,17 @@
 
 Used between trainer and node and between node and worker. No gRPC here: a training process links
 this module.
+
+A message that is too large for a packet, as those of very wide tables are, lies in a sealed memfd:
+the packet says how large it is, and brings the descriptor behind those of the message. It starts
+with a byte that no protobuf message starts with.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
+import fcntl
 import os
 import socket
 import struct
@@ -18,7 +24,13 @@ from dataplane.rpc.convert import decode, encode
 T = TypeVar("T")
 
 PACKET_BYTES_MAX = 192 * 1024
+MESSAGE_BYTES_MAX = 64 << 20
 _DESCRIPTORS_MAX = 4
+_LARGE = 0
+_LARGE_PACKET = struct.Struct("<BQ")
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+_SEALS = 0x0001 | 0x0002 | 0x0004 | 0x0008  # SEAL, SHRINK, GROW, WRITE
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -78,12 +90,27 @@ def send(sock: socket.socket, value: object, descriptors: tuple[int, ...] = ()) 
     Raises:  PeerLost: the other side is gone.  ConfigError: the message is too large.
     BlockingIOError: the socket does not wait and has no room.
     """
-    wire = encode(value)
-    if len(wire) > PACKET_BYTES_MAX:
+    send_encoded(sock, encode(value), descriptors)
+
+
+def send_encoded(sock: socket.socket, wire: bytes, descriptors: tuple[int, ...] = ()) -> None:
+    """As `send`, of a message that was encoded before."""
+    if len(wire) <= PACKET_BYTES_MAX:
+        _send_packet(sock, wire, descriptors)
+        return
+    if len(wire) > MESSAGE_BYTES_MAX:
         raise ConfigError(
-            f"a message of {len(wire)} bytes is over the limit of {PACKET_BYTES_MAX}: "
+            f"a message of {len(wire)} bytes is over the limit of {MESSAGE_BYTES_MAX}: "
             "name fewer urls (a prefix, a glob or a manifest) or fewer columns"
         )
+    fd = _sealed(wire)
+    try:
+        _send_packet(sock, _LARGE_PACKET.pack(_LARGE, len(wire)), (*descriptors, fd))
+    finally:
+        os.close(fd)
+
+
+def _send_packet(sock: socket.socket, wire: bytes, descriptors: tuple[int, ...]) -> None:
     ancillary = []
     if descriptors:
         fds = array.array("i", descriptors)
@@ -94,6 +121,23 @@ def send(sock: socket.socket, value: object, descriptors: tuple[int, ...] = ()) 
         raise
     except OSError as error:
         raise PeerLost(f"the other side is gone: {error}", peer="") from error
+
+
+def _sealed(wire: bytes) -> int:
+    """A memfd with this content, which nobody can change."""
+    try:
+        fd = os.memfd_create("dataplane-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ConfigError(f"no memory for a message of {len(wire)} bytes: {error}") from error
+    try:
+        view = memoryview(wire)
+        while view:
+            view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"no memory for a message of {len(wire)} bytes: {error}") from error
+    return fd
 
 
 def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
@@ -118,8 +162,32 @@ def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
             raise PeerLost("the other side closed the connection", peer="")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ConfigError("a packet was cut off: the other side speaks another protocol")
+        if wire[0] == _LARGE:
+            wire = _large(wire, fds)
         return decode(cls, wire), tuple(fds)
     except DataplaneError:
         for fd in fds:
             os.close(fd)
         raise
+
+
+def _large(packet: bytes, fds: array.array[int]) -> bytes:
+    """The message in the last descriptor, which is taken away.
+
+    Raises:  ConfigError: it is no sealed memfd of that size. Nothing else can be read: a read from
+    memory never waits, and what is sealed does not change.
+    """
+    if len(packet) != _LARGE_PACKET.size or not fds:
+        raise ConfigError("a large message came without its memory")
+    fd, size = fds.pop(), _LARGE_PACKET.unpack(packet)[1]
+    try:
+        seals = 0
+        with contextlib.suppress(OSError):  # no memfd at all
+            seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        if seals & _SEALS != _SEALS or os.fstat(fd).st_size != size or size > MESSAGE_BYTES_MAX:
+            raise ConfigError(f"a large message is no sealed memory of {size} bytes")
+        with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
+            file.seek(0)
+            return file.read()
+    finally:
+        os.close(fd)

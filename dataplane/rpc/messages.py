@@ -179,6 +179,13 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything in a slab lies: one entry a column of the job."""
+
+    columns: tuple[Column, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StageTimes:
     """Where a slab was while it was made, in microseconds, one stage after the other; and what was
     done for its dataset since the slab before.
@@ -199,13 +206,13 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Consecutive batches of one stream, in the delivery arena."""
+    """Consecutive batches of one stream, in the delivery arena. `layout` is an encoded Layout."""
 
     stream_id: int
     slab_id: int
     region: Region
     batches: tuple[Batch, ...]
-    columns: tuple[Column, ...]
+    layout: bytes
     copy_out: bool = False
     times: StageTimes = StageTimes()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from dataplane.errors import DataplaneError
 from dataplane.model import ColumnOptions, ImageSpec, Region
-from dataplane.rpc.messages import Batch, Column
+from dataplane.rpc.messages import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,12 @@ class CopySlab:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """How many of the batches fitted, and where their columns lie."""
+    """How many of the batches fitted, and where their columns lie: an encoded Layout."""
 
     batch_count: int
     bytes_needed: int = 0
     bytes_used: int = 0
-    columns: tuple[Column, ...] = field(default=())
+    layout: bytes = b""
     disk: int = 0
 
 

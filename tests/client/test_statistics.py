@@ -19,7 +19,7 @@ stage_times = st.builds(StageTimes, us, us, us, us, us, us)
 
 def slab(times: StageTimes, rows: int = 10, valid: int | None = None) -> Slab:
     batch = Batch(0, rows, rows if valid is None else valid)
-    return Slab(1, 1, Region(0, 64), (batch, batch), (), times=times)
+    return Slab(1, 1, Region(0, 64), (batch, batch), b"", times=times)
 
 
 @given(waited=us, times=stage_times)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from raw_trainer import Node, Trainer
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
@@ -24,6 +25,7 @@ from dataplane.settings import default_node_config
 from dataplane.transforms.columns import plan_columns
 
 FEW = 60
+WIDE = 8_000
 
 
 def table(columns: int) -> pa.Table:
@@ -158,3 +160,17 @@ def test_a_table_that_cannot_be_planned_is_planned_anew(tmp_path: Path) -> None:
         assert await datasets.open(manifest, JobSpec(manifest.fingerprint))
 
     asyncio.run(scene())
+
+
+def test_a_table_with_more_columns_than_a_packet_can_tell_is_read(tmp_path: Path) -> None:
+    """The names of 8,000 columns alone are more than a packet has."""
+    path = tmp_path / "a.arrow"
+    wide = table(WIDE)
+    with pa.ipc.new_file(str(path), wide.schema) as writer:
+        writer.write_table(wide)
+    with Node(tmp_path, worker_count=1) as node, Trainer(node) as trainer:
+        columns = trainer.open(str(path)).columns
+        assert [column.name for column in columns] == wide.schema.names
+        first = next(trainer.slabs())
+        assert {tuple(values) for values in trainer.values(first)[0]} == {(0.0, 1.0, 2.0, 3.0)}
+        trainer.close()

@@ -1,8 +1,12 @@
 """Values say what the proto files say, and every value survives the wire."""
 
+import array
 import dataclasses
 import inspect
 import os
+import socket
+import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -102,7 +106,7 @@ u32 = st.integers(0, 2**32 - 1)
 @given(first=u63, stride=st.integers(1, 2**40), sizes=st.lists(st.tuples(u32, u32), max_size=9))
 def test_batches_keep_their_steps_rows_and_padding(first, stride, sizes):
     batches = tuple(messages.Batch(first + i * stride, *size) for i, size in enumerate(sizes))
-    slab = messages.Slab(1, 2, model.Region(0, 64), batches, ())
+    slab = messages.Slab(1, 2, model.Region(0, 64), batches, b"")
     assert convert.decode(messages.Slab, convert.encode(slab)) == slab
 
 
@@ -139,9 +143,54 @@ def test_a_descriptor_travels_beside_its_message():
     right.close()
 
 
+def _open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_message_that_is_larger_than_a_packet_comes_whole_with_its_descriptors():
+    left, right = local.pair()
+    before = _open_descriptors()
+    wide = tasks.Task(tasks.OpenDataset(1, "parquet", os.urandom(10 * local.PACKET_BYTES_MAX)))
+    read_end, write_end = os.pipe()
+    for _ in range(3):
+        local.send(left, wide, (write_end,))
+        local.send(left, tasks.Task(tasks.AttachArena(3)))
+    for _ in range(3):
+        found, descriptors = local.receive(right, tasks.Task)
+        assert found == wide
+        assert len(descriptors) == 1
+        os.close(descriptors[0])
+        assert local.receive(right, tasks.Task) == (tasks.Task(tasks.AttachArena(3)), ())
+    os.close(read_end)
+    os.close(write_end)
+    assert _open_descriptors() == before
+    left.close()
+    right.close()
+
+
+def test_a_large_message_is_read_from_sealed_memory_alone():
+    """A read of anything else may wait, and what is not sealed may change under the reader."""
+    left, right = local.pair()
+    said = struct.pack("<BQ", 0, 8)
+    read_end, write_end = os.pipe()
+    unsealed = os.memfd_create("unsealed")
+    os.write(unsealed, bytes(8))
+    before = _open_descriptors()
+    for descriptors in ((read_end,), (unsealed,), ()):
+        fds = array.array("i", descriptors)
+        left.sendmsg([said], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if descriptors else [])
+        with pytest.raises(errors.ConfigError, match="large message"):
+            local.receive(right, tasks.Task)
+    assert _open_descriptors() == before
+    for fd in (read_end, write_end, unsealed):
+        os.close(fd)
+    left.close()
+    right.close()
+
+
 def test_a_message_over_the_limit_is_refused_before_it_is_sent():
     left, right = local.pair()
-    huge = tasks.Task(tasks.OpenDataset(1, "parquet", bytes(300_000)))
+    huge = tasks.Task(tasks.OpenDataset(1, "parquet", bytes(local.MESSAGE_BYTES_MAX)))
     with pytest.raises(errors.ConfigError, match="over the limit"):
         local.send(left, huge)
     left.close()

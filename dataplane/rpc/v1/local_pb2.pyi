@@ -222,22 +222,28 @@ class NextSlab(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ..., stall_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class Slab(_message.Message):
-    __slots__ = ("stream_id", "slab_id", "region", "batches", "columns", "copy_out", "times")
+    __slots__ = ("stream_id", "slab_id", "region", "batches", "copy_out", "times", "layout")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     SLAB_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     COPY_OUT_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     slab_id: int
     region: _types_pb2.Region
     batches: Steps
-    columns: _containers.RepeatedCompositeFieldContainer[Column]
     copy_out: bool
     times: StageTimes
-    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[Steps, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., copy_out: bool = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ...) -> None: ...
+    layout: bytes
+    def __init__(self, stream_id: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[Steps, _Mapping]] = ..., copy_out: bool = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("columns",)
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    columns: _containers.RepeatedCompositeFieldContainer[Column]
+    def __init__(self, columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ("fetch", "decode", "room", "queue", "assemble", "ready", "read_bytes", "reading", "decoding", "disk", "workers")

@@ -201,18 +201,18 @@ class Assemble(_message.Message):
     def __init__(self, dataset_id: _Optional[int] = ..., block_keys: _Optional[_Iterable[int]] = ..., row_index: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., batches: _Optional[_Union[_local_pb2.Steps, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., render: _Optional[_Union[Render, _Mapping]] = ..., keep: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., say_where: bool = ...) -> None: ...
 
 class Assembled(_message.Message):
-    __slots__ = ("batch_count", "bytes_needed", "bytes_used", "columns", "disk")
+    __slots__ = ("batch_count", "bytes_needed", "bytes_used", "disk", "layout")
     BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTES_NEEDED_FIELD_NUMBER: _ClassVar[int]
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
-    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     batch_count: int
     bytes_needed: int
     bytes_used: int
-    columns: _containers.RepeatedCompositeFieldContainer[_local_pb2.Column]
     disk: int
-    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_local_pb2.Column, _Mapping]]] = ..., disk: _Optional[int] = ...) -> None: ...
+    layout: bytes
+    def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., disk: _Optional[int] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class CopySlab(_message.Message):
     __slots__ = ("kept", "arena_id", "slab")
