@@ -35,8 +35,8 @@ class Endpoint(Protocol):
         """The node, as people are told of it."""
         ...
 
-    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
-        """Try once: a connection whose node has welcomed us, and the node's id.
+    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
+        """Try once: a connection whose node has welcomed us, and its welcome.
 
         Raises:  PeerLost: nobody there, or nobody any more; with the noun `status` where a node
         ended by itself while it started, so that the next one would too.
@@ -65,7 +65,7 @@ class Embedded:
         """As people are told."""
         return "the node of this run on this host"
 
-    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
+    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
         """Connect, or take the name and start a node on it.
 
         Raises:  PeerLost: the node ended while starting, with its last words; or it stays silent;
@@ -89,7 +89,7 @@ class Embedded:
             last_error=str(error),
         )
 
-    def _start(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
+    def _start(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
         listener = local.listen(self.name)
         try:
             # Before the exec: the kernel then ends this call when the child ends, however it does.
@@ -129,7 +129,7 @@ class Served:
         """As people are told."""
         return f"a node of service {self.address} on this host"
 
-    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, str]:
+    def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
         """Connect.
 
         Raises:  PeerLost: nobody serves here.
@@ -158,7 +158,9 @@ def find_endpoint(service: str | None, run: str) -> Endpoint:
     return Embedded(names.embedded_name(os.getuid(), VERSION, run))
 
 
-def _welcomed(sock: socket.socket, deadline: float, name: str, notice: Notice) -> tuple[Wire, str]:
+def _welcomed(
+    sock: socket.socket, deadline: float, name: str, notice: Notice
+) -> tuple[Wire, Welcome]:
     wire = Wire(sock)
     try:
         _, uid, _ = local.peer_credentials(sock)
@@ -183,7 +185,7 @@ def _welcomed(sock: socket.socket, deadline: float, name: str, notice: Notice) -
     except BaseException:
         wire.close()
         raise
-    return wire, answer.node_id
+    return wire, answer
 
 
 def _left(deadline: float) -> float:

@@ -32,7 +32,7 @@ from dataplane.errors import (
     PeerLost,
     SpecMismatch,
 )
-from dataplane.rpc.messages import JobOpened, OpenJob
+from dataplane.rpc.messages import JobOpened, OpenJob, Welcome
 from dataplane.settings import stall_timeout_s
 
 # Opening a job may index a dataset, which for formats without an index reads all of it once.
@@ -165,9 +165,9 @@ class Session:
         starts_left = 1 if self._job is None else _STARTS_MAX
         while True:
             try:
-                wire, node_id = self.endpoint.reach(patience.until, notice)
+                wire, welcome = self.endpoint.reach(patience.until, notice)
                 notice.over()
-                return self._opened(wire, node_id, patience)
+                return self._opened(wire, welcome, patience)
             except PeerLost as error:
                 starts_left -= "status" in error.nouns
                 if not starts_left:
@@ -183,10 +183,10 @@ class Session:
             return self.stall_timeout_s(self._job)
         return max(stall_timeout_s(), self.endpoint.start_s)
 
-    def _opened(self, wire: Wire, node_id: str, patience: Patience) -> Mount:
+    def _opened(self, wire: Wire, welcome: Welcome, patience: Patience) -> Mount:
         try:
             request = dataclasses.replace(self.request, member_id=self._member_id)
-            mount = self._mounted(wire, node_id, request, patience)
+            mount = self._mounted(wire, welcome, request, patience)
         except BaseException:
             wire.close()
             raise
@@ -219,11 +219,11 @@ class Session:
                 found=found.pixels,
             )
 
-    def _mounted(self, wire: Wire, node_id: str, request: OpenJob, patience: Patience) -> Mount:
+    def _mounted(self, wire: Wire, welcome: Welcome, request: OpenJob, patience: Patience) -> Mount:
         urls, job, began = ", ".join(request.source.urls), request.job_id, time.monotonic()
-        place = request.topology
+        place, node_id = request.topology, welcome.node_id
         about = {"node": node_id, "job": job, "rank": place.rank, "dp_rank": place.dp_rank}
-        notice = Notice("a job to be opened", **about)
+        notice = Notice(welcome.awaited or "a job to be opened", **about)
         try:
             body, fds = wire.call(request, patience.last, notice)
         except TimeoutError as error:
@@ -236,6 +236,9 @@ class Session:
                 shard=urls,
                 node=node_id,
             ) from error
+        except PeerLost as error:
+            notice.over(str(error))
+            raise
         finally:
             patience.extend(time.monotonic() - began)
         notice.over()

@@ -40,11 +40,13 @@ class Notice:
         last = {"error": error} if error else {}
         _trace.failed(f"waiting for {self._what}", **self._facts, **last)
 
-    def over(self) -> None:
-        """It has come: say so, if it was said that it is waited for."""
+    def over(self, error: str = "") -> None:
+        """It has come, or never will: say so, if it was said that it is waited for."""
         if self._is_told:
             waited_s = round(time.monotonic() - self._since, 1)
-            _trace.failed(f"no longer waiting for {self._what}", waited_s=waited_s, **self._facts)
+            last = {"error": error} if error else {}
+            what = f"no longer waiting for {self._what}"
+            _trace.failed(what, waited_s=waited_s, **self._facts, **last)
         self._is_told, self._since = False, time.monotonic()
 
 

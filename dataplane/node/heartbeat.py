@@ -72,6 +72,13 @@ class Heartbeat:
                 self._registered.set()
                 return
 
+    @property
+    def awaited(self) -> str:
+        """Whom jobs have to wait for; "" if nobody."""
+        if self._registered.is_set() or self._is_embedded:
+            return ""
+        return f"the coordinator at {self._coordinator}"
+
     async def wait_registered(self, job: str) -> None:
         """Until the coordinator knows this node, on behalf of a rank that opens this job.
 

@@ -5,45 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from asyncio import FIRST_COMPLETED
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from dataplane.errors import DataStallError, PeerLost
 
 T = TypeVar("T")
 
 _PAUSE_S_MAX = 1.0
-_TICK_S = 0.5
 
 
 async def pause() -> None:
     """Between two attempts of which each has waited by itself."""
     await asyncio.sleep(random.uniform(0, _PAUSE_S_MAX))  # noqa: S311 - jitter is no secret
-
-
-async def done_before(
-    stop: asyncio.Event, waiting: Coroutine[Any, Any, None], meanwhile: Callable[[], None]
-) -> bool:
-    """Whether this came to its end before `stop` was set; cancelled if not. `meanwhile` is called
-    now and then.
-
-    Raises:  whatever it raises.
-    """
-    task = asyncio.create_task(waiting)
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        while not task.done() and not stop.is_set():
-            meanwhile()
-            await asyncio.wait({task, stopping}, timeout=_TICK_S, return_when=FIRST_COMPLETED)
-        if not task.done():
-            return False
-        task.result()
-        return True
-    finally:
-        task.cancel()
-        stopping.cancel()
-        await asyncio.wait({task, stopping})
 
 
 async def patiently(

@@ -6,7 +6,6 @@ A trainer is one connection. Whatever it had is free as soon as the connection i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import time
@@ -27,11 +26,11 @@ from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.index import open_dataset
 from dataplane.node.jobs import Jobs
-from dataplane.node.joining import done_before
 from dataplane.node.kernel import kernel
 from dataplane.node.member import Member
 from dataplane.node.pool import WorkerPool
 from dataplane.node.staffing import Staffing
+from dataplane.node.stopping import done_before, wait_stop
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
@@ -184,7 +183,9 @@ class Session:
             )
         self._server.door.greeted(self)
         self._greeted = True
-        self.send(request_id, messages.Welcome(VERSION, PROTOCOL_VERSION, self._server.node_id))
+        node = self._server
+        awaited = node.heartbeat.awaited
+        self.send(request_id, messages.Welcome(VERSION, PROTOCOL_VERSION, node.node_id, awaited))
 
     async def _open_job(self, request_id: int, body: messages.OpenJob) -> None:
         if self._server.draining:
@@ -302,7 +303,7 @@ class NodeServer:
                 self._man()
                 self.door.look()
                 self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
-                await _wait(stop, _TICK_S, self.draining)
+                await wait_stop(stop, _TICK_S, is_draining=self.draining)
                 if stop.is_set() and not self.draining:
                     self._drain()
         finally:
@@ -366,17 +367,6 @@ class NodeServer:
             workers=_INDEXED_AT_ONCE,
             connect=self._stores.connect,
         )
-
-
-async def _wait(stop: asyncio.Event, seconds: float, draining: bool) -> None:
-    """Until `stop` is set or the time has passed; a drain that is under way just waits."""
-    if draining:
-        await asyncio.sleep(seconds)
-        return
-    with contextlib.suppress(TimeoutError):
-        # Not wait_for: in Python 3.11 it may swallow a cancellation.
-        async with asyncio.timeout(seconds):
-            await stop.wait()
 
 
 async def run_node(

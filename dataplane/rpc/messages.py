@@ -34,11 +34,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The node's first words."""
+    """The node's first words. `awaited` is whom it waits for itself before it opens jobs."""
 
     version: str
     protocol: int
     node_id: str
+    awaited: str = ""
 
 
 @dataclass(frozen=True, slots=True)

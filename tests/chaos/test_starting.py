@@ -61,8 +61,13 @@ class Cluster:
                 Run(self.folder / "run", self.url, self.trainer_count, options)
             )
             run.order("end")
+            whom = (
+                f"the coordinator at {self.address}"
+                if "node" in self.parts
+                else "a node of service"
+            )
             if len(self.parts) < 2:
-                run.log.wait_for("waiting for a ", self.trainer_count)
+                run.log.wait_for(f"waiting for {whom}", self.trainer_count)
             return
         where = ("--listen" if part == "coordinator" else "--join", self.address)
         log = self.folder / f"{part}.log"

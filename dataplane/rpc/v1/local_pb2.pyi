@@ -64,14 +64,16 @@ class Hello(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "protocol", "node_id")
+    __slots__ = ("version", "protocol", "node_id", "awaited")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol: int
     node_id: str
-    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., node_id: _Optional[str] = ...) -> None: ...
+    awaited: str
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., node_id: _Optional[str] = ..., awaited: _Optional[str] = ...) -> None: ...
 
 class DatasetSource(_message.Message):
     __slots__ = ("urls", "format")
