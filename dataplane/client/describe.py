@@ -38,6 +38,11 @@ def read_categories(session: Session, column: str) -> tuple[Any, ...]:
 
     Raises:  ConfigError: the column does not come as codes.  As `describe_columns`.
     """
+    return tuple(category_values(session, column).to_pylist())
+
+
+def category_values(session: Session, column: str) -> Any:
+    """The same, as an Arrow array."""
     return _told(session, partial(_categories, column))
 
 
@@ -75,15 +80,17 @@ def _columns(mount: Mount, deadline: float) -> tuple[DescribedColumn, ...]:
             return tuple(found)
 
 
-def _categories(column: str, mount: Mount, deadline: float) -> tuple[Any, ...]:
+def _categories(column: str, mount: Mount, deadline: float) -> Any:
     import pyarrow as pa
 
-    found: list[Any] = []
+    parts: list[Any] = []
+    count = 0
     while True:
-        body, _ = mount.wire.call(ReadCategories(mount.job_id, column, len(found)), deadline)
+        body, _ = mount.wire.call(ReadCategories(mount.job_id, column, count), deadline)
         if not isinstance(body, CategoriesRead):
             raise PeerLost(f"the node answered with {body!r:.200}", peer=mount.node_id)
-        some = pa.ipc.open_stream(body.values).read_all().column(0).to_pylist()
-        found += some
-        if not some or len(found) >= body.value_count:
-            return tuple(found)
+        with pa.ipc.open_stream(body.values) as reader:
+            parts.append(reader.read_next_batch().column(0))
+        count += len(parts[-1])
+        if not len(parts[-1]) or count >= body.value_count:
+            return pa.concat_arrays(parts)

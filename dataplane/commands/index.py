@@ -26,6 +26,9 @@ SUFFIX = ".manifest"
 @click.command("index")
 @urls_argument
 @click.option("-o", "--output", "target", metavar="FILE", help=f"Write it here; ends in {SUFFIX}.")
+@click.option(
+    "--codes", metavar="A,B,…", help="Read the values of these columns, and keep them, too."
+)
 @format_option
 @workers_option
 @setting_options("cache_dir")
@@ -36,6 +39,7 @@ def index(
     *,
     settings: Settings,
     target: str | None,
+    codes: str | None,
     format_name: str,
     workers: int,
     as_json: bool,
@@ -44,7 +48,9 @@ def index(
 
     The manifest lists shards with size and ETag, and their blocks with sample counts. It is kept in
     the cache folder, where `serve` and trainers find it; -o writes it to a file as well, which can
-    stand wherever a dataset's URL does. An interrupted run goes on where it was.
+    stand wherever a dataset's URL does. An interrupted run goes on where it was. --codes reads the
+    columns that jobs want as codes (DataLoader(codes=…)), which each node would otherwise read by
+    itself when such a job is first opened.
 
     URLs may have globs and braces; a folder stands for all shards below it.
 
@@ -59,9 +65,15 @@ def index(
     from dataplane.commands.datasets import facts, opened
 
     manifest = opened(urls, format_name, workers, str(settings["cache_dir"].value))
+    if codes is not None:
+        from dataplane.commands.codes import with_codes
+
+        manifest = with_codes(manifest, codes.split(","), format_name, settings)
     if target is not None:
         _write(Path(target), manifest.to_bytes())
-    found = facts(manifest) | ({"manifest": target} if target is not None else {})
+    found = facts(manifest)
+    found |= {f"values of {name}": len(one) for name, one in sorted(manifest.categories.items())}
+    found |= {"manifest": target} if target is not None else {}
     if as_json:
         output.write_json(found)
     else:

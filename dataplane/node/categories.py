@@ -6,7 +6,8 @@ different. Fetching, decoding in workers and budgets are those of any job.
 Invariants:
 1. A column of a dataset is read once at a time, however many trainers wait for it; it is given up
    when the last of them has gone.
-2. What was found is remembered in the cache folder, under the dataset's fingerprint.
+2. What was found is remembered in the cache folder, under the dataset's fingerprint. A manifest may
+   know it, too.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class CategoryReader:
 
         Raises:  ConfigError: a column has too many.  DataplaneError: as any job that reads it.
         """
-        found = await asyncio.to_thread(self._remembered, manifest, columns)
+        known = {name: manifest.categories[name] for name in columns if name in manifest.categories}
+        others = [name for name in columns if name not in known]
+        found = {**known, **await asyncio.to_thread(self._remembered, manifest, others)}
         missing = tuple(name for name in columns if name not in found)
         if not missing:
             return found

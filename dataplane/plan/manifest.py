@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from typing_extensions import Buffer
 
 from dataplane.errors import ConfigError
 from dataplane.model import Region
+from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
 from dataplane.plan.column_places import ColumnPlaces
 from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.order import counted
@@ -66,8 +67,9 @@ class Manifest:
     Shapes:  block_shard: int32[K], rising.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
              block_decoded: int64[K], bytes, an estimate.
-    `column_places` and `nulls` follow from the content of the shards: they are no part of the
-    fingerprint. `nulls` is None where nothing is known of them.
+    `column_places`, `nulls` and `categories` follow from the content of the shards: they are no
+    part of the fingerprint. `nulls` is None where nothing is known of them, and `categories` has
+    the sorted values of those columns only that were asked for.
     Raises:  ConfigError: the columns do not fit together, or there are no samples.
     """
 
@@ -82,6 +84,7 @@ class Manifest:
     block_decoded: Int64
     column_places: ColumnPlaces | None = None
     nulls: NullCounts | None = None
+    categories: Mapping[str, pa.Array] = field(default_factory=dict)
     sample_count: int = field(init=False)
     fingerprint: str = field(init=False)
 
@@ -129,7 +132,7 @@ class Manifest:
         return cls(
             tuple(urls), format_name, schema, tuple(kept), block_shard,
             column_places=ColumnPlaces.of(places), nulls=NullCounts.of(nulls),
-            **dict(zip(names, columns, strict=True)),
+            **cast("dict[str, Any]", dict(zip(names, columns, strict=True))),
         )  # fmt: skip
 
     @property
@@ -153,6 +156,10 @@ class Manifest:
                 break
             index += 1
         return index
+
+    def with_categories(self, values: Mapping[str, pa.Array]) -> Manifest:
+        """The same manifest, which knows the values of these columns as well."""
+        return replace(self, categories={**self.categories, **values})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Manifest) and self.fingerprint == other.fingerprint
@@ -196,6 +203,7 @@ class Manifest:
                 "schema": self.schema,
                 "urls": json.dumps(self.urls),
                 "nulls": b"" if self.nulls is None else self.nulls.to_bytes(),
+                "categories": categories_to_bytes(self.categories),
             }
         )
         sink = pa.BufferOutputStream()
@@ -359,6 +367,7 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
         block_decoded=decoded,
         column_places=_column_places(batch, len(rows)),
         nulls=NullCounts.from_bytes(metadata.get(b"nulls", b"")),
+        categories=categories_from_bytes(metadata.get(b"categories", b"")),
     )
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ColumnSpec, Kind, ListPolicy
+from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
 from dataplane.transforms.leaves import Leaf, canonical_type, spec_of
 from dataplane.transforms.plain import decoded
 
@@ -57,25 +58,13 @@ def with_categories(schema: pa.Schema, categories: Mapping[str, pa.Array]) -> pa
     """The schema, with the values of each coded column."""
     if not categories:
         return schema
-    rows = {
-        name: pa.LargeListArray.from_arrays([0, len(values)], values)
-        for name, values in categories.items()
-    }
-    sink = pa.BufferOutputStream()
-    batch = pa.record_batch(rows)
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return schema.with_metadata({**(schema.metadata or {}), _KEY: sink.getvalue().to_pybytes()})
+    content = categories_to_bytes(categories)
+    return schema.with_metadata({**(schema.metadata or {}), _KEY: content})
 
 
 def categories_in(schema: pa.Schema) -> dict[str, pa.Array]:
     """What `with_categories` put there, by column."""
-    content = (schema.metadata or {}).get(_KEY)
-    if content is None:
-        return {}
-    with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
-        batch = reader.read_next_batch()
-    return {name: batch.column(name)[0].values for name in batch.schema.names}
+    return categories_from_bytes((schema.metadata or {}).get(_KEY, b""))
 
 
 def codes_of(
@@ -131,6 +120,13 @@ def plain_values(array: pa.Array, kind: pa.DataType) -> pa.Array:
             array = array.cast(pa.large_string())
         return array.cast(kind)
     return array.cast(kind) if pa.types.is_boolean(array.type) else array.view(kind)
+
+
+def stored_values(values: pa.Array) -> pa.Array:
+    """What `shown_as` was given."""
+    if pa.types.is_large_string(values.type):
+        return values.cast(pa.large_binary())
+    return values.cast(pa.uint8()) if pa.types.is_boolean(values.type) else values
 
 
 def shown_as(values: pa.Array, leaf: Leaf) -> pa.Array:

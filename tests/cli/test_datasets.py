@@ -12,12 +12,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from dataplane_torch import DataLoader
+from small_nodes import alone_and_small
 
 from dataplane.cli import run
+from dataplane.plan.manifest import Manifest
 
 SHARDS = 3
 ROWS = 100
 GROUP = 20
+
+
+@pytest.fixture
+def small_node(monkeypatch, tmp_path) -> None:
+    alone_and_small(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -79,6 +87,27 @@ def test_an_index_is_a_file_that_stands_for_the_dataset(shards, tmp_path, capsys
     found = asked(capsys, "inspect", str(target))
     assert found["fingerprint"] == made["fingerprint"]
     assert sorted(path.name for path in tmp_path.glob("*.tmp")) == []
+
+
+@pytest.mark.usefixtures("small_node")
+def test_an_index_with_codes_is_read_for_them_once_for_all_nodes(
+    shards, tmp_path, capsys, monkeypatch
+):
+    target = tmp_path / "train.manifest"
+    found = asked(capsys, "index", str(shards), "--codes", "blob,id", "-o", str(target))
+    assert (found["values of blob"], found["values of id"]) == (256, 300)
+    manifest = Manifest.from_bytes(target.read_bytes())
+    assert manifest.categories["blob"].to_pylist() == [bytes([255, i]) for i in range(256)]
+    plain = asked(capsys, "index", str(shards))
+    assert plain["fingerprint"] == manifest.fingerprint
+    # A node that has nothing in its cache takes them from the manifest.
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "another"))
+    with DataLoader(str(target), 8, codes=["blob"], columns=["blob"]) as loader:
+        assert loader.categories("blob") == tuple(bytes([255, i]) for i in range(256))
+        assert next(iter(loader))["blob"].tolist() == list(range(8))
+    assert not (tmp_path / "another" / "categories").exists()
+    assert run(["index", str(shards), "--codes", "tokens"]) == 2
+    assert "codes: column 'tokens' is of type list" in capsys.readouterr().err
 
 
 def test_an_index_is_remembered_in_the_cache_folder(shards, tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +18,7 @@ from dataplane.commands.options import (
     urls_argument,
     workers_option,
 )
+from dataplane.commands.own_node import own_session
 from dataplane.model import ListPolicy
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def doctor(
     if not as_json:
         output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
         output.stdout().print()
-    done = _tried(request, _node_command(settings), step_ms / 1e3, trial.Length(seconds, steps))
+    done = _tried(request, settings, step_ms / 1e3, trial.Length(seconds, steps))
     from dataplane.client.bound import bound_of
 
     bound = bound_of(done.found)
@@ -205,19 +205,12 @@ def _looked_at(
     return at, found
 
 
-def _tried(request: OpenJob, command: tuple[str, ...], step_s: float, length: Any) -> Trial:
+def _tried(request: OpenJob, settings: Settings, step_s: float, length: Any) -> Trial:
     """The run, with a progress bar."""
-    from dataplane.client import identity
-    from dataplane.client.endpoint import Embedded
-    from dataplane.client.session import Session
     from dataplane.client.statistics import Statistics
     from dataplane.commands.doctor import trial
-    from dataplane.config import VERSION
-    from dataplane.rpc import names
 
-    run = identity.node_name(identity.launch_identity({}))
-    name = names.embedded_name(os.getuid(), VERSION, run)
-    session = Session(Embedded(name, command), request)
+    session = own_session(request, settings)
     try:
         with output.progress() as bar:
             task = bar.add_task("running", total=1.0, note="")
@@ -228,18 +221,6 @@ def _tried(request: OpenJob, command: tuple[str, ...], step_s: float, length: An
             return trial.run(session, step_s, length, show)
     finally:
         session.close()
-
-
-def _node_command(settings: Settings) -> tuple[str, ...]:
-    """A node of our own, with the settings of this command line in its environment."""
-    from dataplane.client.launch import node_command
-
-    given = [
-        f"{one.setting.variable}={one.value}"
-        for one in settings.values()
-        if one.source != "default"  # which the node computes by itself
-    ]
-    return ("env", *given, *node_command())
 
 
 def _show(done: Trial, bound: Bound | None) -> None:

@@ -1,0 +1,33 @@
+"""A node that a command starts for itself, and the job that it opens there."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from dataplane.commands.options import Settings
+
+if TYPE_CHECKING:
+    from dataplane.client.session import Session
+    from dataplane.rpc.messages import OpenJob
+
+
+def own_session(request: OpenJob, settings: Settings) -> Session:
+    """A session with a node of our own, which has the settings of this command line in its
+    environment and ends with it.
+    """
+    from dataplane.client import identity
+    from dataplane.client.endpoint import Embedded
+    from dataplane.client.launch import node_command
+    from dataplane.client.session import Session
+    from dataplane.config import VERSION
+    from dataplane.rpc import names
+
+    given = [
+        f"{one.setting.variable}={one.value}"
+        for one in settings.values()
+        if one.source != "default"  # which the node computes by itself
+    ]
+    run = identity.node_name(identity.launch_identity({}))
+    name = names.embedded_name(os.getuid(), VERSION, run)
+    return Session(Embedded(name, ("env", *given, *node_command())), request)

@@ -1,0 +1,34 @@
+"""The values of columns that come as codes, as bytes beside a schema or in a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+
+def categories_to_bytes(categories: Mapping[str, pa.Array]) -> bytes:
+    """One Arrow stream with one row, a list for each column; nothing where there are none."""
+    if not categories:
+        return b""
+    rows = {
+        name: pa.LargeListArray.from_arrays([0, len(values)], values)
+        for name, values in categories.items()
+    }
+    batch, sink = pa.record_batch(rows), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def categories_from_bytes(content: bytes) -> dict[str, pa.Array]:
+    """What `categories_to_bytes` was given, by column.
+
+    Raises:  pa.ArrowInvalid: something else.
+    """
+    if not content:
+        return {}
+    with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
+        batch = reader.read_next_batch()
+    return {name: batch.column(name)[0].values for name in batch.schema.names}
