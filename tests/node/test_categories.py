@@ -48,7 +48,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         config: Any = SimpleNamespace(cache_dir=str(folder))
-        self.manifest: Any = SimpleNamespace(fingerprint="f")
+        self.manifest: Any = SimpleNamespace(fingerprint="f", categories={})
         self.reader = CategoryReader(config, cast("Any", None), itertools.count(1), lambda: 1)
         self.begun, self.given_up = 0, 0
         self.beginnings: asyncio.Queue[None] = asyncio.Queue()
