@@ -7,8 +7,10 @@ import enum
 import os
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 _RECEIVE_BYTES = 256 << 10
 _UNAVAILABLE = (
@@ -32,7 +34,7 @@ class Proxy:
 
     def __init__(self, port: int, way: Away = Away.WELL) -> None:
         # Of a host of its own in 127.0.0.0/8, so that nobody takes the port while it is closed.
-        self._host = ".".join(map(str, (127, *os.urandom(2), 1)))
+        self.host = ".".join(map(str, (127, *os.urandom(2), 1)))
         self._server_port = port
         self._changed = threading.Condition()
         self._way, self._then = way, way
@@ -41,13 +43,13 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._listening: socket.socket | None = None
         self._closed = False
-        with socket.create_server((self._host, 0)) as first:
+        with socket.create_server((self.host, 0)) as first:
             self.port = int(first.getsockname()[1])
         self.be(way)
 
     @property
     def endpoint(self) -> str:
-        return f"http://{self._host}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def be(self, way: Away, after_requests: int = 0) -> None:
         """Be reached so from now on, or once so many more requests have passed."""
@@ -79,7 +81,7 @@ class Proxy:
                 self._listening = None
                 _end(listening)
             elif way is not Away.REFUSED and listening is None:
-                self._listening = socket.create_server((self._host, self.port), backlog=128)
+                self._listening = socket.create_server((self.host, self.port), backlog=128)
                 self._start(self._accept, self._listening)
             self._changed.notify_all()
         for connection in ended:
@@ -148,6 +150,37 @@ class Proxy:
             is_time = self._requests_left == 0
         if is_time:
             self._become(self._then)
+
+
+class Names:
+    """A host name that the commands `within` know as long as it is to be known: they see a file of
+    ours as /etc/hosts.
+    """
+
+    HOST = "store.invalid"
+
+    def __init__(self, folder: Path) -> None:
+        self._hosts = folder / "hosts"
+        self._hosts.touch()
+        is_root = os.getuid() == 0
+        mount = f'mount --bind {self._hosts} /etc/hosts && exec "$@"'
+        self.within = ("unshare", "-m" if is_root else "-rm", "sh", "-c", mount, "sh")
+
+    @property
+    def works(self) -> bool:
+        """Whether this machine allows it."""
+        try:
+            return subprocess.run([*self.within, "true"], check=False).returncode == 0
+        except OSError:
+            return False
+
+    def know(self, address: str) -> None:
+        """The name has this address."""
+        self._hosts.write_text(f"{address} {self.HOST}\n", encoding="utf-8")
+
+    def forget(self) -> None:
+        """The name has no address."""
+        self._hosts.write_text("", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from away import Away
+from away import Away, Names, Proxy, proxy_before
 from fleet import DATAPLANE, Run, Service
 from remote_epoch import OPTIONS
+from servers import S3Server
 
 AWAY, BACK = "does not answer", "answers again"
 
@@ -119,3 +122,74 @@ def test_while_the_first_batch_is_awaited(tmp_path, proxy, manifest, whole, way)
         proxy.be(Away.WELL)
         run.answers()
         assert run.stream() == whole
+
+
+class Scene:
+    """A run behind a proxy of its own. `way` None: the store's name has no address."""
+
+    def __init__(
+        self, folder: Path, server: S3Server, way: Away | None, stack: contextlib.ExitStack
+    ) -> None:
+        self.folder, self.way, self.stack = folder, way, stack
+        folder.mkdir()
+        self.proxy: Proxy = stack.enter_context(proxy_before(server.server.port))
+        self.names = Names(folder)
+        self.names.know(self.proxy.host)
+
+    def run(self, url: str) -> Run:
+        """One rank."""
+        endpoint, within = self.proxy.endpoint, ()
+        if self.way is None:
+            endpoint, within = endpoint.replace(self.proxy.host, Names.HOST), self.names.within
+        environ = {"AWS_ENDPOINT_URL": endpoint, "DATAPLANE_CACHE_DIR": str(self.folder / "cache")}
+        folder = self.folder / self.folder.name  # it names the launch, and so the node
+        run = Run(folder, url, 1, OPTIONS, environ=environ, within=within)
+        return self.stack.enter_context(run)
+
+    def leave(self) -> None:
+        """Be away from now on."""
+        self.proxy.be(self.way or Away.REFUSED)
+        if self.way is None:
+            self.names.forget()
+            self.proxy.be(Away.WELL)
+
+    def come_back(self) -> None:
+        self.names.know(self.proxy.host)
+        self.proxy.be(Away.WELL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", [Away.REFUSED, Away.RESET, Away.UNAVAILABLE, Away.HANG, None], ids=str
+)
+def test_a_minute_away_while_training_indexing_and_before_the_first_batch(
+    tmp_path, s3_server, bucket, manifest, whole, way, monkeypatch
+):
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "180")  # a busy machine starts runs slowly
+    saved = tmp_path / "all.manifest"  # so that opening the job asks the store for nothing
+    saved.write_bytes(manifest.to_bytes())
+    if way is None and not Names(tmp_path).works:
+        pytest.skip("this user may not have a /etc/hosts of its own")
+    with contextlib.ExitStack() as stack:
+        training, indexing, first = (
+            Scene(tmp_path / name, s3_server, way, stack)
+            for name in ("training", "indexing", "first")
+        )
+        runs = {training: training.run(f"s3://{bucket}/")}
+        runs[training].go(10)
+        indexing.proxy.be(way or Away.REFUSED, after_requests=4)
+        first.leave()
+        training.leave()
+        runs |= {indexing: indexing.run(f"s3://{bucket}/"), first: first.run(str(saved))}
+        for run in runs.values():
+            run.order("end")
+        indexing.proxy.wait_until(way or Away.REFUSED)
+        indexing.leave()
+        lines = {scene: run.log.wait_for(AWAY) for scene, run in runs.items()}
+        assert way is not None or "DNS" in lines[first][0]
+        threading.Event().wait(60)
+        for scene, run in runs.items():
+            scene.come_back()
+            run.answers()
+            assert run.stream() == whole
+            assert [len(run.log.wait_for(words)) for words in (AWAY, BACK)] == [1, 1]
