@@ -25,12 +25,14 @@ DataplaneError
 
 The nouns of an error (shard, offset, field, …) are keyword arguments and become attributes, so
 that they survive a wire: an error travels as class name, message and nouns, never as a pickle.
+Those that a class knows and that are not given are None.
 Neither the message nor a noun ever has a password or a signature of a url in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from dataplane.redact import redacted
 
@@ -41,6 +43,8 @@ class DataplaneError(Exception):
     """The root: `except DataplaneError` catches whatever Dataplane raises on purpose."""
 
     nouns: Mapping[str, Noun]
+    known: ClassVar[tuple[str, ...]] = ("peer",)
+    """The nouns that this class adds to those of its parent."""
 
     def __init__(self, message: str, **nouns: Noun) -> None:
         super().__init__(redacted(message))
@@ -53,6 +57,8 @@ class DataplaneError(Exception):
         if name in nouns:
             found: Noun = nouns[name]
             return found
+        if any(name in vars(cls).get("known", ()) for cls in type(self).__mro__):
+            return None
         raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {sorted(nouns)}")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -62,6 +68,23 @@ class DataplaneError(Exception):
 class ConfigError(DataplaneError):
     """You asked for the impossible: raised before any work."""
 
+    known = (
+        "field",
+        "key",
+        "found",
+        "allowed",
+        "expected",
+        "file",
+        "path",
+        "variable",
+        "address",
+        "port",
+        "service",
+        "job",
+        "rank",
+        "shard",
+    )
+
 
 class SpecMismatch(ConfigError):
     """Two members of a job disagree. Nouns: field, expected, found."""
@@ -69,6 +92,8 @@ class SpecMismatch(ConfigError):
 
 class BudgetTooSmall(ConfigError):
     """A memory budget cannot hold what must be in memory at once. Nouns: needed, budget."""
+
+    known = ("needed", "budget")
 
 
 class VersionMismatch(ConfigError):
@@ -82,9 +107,13 @@ class ClosedError(DataplaneError):
 class PeerLost(DataplaneError):
     """The other side went away. Nouns: peer."""
 
+    known = ("peer", "last_error", "status")
+
 
 class LeaseError(DataplaneError):
     """A membership ended."""
+
+    known = ("job", "member", "generation")
 
 
 class LeaseExpired(LeaseError):
@@ -97,6 +126,8 @@ class LeaseFenced(LeaseError):
 
 class StoreError(DataplaneError):
     """The object store failed. Nouns: shard."""
+
+    known = ("shard", "attempts")
 
 
 class ShardNotFound(StoreError):
@@ -118,13 +149,19 @@ class StoreUnavailable(StoreError):
 class TruncatedRead(StoreError):
     """Fewer bytes than asked for. Nouns: shard, offset, expected, found."""
 
+    known = ("offset", "expected", "found")
+
 
 class DatasetChangedError(DataplaneError):
     """The object is not the one that the manifest pinned. Nouns: shard, expected, found."""
 
+    known = ("shard", "expected", "found")
+
 
 class CorruptShard(DataplaneError):
     """The bytes are not what the format promises. Nouns: shard, offset, expected, found."""
+
+    known = ("shard", "offset", "expected", "found", "field", "line", "block", "row", "column")
 
 
 class ImageError(CorruptShard):
@@ -132,6 +169,8 @@ class ImageError(CorruptShard):
     shard), column, reason; where the shard is not known yet, row is the place in what was to be
     decoded.
     """
+
+    known = ("reason",)
 
 
 class SchemaMismatch(CorruptShard):
@@ -141,9 +180,26 @@ class SchemaMismatch(CorruptShard):
 class RowOutOfBounds(DataplaneError):
     """A slab's row is not where it should be: Dataplane is wrong, please report it. Nouns: row."""
 
+    known = ("row",)
+
 
 class DataStallError(DataplaneError):
     """No batch within the deadline. Nouns: stage, shard, node, last_error."""
+
+    known = (
+        "stage",
+        "shard",
+        "node",
+        "last_error",
+        "job",
+        "coordinator",
+        "step",
+        "epoch",
+        "pid",
+        "block",
+        "row",
+        "column",
+    )
 
 
 def _tree(root: type[DataplaneError]) -> dict[str, type[DataplaneError]]:

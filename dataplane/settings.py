@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from dataplane import trace, units
+from dataplane.arena.slots import arena_bytes_min, slot_bytes_of
 from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, pwd_home, this_machine
-from dataplane.rpc import address
+from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE
 from dataplane.units import Kind, Value
 
 PREFIX = "DATAPLANE_"
@@ -31,22 +32,6 @@ MIB = 1 << 20
 GIB = 1 << 30
 WORKER_BYTES_MIN = 256 * MIB
 """A worker that has imported what it may need has taken about 100 MiB."""
-
-
-def _address(given: object) -> str:
-    try:
-        return address.parse(units.text(given)).target
-    except ConfigError as error:
-        raise ValueError(given) from error
-
-
-def _address_or_none(given: object) -> str:
-    return "" if given == "" else _address(given)
-
-
-_FORMS = '"host:port", "[::1]:port" or "unix:/path"'
-ADDRESS = Kind(_FORMS, "ADDRESS", _address)
-ADDRESS_OR_NONE = Kind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +99,7 @@ def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, s
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "listen",
-        ADDRESS,
-        "where the coordinator listens",
-        _fixed("127.0.0.1:7077"),
-    ),
+    Setting("listen", ADDRESS, "where the coordinator listens", _fixed("127.0.0.1:7077")),
     Setting(
         "join",
         ADDRESS_OR_NONE,
@@ -258,6 +238,20 @@ def resolve(
         else:
             value, source = setting.default(machine, environ), "default"
         found[setting.name] = Resolved(setting, value, source)
+    return _with_slabs_that_fit(found)
+
+
+def _with_slabs_that_fit(found: dict[str, Resolved]) -> dict[str, Resolved]:
+    """Of a slab's size and a rank's memory for slabs, the one that is not given follows the other:
+    a size that was computed from the machine is no reason to refuse one that was chosen.
+    """
+    slab, delivery = found["slab_bytes"], found["delivery_bytes_per_rank"]
+    size, room = int(str(slab.value)), int(str(delivery.value))
+    if slab.source == "default":
+        found["slab_bytes"] = dataclasses.replace(slab, value=min(size, slot_bytes_of(room)))
+    elif delivery.source == "default":
+        room = max(room, arena_bytes_min(size))
+        found["delivery_bytes_per_rank"] = dataclasses.replace(delivery, value=room)
     return found
 
 
@@ -374,7 +368,7 @@ def default_node_config() -> NodeConfig:
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
-    settings = resolve({}, os.environ, find_file(None, os.environ), this_machine())
+    settings = _of_process()
     config = node_config(settings)
     if settings["log_level"].source == "default":
         # It writes to the trainer's own stderr.
@@ -387,5 +381,17 @@ def stall_timeout_s() -> float:
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
-    settings = resolve({}, os.environ, find_file(None, os.environ), this_machine())
-    return float(str(settings["stall_timeout_s"].value))
+    return float(str(_of_process()["stall_timeout_s"].value))
+
+
+def named_service() -> str:
+    """The service that trainers use, as the environment and the configuration file name it; "" if
+    they do not.
+
+    Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
+    """
+    return str(_of_process()["service"].value)
+
+
+def _of_process() -> dict[str, Resolved]:
+    return resolve({}, os.environ, find_file(None, os.environ), this_machine())

@@ -25,6 +25,7 @@ from dataplane.model import Region
 
 AHEAD_SLOTS_MIN = 4
 _SLOTS_MIN = 6
+_SLOTS_USUAL = 16
 _ZONE_SHARE = 4
 _PAGE_BYTES = 4096
 
@@ -58,6 +59,16 @@ def plan_slots(arena_bytes: int, slot_bytes: int) -> SlotLayout:
     slot = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
     zone = max(2 * slot, arena_bytes // _ZONE_SHARE // _PAGE_BYTES * _PAGE_BYTES)
     return SlotLayout(slot, max(_SLOTS_MIN, (arena_bytes - zone) // slot), zone)
+
+
+def slot_bytes_of(arena_bytes: int) -> int:
+    """Slots of which such an arena has enough to hold some while others are made."""
+    return max(arena_bytes // _SLOTS_USUAL // _PAGE_BYTES, 1) * _PAGE_BYTES
+
+
+def arena_bytes_min(slot_bytes: int) -> int:
+    """The smallest arena with slots of this size."""
+    return plan_slots(0, slot_bytes).arena_bytes
 
 
 class Slots:

@@ -242,15 +242,21 @@ class Jobs:
                 budget=budget,
             )
 
-    def _check_delivery(self, layout: SlotLayout) -> None:
+    def _check_delivery(self, layout: SlotLayout, sizes: SlabSizes) -> None:
         """What is reserved for one rank has a bound, however large a batch it asks for."""
         config = self._config
         budget = max(config.delivery_bytes_per_rank, 2 * config.block_arena_bytes)
         if layout.arena_bytes > budget:
+            is_batch = sizes.batch_bytes > config.slab_bytes
+            what, advice = (
+                (f"batches of about {sizes.batch_bytes}", "make the batch smaller")
+                if is_batch
+                else (f"slabs of {config.slab_bytes}", "lower slab_bytes (--slab-bytes)")
+            )
             raise BudgetTooSmall(
-                f"batches of about {layout.slot_bytes} bytes need {layout.arena_bytes} bytes of "
-                f"delivery arena, and this node gives a rank {budget} at most: make the batch "
-                "smaller, or raise delivery_bytes_per_rank",
+                f"{what} bytes need {layout.arena_bytes} bytes of memory for finished batches, and "
+                f"this node gives a rank {budget} at most: {advice}, or raise "
+                "delivery_bytes_per_rank (--delivery-bytes-per-rank)",
                 needed=layout.arena_bytes,
                 budget=budget,
             )
@@ -281,7 +287,7 @@ class Jobs:
         delivery = self._deliveries.get(key)
         if delivery is None:
             layout = plan_slots(self._config.delivery_bytes_per_rank, sizes.slot_bytes)
-            self._check_delivery(layout)
+            self._check_delivery(layout, sizes)
             arena = Arena.create("dataplane-delivery", layout.arena_bytes)
             try:
                 # The others when they are used: all of them take a quarter of a second.

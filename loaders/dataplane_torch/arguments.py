@@ -16,6 +16,7 @@ from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
 from dataplane.model import End, Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
+from dataplane.settings import named_service
 from dataplane.transforms.images import image_specs
 from dataplane.transforms.options import column_options
 from dataplane.units import whole
@@ -115,7 +116,7 @@ def job_of(given: Arguments) -> Job:
             truncation_side=options["truncation_side"],
         ),
     )
-    service = options["service"] or os.environ.get("DATAPLANE_SERVICE")
+    service = options["service"] or named_service()
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
     return Job(endpoint, request, given.timeout or None)
 

@@ -1,0 +1,24 @@
+"""Addresses as settings: what may be given, and in what words that is told."""
+
+from __future__ import annotations
+
+from dataplane import units
+from dataplane.errors import ConfigError
+from dataplane.rpc import address
+from dataplane.units import Kind
+
+
+def _address(given: object) -> str:
+    try:
+        return address.parse(units.text(given)).target
+    except ConfigError as error:
+        raise ValueError(given) from error
+
+
+def _address_or_none(given: object) -> str:
+    return "" if given == "" else _address(given)
+
+
+_FORMS = '"host:port", "[::1]:port" or "unix:/path"'
+ADDRESS = Kind(_FORMS, "ADDRESS", _address)
+ADDRESS_OR_NONE = Kind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)
