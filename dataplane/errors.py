@@ -68,7 +68,7 @@ class DataplaneError(Exception):
 class ConfigError(DataplaneError):
     """You asked for the impossible: raised before any work."""
 
-    known = (
+    known: ClassVar[tuple[str, ...]] = (
         "field",
         "key",
         "found",
@@ -93,7 +93,7 @@ class SpecMismatch(ConfigError):
 class BudgetTooSmall(ConfigError):
     """A memory budget cannot hold what must be in memory at once. Nouns: needed, budget."""
 
-    known = ("needed", "budget")
+    known: ClassVar[tuple[str, ...]] = ("needed", "budget")
 
 
 class VersionMismatch(ConfigError):
@@ -107,13 +107,13 @@ class ClosedError(DataplaneError):
 class PeerLost(DataplaneError):
     """The other side went away. Nouns: peer."""
 
-    known = ("peer", "last_error", "status")
+    known: ClassVar[tuple[str, ...]] = ("peer", "last_error", "status")
 
 
 class LeaseError(DataplaneError):
     """A membership ended."""
 
-    known = ("job", "member", "generation")
+    known: ClassVar[tuple[str, ...]] = ("job", "member", "generation")
 
 
 class LeaseExpired(LeaseError):
@@ -127,7 +127,7 @@ class LeaseFenced(LeaseError):
 class StoreError(DataplaneError):
     """The object store failed. Nouns: shard."""
 
-    known = ("shard", "attempts")
+    known: ClassVar[tuple[str, ...]] = ("shard", "attempts")
 
 
 class ShardNotFound(StoreError):
@@ -149,19 +149,29 @@ class StoreUnavailable(StoreError):
 class TruncatedRead(StoreError):
     """Fewer bytes than asked for. Nouns: shard, offset, expected, found."""
 
-    known = ("offset", "expected", "found")
+    known: ClassVar[tuple[str, ...]] = ("offset", "expected", "found")
 
 
 class DatasetChangedError(DataplaneError):
     """The object is not the one that the manifest pinned. Nouns: shard, expected, found."""
 
-    known = ("shard", "expected", "found")
+    known: ClassVar[tuple[str, ...]] = ("shard", "expected", "found")
 
 
 class CorruptShard(DataplaneError):
     """The bytes are not what the format promises. Nouns: shard, offset, expected, found."""
 
-    known = ("shard", "offset", "expected", "found", "field", "line", "block", "row", "column")
+    known: ClassVar[tuple[str, ...]] = (
+        "shard",
+        "offset",
+        "expected",
+        "found",
+        "field",
+        "line",
+        "block",
+        "row",
+        "column",
+    )
 
 
 class ImageError(CorruptShard):
@@ -170,7 +180,7 @@ class ImageError(CorruptShard):
     decoded.
     """
 
-    known = ("reason",)
+    known: ClassVar[tuple[str, ...]] = ("reason",)
 
 
 class SchemaMismatch(CorruptShard):
@@ -180,13 +190,13 @@ class SchemaMismatch(CorruptShard):
 class RowOutOfBounds(DataplaneError):
     """A slab's row is not where it should be: Dataplane is wrong, please report it. Nouns: row."""
 
-    known = ("row",)
+    known: ClassVar[tuple[str, ...]] = ("row",)
 
 
 class DataStallError(DataplaneError):
     """No batch within the deadline. Nouns: stage, shard, node, last_error."""
 
-    known = (
+    known: ClassVar[tuple[str, ...]] = (
         "stage",
         "shard",
         "node",

@@ -58,6 +58,22 @@ def connections_max() -> int:
     return max(_CONNECTIONS_MIN, (limit - _DESCRIPTORS_KEPT) // 4)
 
 
+def lock_holder(path: Path) -> int | None:
+    """The process that has locked a file, or a part of it; None where the kernel tells of none.
+
+    Source: proc_locks(5).
+    """
+    try:
+        found = path.stat()
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    major, minor = os.major(found.st_dev), os.minor(found.st_dev)
+    place = f"{major:02x}:{minor:02x}:{found.st_ino}"
+    pids = [words[4] for line in lines if place in (words := line.split()) and "->" not in words]
+    return next((int(pid) for pid in pids if pid.isdigit() and int(pid)), None)
+
+
 def pwd_home(uid: int) -> str:
     """The home folder that the password database has for a user; "" where it knows none."""
     try:

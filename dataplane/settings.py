@@ -238,10 +238,10 @@ def resolve(
         else:
             value, source = setting.default(machine, environ), "default"
         found[setting.name] = Resolved(setting, value, source)
-    return _with_slabs_that_fit(found)
+    return _with_slabs_that_fit(found, machine)
 
 
-def _with_slabs_that_fit(found: dict[str, Resolved]) -> dict[str, Resolved]:
+def _with_slabs_that_fit(found: dict[str, Resolved], machine: Machine) -> dict[str, Resolved]:
     """Of a slab's size and a rank's memory for slabs, the one that is not given follows the other:
     a size that was computed from the machine is no reason to refuse one that was chosen.
     """
@@ -249,7 +249,7 @@ def _with_slabs_that_fit(found: dict[str, Resolved]) -> dict[str, Resolved]:
     size, room = int(str(slab.value)), int(str(delivery.value))
     if slab.source == "default":
         found["slab_bytes"] = dataclasses.replace(slab, value=min(size, slot_bytes_of(room)))
-    elif delivery.source == "default":
+    elif delivery.source == "default" and arena_bytes_min(size) <= machine.memory_bytes // 8:
         room = max(room, arena_bytes_min(size))
         found["delivery_bytes_per_rank"] = dataclasses.replace(delivery, value=room)
     return found

@@ -35,6 +35,8 @@ class CoordinatorServer:
         """
         self._grpc = GrpcServer(self._address, insecure_bind=self._insecure_bind)
         try:
+            # First, so that a second service is told of its address, and not of a locked file.
+            self._grpc.check_free()
             await self._coordinator.start()
             return await self._grpc.start(self._coordinator)
         except BaseException:

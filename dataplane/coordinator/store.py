@@ -31,6 +31,7 @@ from dataplane.coordinator.records import (
     key_of,
 )
 from dataplane.errors import ConfigError
+from dataplane.machine import lock_holder
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
@@ -161,9 +162,11 @@ class Store:
     def _refusal(self, error: sqlite3.Error) -> ConfigError:
         name = getattr(error, "sqlite_errorname", "")
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            pid = lock_holder(Path(self.path))
+            who = "another coordinator" + (f" (process {pid})" if pid else "")
             return ConfigError(
-                f"{self.path} is locked: another coordinator uses it. Stop that one, or name "
-                "another file",
+                f"{self.path} is locked: {who} uses it. Stop that one, or name another folder "
+                "(--state-dir, DATAPLANE_STATE_DIR)",
                 path=self.path,
             )
         if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):

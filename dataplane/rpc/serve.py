@@ -72,6 +72,16 @@ class GrpcServer:
         self._draining = False
         self.address = ""
 
+    def check_free(self) -> None:
+        """Whether `start` could listen, as far as can be known without doing so.
+
+        Raises:  ConfigError: taken, not of this machine, not allowed, or open to the network.
+        """
+        if isinstance(self._wanted, UnixAddress):
+            _clear_socket_path(Path(self._wanted.path))
+        else:
+            self._free_tcp(self._wanted)
+
     async def start(self, service: Coordination) -> str:
         """Answer calls. Returns the address, with the port that was chosen for port 0.
 
@@ -138,7 +148,7 @@ class GrpcServer:
 
         return answer
 
-    def _bind_tcp(self, wanted: TcpAddress) -> str:
+    def _free_tcp(self, wanted: TcpAddress) -> TcpAddress:
         address = resolve(wanted)
         if not is_loopback(address) and not self._insecure_bind:
             raise ConfigError(
@@ -149,6 +159,10 @@ class GrpcServer:
             )
         if address.port:
             _refuse_if_taken(address)
+        return address
+
+    def _bind_tcp(self, wanted: TcpAddress) -> str:
+        address = self._free_tcp(wanted)
         try:
             port = self._server.add_insecure_port(address.target)
         except RuntimeError as error:

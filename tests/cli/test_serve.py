@@ -20,6 +20,7 @@ from dataplane.cli import run
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
+from dataplane.machine import lock_holder
 from dataplane.rpc import local, names
 from dataplane.rpc.messages import FromNode, Hello, ToNode, Welcome
 
@@ -156,6 +157,24 @@ def test_a_second_node_of_one_service_is_refused(tmp_path, capsys):
         process.stdout.readline()
         assert run(["serve", "--node", "--join", address, *SMALL]) == 2
     assert "another node" in capsys.readouterr().err
+
+
+def test_a_second_service_is_told_of_its_port_or_of_who_has_its_database(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (process, address):
+        assert run(["serve", "--coordinator", "--listen", address]) == 2
+        told = capsys.readouterr().err
+        assert f"cannot listen at {address}: Address already in use" in told
+        assert "name another port" in told
+        assert "sqlite" not in told
+        assert run(["serve", "--coordinator", "--listen", "127.0.0.1:0"]) == 2
+        told = capsys.readouterr().err
+        assert "coordinator.sqlite is locked: another coordinator" in told
+        assert "--state-dir" in told
+        if lock_holder(tmp_path / "state" / "coordinator.sqlite") is not None:
+            assert f"(process {process.pid})" in told
 
 
 def test_every_address_is_no_name_for_trainers(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import os
+import re
 import sqlite3
 import stat
 import subprocess
@@ -157,7 +159,9 @@ def test_of_two_coordinators_on_one_file_the_second_is_refused(tmp_path, is_new)
     found = subprocess.run(
         [sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=60
     )
-    assert f"{path} is locked: another coordinator uses it" in found.stdout
+    # Some kernels and sandboxes do not tell who has a lock.
+    who = rf"another coordinator( \(process {os.getpid()}\))?"
+    assert re.search(rf"c\.db is locked: {who} uses it", found.stdout)
     first.write([Keep(JOB)])
     first.close()
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane import settings, units
+from dataplane.arena.slots import plan_slots
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, this_machine
 
@@ -212,7 +213,7 @@ def test_the_node_has_what_the_settings_say():
 
 def test_a_slab_that_no_rank_can_be_given_is_refused():
     with pytest.raises(BudgetTooSmall, match=r"slab_bytes \(--slab-bytes\).*\(default\)"):
-        settings.node_config(resolved(flags={"slab_bytes": "1GiB"}))
+        settings.node_config(resolved(flags={"slab_bytes": "1TiB"}))
 
 
 def test_misspelt_variables_are_found():
@@ -258,3 +259,32 @@ def test_an_embedded_node_logs_less_than_a_served_one_unless_told_otherwise(monk
     monkeypatch.setenv("DATAPLANE_LOG_LEVEL", "chatty")
     with pytest.raises(ConfigError, match="debug, info, warning or error"):
         settings.default_node_config()
+
+
+@pytest.mark.parametrize("room", [128 * 1024, MIB, 8 * MIB, 32 * MIB, 1024 * MIB])
+def test_a_slabs_size_follows_the_memory_that_is_given_for_slabs(room):
+    found = resolved(flags={"delivery_bytes_per_rank": str(room)})
+    slab = found["slab_bytes"]
+    assert slab.source == "default"
+    assert slab.value == min(16 * MIB, room // 16)
+    layout = plan_slots(room, slab.value)
+    assert layout.arena_bytes <= room
+    settings.node_config(found)
+
+
+@pytest.mark.parametrize("slab", [4096, MIB, 64 * MIB])
+def test_the_memory_for_slabs_follows_the_size_that_is_given(slab):
+    found = resolved(environ={"DATAPLANE_SLAB_BYTES": str(slab)})
+    room = found["delivery_bytes_per_rank"].value
+    assert room == max(256 * MIB, 8 * slab)
+    assert plan_slots(room, slab).arena_bytes <= room
+    settings.node_config(found)
+
+
+def test_the_service_of_a_file_is_the_one_that_trainers_use(tmp_path, monkeypatch):
+    written(tmp_path, 'service = "10.0.0.1:7077"')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DATAPLANE_SERVICE", raising=False)
+    assert settings.named_service() == "10.0.0.1:7077"
+    monkeypatch.setenv("DATAPLANE_SERVICE", "localhost:1")
+    assert settings.named_service() == "localhost:1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 from dataplane_torch import DataLoader, ShardedIterableDataset
@@ -46,3 +47,15 @@ def test_a_signature_spells_out_every_option_with_its_default(loader):
     assert not any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS
     assert DEFAULTS.keys() == UrlOptions.__annotations__.keys()
+
+
+def test_the_service_that_the_configuration_file_names_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DATAPLANE_SERVICE", raising=False)
+    (tmp_path / "dataplane.toml").write_text('service = "10.0.0.1:7077"')
+    monkeypatch.chdir(tmp_path)
+    for given, address in ((None, "10.0.0.1:7077"), ("10.0.0.2:7077", "10.0.0.2:7077")):
+        with DataLoader("s3://bucket/a.parquet", service=given) as loader:
+            assert loader._shards is not None
+            assert loader._shards._session.endpoint.address == address
