@@ -126,12 +126,14 @@ def _has_right_length(header: memoryview) -> bool:
     return bool(length <= RECORD_BYTES_MAX and crc == _masked_crc(header[:8]))
 
 
-def _records(source: Source, at: int, end: int | None) -> Iterator[tuple[int, int]]:
-    """Where the payload of each record lies; `end` is None where it is not known yet.
+def _records(
+    source: Source, at: int, end: int | None, number: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Where the payload of each record lies; `end` is None where it is not known yet. The first one
+    is record `number`.
 
     Raises:  CorruptShard: damaged or truncated; names the record's number and offset.
     """
-    number = 0
     while end is None or at < end:
         header = source.view(at, HEADER_BYTES)
         if end is None and not header:
@@ -239,7 +241,7 @@ def _sampled(source: Source) -> _Sample:
             # Cut off by the sample, truncated or damaged: the pass over all records tells.
             break
         sample = Memory(source.url, head[:end], 0)
-        start, stop = next(_records(sample, at, end))
+        start, stop = next(_records(sample, at, end, records))
         _check_payload(sample, start, stop)
         for name, feature in _parsed(head, source.url, 0, start, stop).items():
             if feature.kind == example.EMPTY:

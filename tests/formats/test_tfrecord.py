@@ -170,3 +170,12 @@ def test_a_hostile_length_with_a_right_checksum_is_refused(length: int) -> None:
 def test_a_payload_that_is_no_example_is_refused() -> None:
     with pytest.raises(CorruptShard, match=r"not a tf\.train\.Example"):
         TF.index(MemoryShard(tfrecord_bytes([b"\xff\xff\xff"])))
+
+
+def test_a_damaged_length_names_its_record() -> None:
+    content = bytearray(
+        tfrecord_bytes([example_bytes({"n": ("int64_list", [i])}) for i in range(5)])
+    )
+    content[3 * len(content) // 5] ^= 1
+    with pytest.raises(CorruptShard, match="the length of record 3 is damaged"):
+        TF.index(MemoryShard(bytes(content)))
