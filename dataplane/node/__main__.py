@@ -1,7 +1,8 @@
-"""The processes of a node, started by exec: an embedded node, or one of its workers.
+"""The processes of a node, started by exec: an embedded node, or one that works for a node.
 
 python -m dataplane.node --listener-fd N     an embedded node on an inherited listening socket
 python -m dataplane.node --worker-fd N       a worker on an inherited socket
+python -m dataplane.node --indexer-fd N      a process that indexes shards, on an inherited socket
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--listener-fd", type=int)
     which.add_argument("--worker-fd", type=int)
+    which.add_argument("--indexer-fd", type=int)
     parser.add_argument("--memory-bytes", type=int, help="of its own that a worker may take")
     parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
@@ -34,6 +36,11 @@ def main() -> int:
         from dataplane.node import worker
 
         worker.main(given.worker_fd, given.memory_bytes)
+        return 0
+    if given.indexer_fd is not None:
+        from dataplane.node import indexer
+
+        indexer.main(given.indexer_fd, given.memory_bytes)
         return 0
     asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd))
     return 0

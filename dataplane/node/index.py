@@ -39,6 +39,7 @@ MANIFEST_BYTES_MAX = 8 << 30
 _NAMES_SHOWN = 3
 
 Connect = Callable[[str], Store]
+IndexShard = Callable[[Format, "StoredShard"], ShardIndex]
 Progress = Callable[["IndexProgress"], None]
 
 
@@ -97,6 +98,7 @@ def open_dataset(
     workers: int = 8,
     progress: Progress | None = None,
     connect: Connect = stores.connect,
+    index_shard: IndexShard | None = None,
 ) -> Manifest:
     """The manifest of a dataset, or the one that was saved under a url that ends in ".manifest".
 
@@ -114,6 +116,7 @@ def open_dataset(
             workers=workers,
             progress=progress,
             connect=connect,
+            index_shard=index_shard,
         )
     if len(names) > 1:
         raise ConfigError(f"{saved[0]} is a whole dataset: name it alone, or name the shards")
@@ -133,10 +136,12 @@ def index_dataset(
     workers: int = 8,
     progress: Progress | None = None,
     connect: Connect = stores.connect,
+    index_shard: IndexShard | None = None,
 ) -> Manifest:
     """The manifest of the shards that `urls` name, made or remembered. "" remembers nothing.
 
-    `progress` is called in the caller's thread, at the start and after each shard.
+    `progress` is called in the caller's thread, at the start and after each shard. `index_shard`
+    is called in threads; the default trusts the bytes, and parses them in this process.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
@@ -145,7 +150,7 @@ def index_dataset(
     chosen, listed = choose_shards(expand(names, connect), names, format_name)
     version = (chosen.name, registry.INDEX_VERSION, int(getattr(chosen, "index_version", 0)))
     keys = [shard_key(version, shard) for shard in listed]
-    run = _Run(chosen, listed, progress, connect)
+    run = _Run(chosen, listed, progress, connect, index_shard or _index_here)
     if not cache_dir:
         return run.manifest(names, run.indexed(workers, {}, keys, None))
     journal = Journal(cache_dir, digest(*version, *names))
@@ -160,6 +165,10 @@ def index_dataset(
     finally:
         journal.close()
     return manifest
+
+
+def _index_here(format_: Format, shard: StoredShard) -> ShardIndex:
+    return format_.index(shard)
 
 
 def _names(urls: Url | Iterable[Url]) -> list[str]:
@@ -203,8 +212,10 @@ class _Run:
         listed: Sequence[ObjectInfo],
         progress: Progress | None,
         connect: Connect,
+        index_shard: IndexShard,
     ) -> None:
         self._format = chosen
+        self._index_shard = index_shard
         self._listed = listed
         self._progress = progress
         self._connect = connect
@@ -270,7 +281,8 @@ class _Run:
 
     def _index(self, shard: int) -> ShardIndex:
         listed = self._listed[shard]
-        return self._format.index(StoredShard(listed, self._connect(listed.url), self._stop))
+        stored = StoredShard(listed, self._connect(listed.url), self._stop)
+        return self._index_shard(self._format, stored)
 
     def _accept_new(self, shard: int, key: str, index: ShardIndex, journal: Journal | None) -> None:
         if journal is not None:

@@ -136,6 +136,16 @@ def _written_at(path: Path) -> float:
         return 0.0
 
 
+def encode_index(index: ShardIndex) -> bytes:
+    """One shard's index, as another process can read it."""
+    return _encoded("", index, set())
+
+
+def decode_index(content: bytes) -> ShardIndex:
+    """What `encode_index` was given."""
+    return _read_log(content)[""]
+
+
 def _encoded(key: str, index: ShardIndex, written: set[str]) -> bytes:
     """One shard's frame, after that of its schema where the log does not hold it yet."""
     schema = index.schema.serialize().to_pybytes()

@@ -21,7 +21,7 @@ from dataplane.rpc import local
 MEMORY_BYTES = 1 << 30
 """Of its own, that a worker may take if nobody says otherwise."""
 # Arrow's allocator would reserve a GiB to use it bit by bit, and a limit counts what is reserved.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
 _PAUSE_S = 0.001
 _PAUSE_S_MAX = 0.5
 _PIECE_BYTES = 4096
@@ -60,7 +60,7 @@ class WorkerProcess:
                     stderr=says,
                     pass_fds=(descriptor,),
                     close_fds=True,
-                    env={**_ENVIRONMENT, **os.environ},
+                    env={**ENVIRONMENT, **os.environ},
                 )
         except BaseException:
             ours.close()

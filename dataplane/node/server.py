@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from dataplane import background
@@ -24,14 +25,13 @@ from dataplane.node.door import Door
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
-from dataplane.node.index import open_dataset
+from dataplane.node.indexing import open_manifest
 from dataplane.node.jobs import Jobs
 from dataplane.node.kernel import kernel
 from dataplane.node.member import Member
 from dataplane.node.pool import WorkerPool
 from dataplane.node.staffing import Staffing
 from dataplane.node.stopping import done_before, wait_stop
-from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.convert import encode
@@ -42,8 +42,6 @@ from dataplane.trace import Trace
 _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
-# Indexing a shard is waiting for a few round trips.
-_INDEXED_AT_ONCE = 16
 
 
 class Session:
@@ -282,7 +280,8 @@ class NodeServer:
         least = config.worker_count
         self._staffing = Staffing(least, max(config.worker_count_max, least), least)
         self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
-        self.jobs = Jobs(config, self.engine, coordination, self.node_id, self._open_manifest)
+        opening = partial(open_manifest, config, self._stores.connect)
+        self.jobs = Jobs(config, self.engine, coordination, self.node_id, opening)
         self.heartbeat = Heartbeat(
             config, coordination, self.jobs, self.node_id, self.trace, self.outages
         )
@@ -358,15 +357,6 @@ class NodeServer:
         session = Session(self, sock)
         self._sessions.add(session)
         return session
-
-    def _open_manifest(self, source: messages.DatasetSource) -> Manifest:
-        return open_dataset(
-            source.urls,
-            format_name=source.format,
-            cache_dir=self.config.cache_dir,
-            workers=_INDEXED_AT_ONCE,
-            connect=self._stores.connect,
-        )
 
 
 async def run_node(

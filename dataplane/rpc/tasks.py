@@ -187,3 +187,65 @@ class Result:
     """The envelope of a worker's answer."""
 
     body: ResultBody
+
+
+@dataclass(frozen=True, slots=True)
+class IndexShard:
+    """Index one shard, which is a file that the process may read if it `is_local`."""
+
+    format: str
+    url: str
+    size_bytes: int
+    etag: str
+    is_local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBytes:
+    """What a process that indexes has asked for."""
+
+    request: int
+    content: bytes = b""
+    is_end: bool = False
+    has_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShard:
+    """Asks for bytes of a shard, or for the next piece of all of it."""
+
+    request: int
+    place: Region | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StillReading:
+    """A process that reads a file by itself is not stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndexed:
+    """What indexing gave, or a part of that."""
+
+    index: bytes
+    more: bool = False
+
+
+ToIndexerBody = IndexShard | ShardBytes
+FromIndexerBody = DataplaneError | OutOfMemory | ReadShard | StillReading | ShardIndexed
+
+
+@dataclass(frozen=True, slots=True)
+class ToIndexer:
+    """The envelope of what a node says to a process that indexes."""
+
+    task: int
+    body: ToIndexerBody
+
+
+@dataclass(frozen=True, slots=True)
+class FromIndexer:
+    """The envelope of what such a process says."""
+
+    task: int
+    body: FromIndexerBody

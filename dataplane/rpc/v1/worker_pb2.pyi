@@ -223,3 +223,75 @@ class CopySlab(_message.Message):
     arena_id: int
     slab: _types_pb2.Region
     def __init__(self, kept: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., arena_id: _Optional[int] = ..., slab: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+
+class ToIndexer(_message.Message):
+    __slots__ = ("task", "index_shard", "shard_bytes")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    INDEX_SHARD_FIELD_NUMBER: _ClassVar[int]
+    SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    task: int
+    index_shard: IndexShard
+    shard_bytes: ShardBytes
+    def __init__(self, task: _Optional[int] = ..., index_shard: _Optional[_Union[IndexShard, _Mapping]] = ..., shard_bytes: _Optional[_Union[ShardBytes, _Mapping]] = ...) -> None: ...
+
+class FromIndexer(_message.Message):
+    __slots__ = ("task", "error", "out_of_memory", "read_shard", "still_reading", "shard_indexed")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    OUT_OF_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    READ_SHARD_FIELD_NUMBER: _ClassVar[int]
+    STILL_READING_FIELD_NUMBER: _ClassVar[int]
+    SHARD_INDEXED_FIELD_NUMBER: _ClassVar[int]
+    task: int
+    error: _types_pb2.Error
+    out_of_memory: OutOfMemory
+    read_shard: ReadShard
+    still_reading: StillReading
+    shard_indexed: ShardIndexed
+    def __init__(self, task: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., out_of_memory: _Optional[_Union[OutOfMemory, _Mapping]] = ..., read_shard: _Optional[_Union[ReadShard, _Mapping]] = ..., still_reading: _Optional[_Union[StillReading, _Mapping]] = ..., shard_indexed: _Optional[_Union[ShardIndexed, _Mapping]] = ...) -> None: ...
+
+class IndexShard(_message.Message):
+    __slots__ = ("format", "url", "size_bytes", "etag", "is_local")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ETAG_FIELD_NUMBER: _ClassVar[int]
+    IS_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    format: str
+    url: str
+    size_bytes: int
+    etag: str
+    is_local: bool
+    def __init__(self, format: _Optional[str] = ..., url: _Optional[str] = ..., size_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., is_local: bool = ...) -> None: ...
+
+class ReadShard(_message.Message):
+    __slots__ = ("request", "place")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    place: _types_pb2.Region
+    def __init__(self, request: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+
+class ShardBytes(_message.Message):
+    __slots__ = ("request", "content", "is_end", "has_failed")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    IS_END_FIELD_NUMBER: _ClassVar[int]
+    HAS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    content: bytes
+    is_end: bool
+    has_failed: bool
+    def __init__(self, request: _Optional[int] = ..., content: _Optional[bytes] = ..., is_end: bool = ..., has_failed: bool = ...) -> None: ...
+
+class StillReading(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardIndexed(_message.Message):
+    __slots__ = ("index", "more")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    index: bytes
+    more: bool
+    def __init__(self, index: _Optional[bytes] = ..., more: bool = ...) -> None: ...

@@ -1,0 +1,180 @@
+"""A process that indexes shards for a node: it parses foreign bytes, with a limit on its memory.
+
+Invariants:
+1. It has no credentials and opens no connection: the node reads, but for local files.
+2. Several shards are indexed at once, each in a thread, since most of the time goes into waiting
+   for bytes. What ends the process, or takes its memory, may be any of them: the node finds out.
+3. It ends when its socket does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+from typing_extensions import Buffer
+
+from dataplane.errors import CorruptShard, DataplaneError, PeerLost
+from dataplane.formats import registry
+from dataplane.formats.faults import is_out_of_memory
+from dataplane.machine import limit_memory
+from dataplane.model import Region
+from dataplane.node.index_journal import encode_index
+from dataplane.rpc import local, tasks
+from dataplane.store.local import LocalStore
+
+PART_BYTES = 8 << 20
+"""Of bytes that are asked for, and of an index that is told, in one message."""
+_STACK_BYTES = 4 << 20  # of a thread: it counts against the limit
+_TELL_S = 1.0
+
+
+class _Over(Exception):
+    """The node knows why this shard cannot be read."""
+
+
+@dataclass(slots=True, eq=False)
+class _AskedShard:
+    """A shard whose bytes the node reads."""
+
+    sock: socket.socket
+    task: int
+    url: str
+    size_bytes: int
+    _asked: dict[int, queue.SimpleQueue[tasks.ShardBytes]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def read(self, offset: int, length: int) -> Buffer:
+        parts = [
+            self._answer(self._ask(Region(at, min(PART_BYTES, offset + length - at)))).content
+            for at in range(offset, offset + length, PART_BYTES)
+        ]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def stream(self) -> Iterator[Buffer]:
+        request = self._ask(None)
+        while not (piece := self._answer(request)).is_end:
+            request = self._ask(None)  # it is read while this one is parsed
+            yield piece.content
+
+    def arrived(self, body: tasks.ShardBytes) -> None:
+        """From the thread that receives."""
+        self._asked[body.request].put(body)
+
+    def _ask(self, place: Region | None) -> int:
+        request = next(self._numbers)
+        self._asked[request] = queue.SimpleQueue()
+        told = tasks.FromIndexer(self.task, tasks.ReadShard(request, place))
+        local.send(self.sock, told)
+        return request
+
+    def _answer(self, request: int) -> tasks.ShardBytes:
+        answer = self._asked[request].get()
+        del self._asked[request]
+        if answer.has_failed:
+            raise _Over
+        return answer
+
+
+@dataclass(slots=True, eq=False)
+class _LocalShard:
+    """A shard that is a file; the node hears now and then that it is being read."""
+
+    sock: socket.socket
+    task: int
+    url: str
+    size_bytes: int
+    etag: str
+    _told: float = field(default_factory=time.monotonic)
+
+    def read(self, offset: int, length: int) -> Buffer:
+        self._tell()
+        return LocalStore().read(self.url, offset, length, self.etag) if length else b""
+
+    def stream(self) -> Iterator[Buffer]:
+        for piece in LocalStore().stream(self.url, self.etag):
+            self._tell()
+            yield piece
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._told > _TELL_S:
+            self._told = now
+            local.send(self.sock, tasks.FromIndexer(self.task, tasks.StillReading()))
+
+
+def run(sock: socket.socket, memory_bytes: int) -> None:
+    """Index what the node names until it goes away, with so much memory for all of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    threading.stack_size(_STACK_BYTES)
+    limit_memory(memory_bytes)
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    asked: dict[int, _AskedShard] = {}
+    while True:
+        try:
+            order, _ = local.receive(sock, tasks.ToIndexer)
+        except PeerLost:
+            return
+        body = order.body
+        if isinstance(body, tasks.ShardBytes):
+            asked[order.task].arrived(body)
+            continue
+        shard: _AskedShard | _LocalShard
+        if body.is_local:
+            shard = _LocalShard(sock, order.task, body.url, body.size_bytes, body.etag)
+        else:
+            shard = _AskedShard(sock, order.task, body.url, body.size_bytes)
+            asked[order.task] = shard
+        threading.Thread(target=_index, args=(shard, body.format), daemon=True).start()
+
+
+def _index(shard: _AskedShard | _LocalShard, format_name: str) -> None:
+    try:
+        for body in _outcome(shard, format_name):
+            local.send(shard.sock, tasks.FromIndexer(shard.task, body))
+    except PeerLost:
+        os._exit(0)
+
+
+def _outcome(shard: _AskedShard | _LocalShard, format_name: str) -> Iterator[tasks.FromIndexerBody]:
+    try:
+        wire = encode_index(registry.by_name(format_name).index(shard))
+        for at in range(0, len(wire), PART_BYTES):
+            is_last = at + PART_BYTES >= len(wire)
+            yield tasks.ShardIndexed(wire[at : at + PART_BYTES], more=not is_last)
+    except PeerLost:
+        raise
+    except _Over as over:
+        yield DataplaneError(f"{shard.url}: reading failed{over}")
+    except DataplaneError as error:
+        yield error
+    except Exception as error:  # noqa: BLE001 - a task is answered, whatever went wrong
+        if is_out_of_memory(error):
+            yield tasks.OutOfMemory()
+        else:
+            what = f"{shard.url}: cannot be indexed: {type(error).__name__}: {error}"
+            yield CorruptShard(what, shard=shard.url)
+
+
+def main(descriptor: int, memory_bytes: int) -> None:
+    """The process: its socket is an inherited descriptor. Its threads do not keep it."""
+    with socket.socket(fileno=descriptor) as sock:
+        try:
+            run(sock, memory_bytes)
+        except MemoryError:
+            sys.stderr.write("MemoryError\n")
+            sys.stderr.flush()
+            os._exit(1)
+    os._exit(0)

@@ -1,0 +1,336 @@
+"""Indexing shards in processes of their own: whatever is in a shard, the node is not harmed.
+
+Invariants:
+1. No byte of a shard is parsed in the node. Its store reads them, so that retries, outages and
+   credentials stay in one place; local files are read where they are parsed.
+2. Every process has a limit on its memory. One that ends, or says that it is short of memory, may
+   have done so for any of its shards: each gets a second process of its own, one at a time, and
+   what ends that is blamed on the shard.
+3. A shard that gives no sign of life for a while is stuck; time that goes into reading from a store
+   does not count, since stores have deadlines of their own.
+4. Processes are started when there is something to index, and end with the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Self
+
+from dataplane.config import NodeConfig
+from dataplane.errors import ClosedError, DataplaneError, PeerLost, StoreError
+from dataplane.formats.base import Format, ShardIndex
+from dataplane.machine import kill_count_for_memory, waited_for_processor_s
+from dataplane.node.dataset import WorkerBytes
+from dataplane.node.death import Cause, End, Place, blame, end_of
+from dataplane.node.index import Connect, StoredShard, open_dataset
+from dataplane.node.index_journal import decode_index
+from dataplane.node.indexer import PART_BYTES
+from dataplane.node.process import ENVIRONMENT
+from dataplane.plan.manifest import Manifest
+from dataplane.rpc import local, messages, tasks
+from dataplane.store.urls import local_path
+from dataplane.trace import Trace
+
+_PROCESSES_MAX = 4
+_TASKS_BEFORE_NEXT = 2
+"""So many shards in each process before there is one more."""
+# Indexing a shard is waiting for a few round trips.
+_INDEXED_AT_ONCE = 16
+_READS_AT_ONCE = 16
+_LOOK_S = 0.25
+_END_S = 5.0
+_STALL_SHARE = 0.75
+_WORDS_BYTES_MAX = 4096
+
+_trace = Trace("node")
+
+
+class _Ended(Exception):
+    """The process that had the shard is of no more use."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end.words)
+        self.end = end
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One shard in a process. `reads` are under way for it; `failure` is what one of them met."""
+
+    shard: StoredShard
+    arrived: queue.SimpleQueue[tasks.FromIndexerBody | None] = field(
+        default_factory=queue.SimpleQueue
+    )
+    reads: int = 0
+    failure: Exception | None = None
+    pieces: Iterator[bytes] | None = None
+    index: bytes = b""
+
+
+class IndexProcesses:
+    """The processes of one run. Thread-safe. Use as a context: at its end they are killed."""
+
+    def __init__(self, memory: WorkerBytes, task_timeout_s: float, process_count: int) -> None:
+        self._memory, self._task_timeout_s = memory, task_timeout_s
+        self._process_count = process_count
+        self._reads = ThreadPoolExecutor(_READS_AT_ONCE, "dataplane-index-read")
+        self._choosing, self._alone = threading.Lock(), threading.Lock()
+        self._shared: list[_Process] = []
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> Self:
+        """As a node's workers are limited."""
+        return cls(
+            WorkerBytes(config.worker_memory_bytes, config.worker_memory_bytes_max),
+            _STALL_SHARE * config.stall_timeout_s,
+            min(len(os.sched_getaffinity(0)), _PROCESSES_MAX),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._shared:
+            process.kill()
+        self._reads.shutdown(wait=True, cancel_futures=True)
+
+    def index(self, format_: Format, shard: StoredShard) -> ShardIndex:
+        """As `Format.index`.
+
+        Raises:  as `Format.index` and the shard's reads.  BudgetTooSmall: it takes too much memory.
+        CorruptShard: it ends the process.  DataStallError: it is stuck.
+        """
+        try:
+            return self._index(format_, shard, is_local=local_path(shard.url) is not None)
+        except StoreError:
+            if local_path(shard.url) is None:
+                raise
+        # A file server that is away: the node's own store knows how to wait.
+        return self._index(format_, shard, is_local=False)
+
+    def _index(self, format_: Format, shard: StoredShard, *, is_local: bool) -> ShardIndex:
+        listed = shard.listed
+        order = tasks.IndexShard(
+            format_.name, listed.url, listed.size_bytes, listed.etag, is_local=is_local
+        )
+        ends: list[End] = []
+        with contextlib.suppress(_Ended), self._one_of_many() as process:
+            return process.index(order, shard, ends, self._task_timeout_s)
+        with self._alone:
+            limit_bytes = self._memory.for_blocks_of(listed.size_bytes)
+            process = _Process(limit_bytes, self._reads)
+            try:
+                return process.index(order, shard, ends, self._task_timeout_s)
+            except _Ended:
+                raise blame("indexing it", Place(listed.url), ends, limit_bytes) from None
+            finally:
+                process.kill()
+
+    @contextlib.contextmanager
+    def _one_of_many(self) -> Iterator[_Process]:
+        """The process that has the least to do; a new one where all have enough."""
+        with self._choosing:
+            usable = [process for process in self._shared if not process.has_ended]
+            process = min(usable, key=lambda one: one.users, default=None)
+            if process is None or (
+                process.users >= _TASKS_BEFORE_NEXT and len(usable) < self._process_count
+            ):
+                process = _Process(self._memory.base, self._reads)
+                self._shared.append(process)
+            process.users += 1
+        try:
+            yield process
+        finally:
+            with self._choosing:
+                process.users -= 1
+
+
+class _Process:
+    """One process, and the thread that receives what it says."""
+
+    def __init__(self, memory_bytes: int, reads: ThreadPoolExecutor) -> None:
+        self.users = 0
+        self.has_ended = False
+        self._reads = reads
+        self._tasks: dict[int, _Task] = {}
+        self._numbers = itertools.count(1)
+        self._changing = threading.Lock()
+        self._kill_count = kill_count_for_memory()
+        self._end: End | None = None
+        self._sock, theirs = local.pair()
+        self._stderr = os.memfd_create("dataplane-indexer", os.MFD_CLOEXEC)
+        try:
+            with theirs:
+                self._process = _started(theirs, self._stderr, memory_bytes)
+        except BaseException:
+            self._sock.close()
+            os.close(self._stderr)
+            raise
+        self._receiver = threading.Thread(target=self._receive, name="dataplane-indexer")
+        self._receiver.start()
+
+    def index(
+        self, order: tasks.IndexShard, shard: StoredShard, ends: list[End], timeout_s: float
+    ) -> ShardIndex:
+        """What the process says of a shard.
+
+        Raises:  _Ended: nothing; why is added to `ends`.
+        """
+        task, number = _Task(shard), next(self._numbers)
+        with self._changing:
+            self._tasks[number] = task
+            if self.has_ended:
+                task.arrived.put(None)
+        try:
+            with contextlib.suppress(PeerLost):  # its end is told where answers are
+                local.send(self._sock, tasks.ToIndexer(number, order))
+            return self._answered(number, task, timeout_s)
+        except _Ended as ended:
+            ends.append(ended.end)
+            raise
+        finally:
+            with self._changing:
+                del self._tasks[number]
+
+    def kill(self) -> None:
+        """End it, and whatever waits for it. May be called twice."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._process.kill()
+        self._receiver.join()
+
+    def _answered(self, number: int, task: _Task, timeout_s: float) -> ShardIndex:
+        while True:
+            body = self._next(task, timeout_s)
+            if isinstance(body, tasks.ReadShard):
+                with self._changing:
+                    task.reads += 1
+                self._reads.submit(self._read, number, task, body)
+            elif isinstance(body, tasks.OutOfMemory):
+                raise self._ended(End(Cause.OUT_OF_MEMORY, "reached its memory limit"))
+            elif isinstance(body, DataplaneError):
+                raise task.failure or body
+            elif isinstance(body, tasks.ShardIndexed):
+                task.index += body.index
+                if not body.more:
+                    return decode_index(task.index)
+
+    def _next(self, task: _Task, timeout_s: float) -> tasks.FromIndexerBody:
+        began, waited_s = time.monotonic(), waited_for_processor_s(self._process.pid)
+        while True:
+            try:
+                body = task.arrived.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if task.shard.stop.is_set():
+                    raise ClosedError("indexing was stopped") from None
+                now, waiting_s = time.monotonic(), waited_for_processor_s(self._process.pid)
+                if task.reads:
+                    began, waited_s = now, waiting_s
+                elif now - began - (waiting_s - waited_s) > timeout_s:
+                    words = f"did not end within {timeout_s:g} s of its own time"
+                    raise self._ended(End(Cause.STUCK, words)) from None
+                continue
+            if body is None:
+                raise self._ended(None)
+            return body
+
+    def _read(self, number: int, task: _Task, asked: tasks.ReadShard) -> None:
+        """In a thread of the node: read for a shard, and tell what was read."""
+        try:
+            answer = _bytes_for(task, asked)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised for the shard
+            task.failure = error
+            answer = tasks.ShardBytes(asked.request, has_failed=True)
+        with self._changing:
+            task.reads -= 1
+        with contextlib.suppress(PeerLost):
+            local.send(self._sock, tasks.ToIndexer(number, answer))
+
+    def _receive(self) -> None:
+        with contextlib.suppress(DataplaneError):  # it is gone, or speaks nonsense
+            while True:
+                said, descriptors = local.receive(self._sock, tasks.FromIndexer)
+                for fd in descriptors:
+                    os.close(fd)
+                task = self._tasks.get(said.task)
+                if task is not None:
+                    task.arrived.put(said.body)
+        self._process.kill()
+        status = self._process.wait()
+        words = os.pread(self._stderr, _WORDS_BYTES_MAX, 0).decode(errors="replace")
+        os.close(self._stderr)
+        is_machine_short = kill_count_for_memory() > self._kill_count
+        with self._changing:
+            self._end = end_of(status, words, is_machine_short=is_machine_short)
+            self.has_ended = True
+            for task in self._tasks.values():
+                task.arrived.put(None)
+        self._sock.close()
+
+    def _ended(self, end: End | None) -> _Ended:
+        """It is of no more use: `end` says why, or its exit status."""
+        self.kill()
+        end = end or self._end
+        assert end is not None
+        _trace.failed("index process ended", pid=self._process.pid, how=end.words)
+        return _Ended(end)
+
+
+def open_manifest(config: NodeConfig, connect: Connect, source: messages.DatasetSource) -> Manifest:
+    """A node's way to a dataset: what is not remembered is indexed in processes.
+
+    Raises:  as `open_dataset`.
+    """
+    with IndexProcesses.of(config) as processes:
+        return open_dataset(
+            source.urls,
+            format_name=source.format,
+            cache_dir=config.cache_dir,
+            workers=_INDEXED_AT_ONCE,
+            connect=connect,
+            index_shard=processes.index,
+        )
+
+
+def _started(sock: socket.socket, stderr_fd: int, memory_bytes: int) -> subprocess.Popen[bytes]:
+    descriptor = sock.fileno()
+    command = [sys.executable, "-P", "-m", "dataplane.node"]
+    command += ["--memory-bytes", str(memory_bytes), "--indexer-fd", str(descriptor)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=stderr_fd,
+        pass_fds=(descriptor,),
+        close_fds=True,
+        env={**ENVIRONMENT, **os.environ},
+    )
+
+
+def _bytes_for(task: _Task, asked: tasks.ReadShard) -> tasks.ShardBytes:
+    shard, place = task.shard, asked.place
+    if place is not None:
+        content = bytes(memoryview(shard.read(place.offset, place.length)))
+        return tasks.ShardBytes(asked.request, content)
+    if task.pieces is None:
+        task.pieces = _parts(shard)
+    piece = next(task.pieces, None)
+    return tasks.ShardBytes(asked.request, piece or b"", is_end=piece is None)
+
+
+def _parts(shard: StoredShard) -> Iterator[bytes]:
+    """The whole shard, in pieces that fit into a message."""
+    for piece in shard.stream():
+        view = memoryview(piece).cast("B")
+        for at in range(0, len(view), PART_BYTES):
+            yield bytes(view[at : at + PART_BYTES])

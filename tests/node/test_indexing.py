@@ -1,0 +1,228 @@
+"""Shards are indexed in processes of their own, with a limit on their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import psutil
+import pyarrow as pa
+import pytest
+from bombs import MIB, long_line
+from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes
+from typing_extensions import Buffer
+
+from dataplane.errors import BudgetTooSmall, CorruptShard, DataStallError, StoreUnavailable
+from dataplane.model import ObjectInfo
+from dataplane.node.dataset import WorkerBytes
+from dataplane.node.index import index_dataset
+from dataplane.node.indexing import IndexProcesses
+from dataplane.plan.manifest import Manifest
+from dataplane.store.local import LocalStore
+
+LIMIT = 256 * MIB
+HARD = WorkerBytes(LIMIT, 0)
+TABLE = pa.table({"id": range(50), "text": ["x" * 20] * 50})
+
+
+@pytest.fixture
+def processes() -> Iterator[IndexProcesses]:
+    with IndexProcesses(HARD, 60.0, 2) as made:
+        yield made
+
+
+def children() -> list[psutil.Process]:
+    """The processes that index for this one."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "--indexer-fd" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def written(folder: Path, shards: dict[str, bytes]) -> str:
+    folder.mkdir(exist_ok=True)
+    for name, content in shards.items():
+        (folder / name).write_bytes(content)
+    return str(folder)
+
+
+SHARDS: dict[str, dict[str, bytes]] = {
+    "parquet": {f"{i}.parquet": parquet_bytes(TABLE, row_group_size=20) for i in range(5)},
+    "arrow": {f"{i}.arrow": arrow_bytes(TABLE, rows=20) for i in range(3)},
+    "jsonl": {"0.jsonl": json_lines(TABLE.to_pylist())},
+    "jsonl.gz": {"0.jsonl.gz": gzip.compress(json_lines(TABLE.to_pylist()))},
+    "tar": {"0.tar": tar_bytes([(f"{i}.txt", b"abc") for i in range(9)])},
+}
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_the_manifest_is_the_one_that_indexing_here_gives(
+    tmp_path: Path, kind: str, processes: IndexProcesses
+) -> None:
+    folder = written(tmp_path / kind, SHARDS[kind])
+    here = index_dataset(folder)
+    found = index_dataset(folder, index_shard=processes.index)
+    assert found == here
+    assert found.schema == here.schema
+    assert found.to_bytes() == here.to_bytes()  # also what is no part of the fingerprint
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_a_process_asks_the_node_for_what_is_no_local_file(
+    kind: str, processes: IndexProcesses
+) -> None:
+    """The store is in the memory of this process: nobody else can read it."""
+    files, folder = fsspec.filesystem("memory"), f"/indexing/{kind}"
+    for name, content in SHARDS[kind].items():
+        files.pipe_file(f"{folder}/{name}", content)
+    try:
+        url = f"memory://{folder}/"
+        assert index_dataset(url, index_shard=processes.index).to_bytes() == (
+            index_dataset(url).to_bytes()
+        )
+    finally:
+        files.rm(folder, recursive=True)
+
+
+def own_peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def test_a_shard_that_takes_too_much_memory_is_named_and_the_node_is_not_harmed(
+    tmp_path: Path, processes: IndexProcesses
+) -> None:
+    """Invariant 6 of the project: a node never exceeds its memory budget."""
+    long_line(tmp_path)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far
+    before = own_peak_bytes()
+    bomb, sound = sorted(tmp_path.iterdir())
+    with pytest.raises(BudgetTooSmall) as caught:
+        index_dataset(str(bomb), index_shard=processes.index)
+    assert own_peak_bytes() < before + 32 * MIB
+    assert (caught.value.shard, caught.value.budget) == (bomb.as_uri(), LIMIT)
+    assert "256 MiB" in str(caught.value)
+    assert "raise worker_memory_bytes (--worker-memory-bytes" in str(caught.value)
+    assert index_dataset(str(sound), index_shard=processes.index).sample_count == 1
+
+
+class Held:
+    """A store of local files whose first read waits for the test."""
+
+    def __init__(self) -> None:
+        self.is_read, self.may_go_on = threading.Event(), threading.Event()
+        self.fault: Exception | None = None
+
+    def connect(self, _url: str) -> Held:
+        return self
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return (self._named(found) for found in LocalStore().list(prefix.replace(*HELD)))
+
+    def head(self, url: str) -> ObjectInfo:
+        return self._named(LocalStore().head(url.replace(*HELD)))
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        self.is_read.set()
+        assert self.may_go_on.wait(60)
+        if self.fault is not None:
+            raise self.fault
+        return LocalStore().read(url.replace(*HELD), offset, length, etag)
+
+    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        return LocalStore().stream(url.replace(*HELD), etag)
+
+    @staticmethod
+    def _named(found: ObjectInfo) -> ObjectInfo:
+        return dataclasses.replace(found, url=found.url.replace(*HELD[::-1]))
+
+
+HELD = ("s3://held/", "file:///")
+
+
+@contextlib.contextmanager
+def indexing(folder: Path, held: Held, processes: IndexProcesses) -> Iterator[Future[Manifest]]:
+    """A run whose first read waits."""
+    url = folder.as_uri().replace(*HELD[::-1]) + "/"
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(index_dataset, url, connect=held.connect, index_shard=processes.index)
+        assert held.is_read.wait(60)
+        try:
+            yield run
+        finally:
+            held.may_go_on.set()
+
+
+def test_a_process_that_is_killed_costs_time_and_nothing_else(
+    tmp_path: Path, processes: IndexProcesses
+) -> None:
+    written(tmp_path, SHARDS["parquet"])
+    held = Held()
+    with indexing(tmp_path, held, processes) as run:
+        for child in children():
+            child.kill()
+        held.may_go_on.set()
+        assert run.result(60).sample_count == 5 * TABLE.num_rows
+
+
+def test_a_shard_that_ends_two_processes_is_blamed(
+    tmp_path: Path, processes: IndexProcesses
+) -> None:
+    shard = tmp_path / "0.parquet"
+    written(tmp_path, {shard.name: SHARDS["parquet"]["0.parquet"]})
+    held = Held()
+    with indexing(tmp_path, held, processes) as run:
+        while not run.done():
+            for child in children():
+                child.send_signal(signal.SIGSEGV)
+    with pytest.raises(CorruptShard, match=r"0\.parquet: 2 worker processes ended while indexing"):
+        run.result(60)
+
+
+def test_a_shard_at_which_processes_are_stuck_is_told(tmp_path: Path) -> None:
+    written(tmp_path, {"0.parquet": SHARDS["parquet"]["0.parquet"]})
+    held = Held()
+    with (
+        IndexProcesses(HARD, 0.5, 1) as processes,
+        indexing(tmp_path, held, processes) as run,
+    ):
+        for child in children():
+            child.suspend()
+        held.may_go_on.set()
+        while not run.done():
+            for child in children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.suspend()
+        with pytest.raises(DataStallError, match="indexing it did not end within"):
+            run.result(60)
+
+
+def test_what_a_store_says_is_what_is_raised(tmp_path: Path, processes: IndexProcesses) -> None:
+    written(tmp_path, SHARDS["parquet"])
+    held = Held()
+    held.fault = StoreUnavailable("the store is away", url="s3://held/")
+    with indexing(tmp_path, held, processes) as run:
+        held.may_go_on.set()
+        with pytest.raises(StoreUnavailable, match="the store is away"):
+            run.result(60)
+
+
+def test_a_damaged_shard_is_told_as_it_is_told_here(
+    tmp_path: Path, processes: IndexProcesses
+) -> None:
+    folder = written(tmp_path, {"0.parquet": b"PAR1" + bytes(100)})
+    with pytest.raises(CorruptShard) as here:
+        index_dataset(folder)
+    with pytest.raises(CorruptShard) as there:
+        index_dataset(folder, index_shard=processes.index)
+    assert str(there.value) == str(here.value)
+    assert there.value.nouns == here.value.nouns
