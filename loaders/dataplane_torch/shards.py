@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import Lane
 from dataplane_torch.tensors import Batch, Decoder
-from dataplane_torch.walk import Walk
+from dataplane_torch.walk import Walk, check_process
 
 
 class Shards(IterableDataset[Batch]):
@@ -172,7 +173,7 @@ class ShardReader:
 
 class BatchIterator:
     """One pass over a loader. Several may be under way at once; each has its own place. Threads
-    may share one: each batch comes to one of them.
+    may share one: each batch comes to one of them. It is of the process that made it alone.
     """
 
     def __init__(self, reader: ShardReader, decoder: Decoder, lane: Lane | None) -> None:
@@ -180,11 +181,13 @@ class BatchIterator:
         self._walk: Walk | None = None
         self._is_done = False
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __next__(self) -> Batch:
+        check_process(self._pid)  # before the lock, which a thread may have held at the fork
         with self._lock:
             if self._is_done:
                 raise StopIteration

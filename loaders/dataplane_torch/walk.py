@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 
 from dataplane.client.session import Session
 from dataplane.client.state import consumed, step_count
 from dataplane.client.stream import Batches, SlabStream
+from dataplane.errors import ConfigError
 from dataplane.rpc import messages
 from dataplane_torch.sending import Lane, Sending
 from dataplane_torch.tensors import Batch, Decoder
@@ -47,6 +49,7 @@ class Walk:
         left = job.sample_count - cursor
         self._step_count = step_count(left, job.spec.global_batch, job.spec.end)
         self._in_worker, self._lane = in_worker, lane
+        self._pid = os.getpid()
         self._ready: list[_Made] = []
 
     @property
@@ -61,7 +64,11 @@ class Walk:
         return self.step >= self._step_count
 
     def next(self) -> Batch | None:
-        """The next batch; None at the end of the epoch."""
+        """The next batch; None at the end of the epoch.
+
+        Raises:  ConfigError: in a forked child.  DataplaneError: as the node says.
+        """
+        check_process(self._pid)
         # After an interrupt what is in hand may not go on where we stand: then it is asked again.
         if not self._ready or self._ready[-1][0].step != self.step:
             # The slab in hand is let go of first: it may be the memory that the next one needs.
@@ -106,6 +113,21 @@ class Walk:
                     made.append((about, make if self._lane is None else Sending(self._lane, make)))
         made.reverse()
         return made
+
+
+def check_process(pid: int) -> None:
+    """Check that a pass goes on in the process that began it. A forked child has a copy of it, and
+    would get all that its parent gets, too.
+
+    Raises:  ConfigError: this is another process.
+    """
+    if os.getpid() != pid:
+        raise ConfigError(
+            f"this pass was begun by process {pid}, and goes on there alone: here, in process "
+            f"{os.getpid()}, which was forked from it, every sample would come a second time. Call "
+            "iter() on the loader here for a pass of its own, which begins the epoch anew",
+            field="iterator",
+        )
 
 
 def _same(batch: Batch) -> Batch:
