@@ -1,12 +1,14 @@
 """Files by other writers, and mutants of files: Dataplane against pyarrow and Python's own readers.
 
     DATAPLANE_FOREIGN=parquet-testing:arrow-testing python tests/foreign.py files
+    DATAPLANE_FOREIGN=… python tests/foreign.py files --node
     python tests/foreign.py mutants [--count 1000] [--seed 0] [--kind parquet …]
 
 Every file is read as a node and a trainer read it, and by others; every value is compared. Printed
 are counts of verdicts (see foreign_read.verdict), and everything that is not simply equal. The exit
 status is 1 if there is a fault of ours: an error that is not ours, another value, a process that
-was killed, or one that hangs. The files of apache/parquet-testing take a minute, a thousand mutants
+was killed, or one that hangs. Files are read in one process that takes the way of a node and a trainer,
+or, with --node, by DataLoader and a node that it starts, which takes minutes. The files of apache/parquet-testing take a minute, a thousand mutants
 of one kind about as long.
 """
 
@@ -43,7 +45,8 @@ Case = tuple[str, Path, str, Path | None]
 class Reader:
     """A process that reads files one by one, and may die of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_node: bool) -> None:
+        self._how = "read-by-node" if by_node else "read"
         self._process: subprocess.Popen[str] | None = None
 
     def verdict(self, path: Path, format_name: str, original: Path | None) -> tuple[str, str]:
@@ -76,7 +79,7 @@ class Reader:
 
     def _start(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "read"],
+            [sys.executable, __file__, self._how],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -85,18 +88,22 @@ class Reader:
         return self._process
 
 
-def read_forever() -> None:
+def read_forever(*, by_node: bool) -> None:
     """The process: a file a line, a verdict a line."""
+    import foreign_read
     import pyarrow as pa
-    from foreign_read import verdict
 
     from dataplane.machine import limit_memory
 
     pa.set_cpu_count(1)
-    limit_memory(_MEMORY_BYTES)
+    read_by = foreign_read.by_node
+    if not by_node:  # a node limits its workers
+        read_by = foreign_read.ours
+        limit_memory(_MEMORY_BYTES)
     for line in sys.stdin:
         path, format_name, original = json.loads(line)
-        found = verdict(Path(path), format_name, None if original is None else Path(original))
+        known = None if original is None else Path(original)
+        found = foreign_read.verdict(Path(path), format_name, known, read_by)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 
@@ -140,9 +147,9 @@ def mutant_files(kinds: Iterable[str], count: int, seed: int, folder: Path) -> I
                 yield f"{kind}/{name}/{seed}/{number}", changed, mutants.FORMATS[kind], path
 
 
-def compare(cases: Iterable[Case], keep: Path | None) -> int:
+def compare(cases: Iterable[Case], keep: Path | None, *, by_node: bool = False) -> int:
     """Read all, print what was found; the number of faults."""
-    reader = Reader()
+    reader = Reader(by_node=by_node)
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     told: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     try:
@@ -178,14 +185,15 @@ def _print(counts: dict[str, Counter[str]], told: dict[tuple[str, str], list[str
 def main(given: list[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("files", "mutants", "read"))
+    parser.add_argument("what", choices=("files", "mutants", "read", "read-by-node"))
     parser.add_argument("--count", type=int, default=1000, help="mutants a kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", action="append", choices=[*mutants.WHOLE], help="of mutants")
     parser.add_argument("--keep", type=Path, help="a folder for copies of what is a fault")
+    parser.add_argument("--node", action="store_true", help="read by DataLoader and its node")
     asked: Any = parser.parse_args(given)
-    if asked.what == "read":
-        read_forever()
+    if asked.what.startswith("read"):
+        read_forever(by_node=asked.what == "read-by-node")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         if asked.what == "mutants":
@@ -197,7 +205,7 @@ def main(given: list[str]) -> int:
                 parser.error("DATAPLANE_FOREIGN names no checkouts: set it to folders, A:B")
             roots = [Path(root) for root in checkouts.split(":")]
             cases = foreign_files(roots, Path(folder))
-        return min(1, compare(cases, asked.keep))
+        return min(1, compare(cases, asked.keep, by_node=asked.node))
 
 
 if __name__ == "__main__":

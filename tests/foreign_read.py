@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import io
 import json
+import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from dataplane_torch import DataLoader
 from dataplane_torch.tensors import Decoder
 from foreign_values import difference, leaf_types, leaves, needs_fill
 
@@ -32,6 +35,9 @@ from dataplane.rpc.messages import Batch
 from dataplane.transforms.nulls import check_fills, check_nulls
 
 Values = dict[str, list[Any]]
+_FILLS = re.compile(r"pass fill_null=(\{.*?\})")
+_OTHERS = re.compile(r"name the others with columns=\[…\]: (.*)$")
+_REFUSED = re.compile(r"column '(.*?)' ")
 FAULTS = ("RAW", "DIFFERS")
 """Verdicts that are a fault of ours; a killed process and a hanging one are others."""
 
@@ -44,6 +50,9 @@ class Read:
     schema: pa.Schema | None = None
     error: BaseException | None = None
     left_out: tuple[str, ...] = ()
+
+
+ReadBy = Callable[[Path, str], Read]
 
 
 def ours(path: Path, format_name: str = "") -> Read:
@@ -63,6 +72,35 @@ def ours(path: Path, format_name: str = "") -> Read:
             return Read(tuple(_batches(manifest, schema, tuple(names))), schema, left_out=left_out)
     except (Exception, pa.ArrowException) as error:  # noqa: BLE001 - it is what we look for
         return Read(error=error)
+
+
+def by_node(path: Path, format_name: str) -> Read:
+    """The same through a DataLoader and its node, which say what to pass for nulls, and which
+    columns there are beside those that are not supported.
+    """
+    columns, fills, known = None, dict[str, float](), list[str]()
+    for _ in range(3):
+        options: Any = {"columns": columns, "fill_null": fills, "format": format_name}
+        try:
+            with DataLoader(str(path), 64, lists="ragged", **options) as loader:
+                left_out = tuple(name for name in known if name not in (columns or known))
+                batches = tuple(loader)
+            manifest = index_dataset([str(path)], format_name=format_name)
+            schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+            return Read(batches, schema, left_out=left_out)
+        except ConfigError as error:
+            said = str(error)
+            pasted, others = _FILLS.search(said), _OTHERS.search(said)
+            if pasted is not None:
+                fills |= ast.literal_eval(pasted[1])
+            elif others is not None and "…" not in others[1]:
+                columns = others[1].split(", ")
+                known = [*columns, *_REFUSED.findall(said)]
+            else:
+                return Read(error=error)
+        except (Exception, pa.ArrowException) as error:  # noqa: BLE001 - it is what we look for
+            return Read(error=error)
+    return Read(error=AssertionError("three answers of ConfigError are not enough"))
 
 
 def _batches(
@@ -110,7 +148,9 @@ def _raw_block(manifest: Manifest, block: int, content: memoryview) -> base.RawB
     )
 
 
-def verdict(path: Path, format_name: str, original: Path | None = None) -> tuple[str, str]:
+def verdict(
+    path: Path, format_name: str, original: Path | None = None, read_by: ReadBy = ours
+) -> tuple[str, str]:
     """How our reading compares with others' reading of the same bytes: a word, and details.
 
     RAW       not an error of ours, or one that is no sentence
@@ -119,7 +159,7 @@ def verdict(path: Path, format_name: str, original: Path | None = None) -> tuple
     equal     "equal to the original" of a mutant that others read otherwise; "equal but for
               columns" of types that are not supported; "alone" where nobody else can read it
     """
-    read = ours(path, format_name)
+    read = read_by(path, format_name)
     if read.error is not None:
         return _refused(read.error, path, format_name)
     try:
