@@ -6,14 +6,16 @@ no longer be trusted: everybody around it is made for a process that is killed. 
 trainers start it anew.
 
 Invariants:
-1. A task that was started here and ends by an exception ends the process, and so does a callback of
-   ours that raises. The log names both, and the exit status is not 0.
+1. A task that was started here, or is watched in a thread, and ends by an exception ends the
+   process, and so does a callback of ours that raises. The log names both, and the exit status is
+   not 0.
 2. What a library's callback raises is logged, a few lines a minute, and ends nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import sys
@@ -40,6 +42,12 @@ def start(name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]
     return task
 
 
+def watch(name: str, future: concurrent.futures.Future[None]) -> None:
+    """A thread does this beside everything else: the same holds for it as for a task."""
+    loop = asyncio.get_running_loop()
+    future.add_done_callback(partial(_look_from_thread, loop, name))
+
+
 def end_process_on_failure() -> None:
     """From now on a failure on the running event loop ends this process."""
     asyncio.get_running_loop().set_exception_handler(_on_failure)
@@ -56,9 +64,21 @@ def end_process(name: str, error: BaseException | None) -> NoReturn:
 def _look(task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        message = f"the background task {task.get_name()!r} failed"
-        context = {"message": message, "exception": error, _TASK: task.get_name()}
-        task.get_loop().call_exception_handler(context)
+        _tell(task.get_loop(), task.get_name(), error)
+
+
+def _look_from_thread(
+    loop: asyncio.AbstractEventLoop, name: str, future: concurrent.futures.Future[None]
+) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is all else
+            loop.call_soon_threadsafe(_tell, loop, name, error)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, name: str, error: BaseException) -> None:
+    message = f"the background task {name!r} failed"
+    loop.call_exception_handler({"message": message, "exception": error, _TASK: name})
 
 
 def _on_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -40,4 +41,19 @@ def test_a_task_that_fails_is_told_at_once_and_one_that_is_cancelled_is_not() ->
     asyncio.run(play())
     (context,) = told
     assert "'failing'" in str(context["message"])
+    assert isinstance(context["exception"], KeyError)
+
+
+def test_what_fails_in_a_thread_that_nobody_waits_for_is_told_on_the_loop() -> None:
+    async def play() -> dict[str, object]:
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[dict[str, object]] = loop.create_future()
+        loop.set_exception_handler(lambda _, context: told.set_result(context))
+        with ThreadPoolExecutor(1) as threads:
+            background.watch("fetch", threads.submit({}.__getitem__, "gone"))
+            async with asyncio.timeout(60):
+                return await told
+
+    context = asyncio.run(play())
+    assert "'fetch'" in str(context["message"])
     assert isinstance(context["exception"], KeyError)

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
+from dataplane import background
 from dataplane.errors import DataplaneError, StoreError
 from dataplane.model import Region
 from dataplane.store.base import Store
@@ -83,7 +84,7 @@ class Fetcher:
             except RuntimeError:
                 return  # the loop is closed: nobody waits any more
 
-        self._threads.submit(work)
+        background.watch("fetch", self._threads.submit(work))
 
     def trouble(self, url: str) -> StoreError | None:
         """Why bytes of this shard do not come; None if nothing is wrong as far as is known."""

@@ -73,7 +73,7 @@ class _Task:
         default_factory=queue.SimpleQueue
     )
     reads: int = 0
-    failure: Exception | None = None
+    failure: BaseException | None = None
     pieces: Iterator[bytes] | None = None
     index: bytes = b""
 
@@ -249,7 +249,7 @@ class _Process:
         """In a thread of the node: read for a shard, and tell what was read."""
         try:
             answer = _bytes_for(task, asked)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised for the shard
+        except BaseException as error:  # noqa: BLE001 - raised for the shard, also a panic
             task.failure = error
             answer = tasks.ShardBytes(asked.request, has_failed=True)
         with self._changing:

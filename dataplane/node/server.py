@@ -149,7 +149,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - one trainer's nonsense is not another's loss
             self._broke(request_id, error)
 
-    def _broke(self, request_id: int, error: Exception) -> None:
+    def _broke(self, request_id: int, error: BaseException) -> None:
         self._server.trace.broke("request", by=error, error=repr(error))
         self.send(request_id, DataplaneError(f"the node failed: {error!r}"))
 
@@ -163,7 +163,9 @@ class Session:
                 await coroutine
             except DataplaneError as error:
                 self.send(request_id, error)
-            except Exception as error:  # noqa: BLE001 - a request is answered, whatever happens
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits
                 self._broke(request_id, error)
 
         task = self._loop.create_task(guarded())

@@ -124,6 +124,19 @@ def test_whatever_a_store_raises_is_reported() -> None:
     assert "ZeroDivisionError" in str(found)
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+def test_a_librarys_panic_is_reported_too() -> None:
+    def on_read(offset: int) -> None:
+        raise Panic("index out of bounds")
+
+    (found,) = _fetched(Shard(on_read), [100])
+    assert isinstance(found, StoreError)
+    assert "Panic: index out of bounds" in str(found)
+
+
 @pytest.mark.parametrize("budget", [16, 40])
 def test_preambles_are_kept_within_their_budget(
     monkeypatch: pytest.MonkeyPatch, budget: int
