@@ -83,8 +83,8 @@ class Embedded:
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
         """It was lost again and again."""
         return PeerLost(
-            f"{self.whom} was started again and again for {waited_s:.0f} s, and was lost each time"
-            f" (by SIGKILL, most likely for want of memory, or by its own end); the last: {error}",
+            f"{self.whom} did not answer for {waited_s:.0f} s, or was lost again and again (a node "
+            f"that is killed has most likely run out of memory); the last: {error}",
             peer=f"@{self.name}",
             last_error=str(error),
         )
