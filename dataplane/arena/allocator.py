@@ -86,6 +86,10 @@ class Allocator:
         self._taken[offset + keep] = had - keep
         self.free(offset + keep)
 
+    def free_extents(self) -> list[tuple[int, int]]:
+        """(offset, length) of what is not given out, the longest first."""
+        return sorted(self._lengths.items(), key=lambda each: (-each[1], each[0]))
+
     @property
     def largest_free(self) -> int:
         """The longest extent that could be allocated now, in bytes."""

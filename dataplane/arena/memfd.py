@@ -7,7 +7,8 @@ Invariants:
    never with a signal at first touch.
 3. Nothing is named: when the last process that holds the memfd dies, the kernel frees it.
 4. A mapping lives as long as any view of it.
-5. What is mapped stays mapped, and what was allocated stays allocated: to ask once is enough.
+5. What is mapped stays mapped, and what was allocated stays allocated, but for what is released:
+   to ask once is enough.
 6. A forked child has the pages of what it can read (`keep_only`), and no descriptor.
 """
 
@@ -27,6 +28,7 @@ from dataplane.errors import BudgetTooSmall, ClosedError
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _MADV_POPULATE_READ = 22
+_MADV_REMOVE = 9
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 _PIECE_BYTES = 64 << 10
 """What is mapped is remembered in pieces of this size."""
@@ -133,18 +135,32 @@ class Arena:
         """
         if end <= self._reserved:
             return
+        self.reserve_part(self._reserved, end - self._reserved)
+        self._reserved = end
+
+    def reserve_part(self, offset: int, length: int) -> None:
+        """Allocate the memory of bytes [offset, offset + length), whatever is known of them.
+
+        Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
+        """
         self.buffer  # noqa: B018 - raises when closed
-        start = self._reserved
         try:
-            os.posix_fallocate(self.fd, start, end - start)
+            os.posix_fallocate(self.fd, offset, length)
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
                 raise
+            end = offset + length
             raise BudgetTooSmall(
                 f"no memory for an arena of {end} bytes: {error}; lower the memory budget",
                 needed=end,
             ) from error
-        self._reserved = end
+
+    def release(self, offset: int, length: int) -> None:
+        """Give whole pages back to the machine, in all processes that map them. They are zeroes
+        then, and `reserve_part` allocates them anew.
+        """
+        self.buffer  # noqa: B018 - raises when closed
+        pages.advise(self._address + offset, length, _MADV_REMOVE)
 
     def keep_only(self, kept: Iterable[tuple[int, int]]) -> None:
         """In a forked child: give up the memory and the descriptor of all but the (offset, length)

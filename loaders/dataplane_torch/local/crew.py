@@ -75,13 +75,10 @@ class Crew:
 
         Raises:  whatever the pickling of its index raises.
         """
+        self.mapped[worker_id].let_go()
         encoded = frames.encode(frame)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connections[worker_id].send_bytes(encoded)
-
-    def given_back(self, worker_id: int) -> frames.Released:
-        """The extents to tell a worker of with the next frame."""
-        return tuple(self.mapped[worker_id].given_back())
 
     def let_go(self, worker_id: int) -> None:
         """Tell a worker that it will not be needed."""

@@ -11,8 +11,6 @@ from dataplane_torch.local.progress import WorkerState
 
 _MADE, _FETCH = 0, 1
 
-Released = tuple[tuple[int, int], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Begin:
@@ -22,7 +20,6 @@ class Begin:
     shared_seed: int | None
     state: WorkerState | None
     anew: bool
-    given_back: Released = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +29,11 @@ class Fetch:
     pass_id: int
     task: int
     index: Any
-    given_back: Released = ()
 
 
 @dataclass(frozen=True, slots=True)
 class End:
     """Nothing more will come."""
-
-    given_back: Released = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,7 @@ def encode(frame: ToWorker | FromWorker) -> bytes:
         fields: Any = (_MADE, frame.pass_id, frame.task, frame.kind, frame.parcel, None)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
     if isinstance(frame, Fetch) and _is_plain(frame.index):
-        fields = (_FETCH, frame.pass_id, frame.task, frame.index, frame.given_back)
+        fields = (_FETCH, frame.pass_id, frame.task, frame.index)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
     return pickled_whole(frame)
 

@@ -27,9 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.arena import forks
-from dataplane.arena.allocator import Allocator, rounded
+from dataplane.arena.allocator import rounded
 from dataplane.arena.memfd import Arena
 from dataplane.client.mount import NoDevice, Pinning
+from dataplane_torch.local.segment import Segment, mark_dead
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -61,9 +62,9 @@ class Segments:
         whole: bool,
     ) -> None:
         self._announce, self._retire, self._whole = announce, retire, whole
-        self._segments: dict[int, tuple[Arena, Allocator]] = {}
+        self._segments: dict[int, Segment] = {}
         self._next_id = 0
-        self._used = self._peak = self._peak_before = 0
+        self._used = self._peak = self._peak_before = self._there = 0
         self._allocations = 0
         self._unheld: deque[tuple[int, int]] = deque()
 
@@ -72,69 +73,106 @@ class Segments:
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more.
         """
-        while self._unheld:
-            self.free(*self._unheld.popleft())
+        self._free_dead()
         self._count(rounded(length))
-        for segment_id in self._segments:
-            extent = self._allocated(segment_id, length)
-            if extent is not None:
-                return extent
-        extent = self._allocated(self._grow(length), length)
-        assert extent is not None
+        extent = self._found(length)
+        if extent is None:
+            self._grow(length)
+            extent = self._found(length)
+            assert extent is not None
+        try:
+            self._reserve(extent)
+        except BaseException:
+            self.free(extent.segment, extent.offset)
+            raise
         return extent
 
     def memory(self, extent: Extent) -> memoryview:
         """Its bytes, writable."""
-        return self._segments[extent.segment][0].view(extent.offset, extent.length)
+        return self._segments[extent.segment].arena.view(extent.offset, extent.length)
 
     def free(self, segment_id: int, offset: int) -> None:
         """Give an extent back."""
-        arena, allocator = self._segments[segment_id]
-        before = allocator.free_bytes
-        allocator.free(offset)
-        self._used -= allocator.free_bytes - before
-        if allocator.free_bytes == allocator.size_bytes:
-            self._give_up(segment_id, arena)
+        segment = self._segments[segment_id]
+        before = segment.allocator.free_bytes
+        segment.allocator.free(offset)
+        self._used -= segment.allocator.free_bytes - before
+        if segment.is_empty:
+            self._give_up(segment_id, segment)
 
     def free_soon(self, segment_id: int, offset: int) -> None:
         """The same for finalizers, which run in the middle of anything."""
         self._unheld.append((segment_id, offset))
 
-    def _allocated(self, segment_id: int, length: int) -> Extent | None:
-        arena, allocator = self._segments[segment_id]
-        offset = allocator.allocate(length)
-        if offset is None:
-            return None
-        arena.reserve(allocator.high_water)
-        return Extent(segment_id, offset, length)
+    def release_unused(self) -> bool:
+        """Give all memory back to the machine in which nothing lies; whether something may become
+        free later. For when nothing is to be done: to allocate it anew takes time.
+        """
+        self._free_dead()
+        if not self._whole and self._there > self._used + _SMALLEST_BYTES:
+            self._release(self._there - self._used)
+        return not self._whole and self._there > _SMALLEST_BYTES
 
-    def _give_up(self, segment_id: int, arena: Arena) -> None:
+    def _free_dead(self) -> None:
+        while self._unheld:
+            self.free(*self._unheld.popleft())
+        for segment_id, segment in list(self._segments.items()):
+            for offset in segment.dead():
+                self.free(segment_id, offset)
+
+    def _found(self, length: int) -> Extent | None:
+        for segment_id, segment in self._segments.items():
+            offset = segment.allocator.allocate(length)
+            if offset is not None:
+                return Extent(segment_id, offset, length)
+        return None
+
+    def _reserve(self, extent: Extent) -> None:
+        """Have the pages of an extent. Others are given back for them, so that there are no more
+        than were in use at once lately.
+        """
+        segment = self._segments[extent.segment]
+        missing = segment.missing_bytes(extent.offset, extent.length)
+        if missing:
+            most = max(self._peak, self._peak_before)
+            self._release(self._there + missing - most - max(_SMALLEST_BYTES, most // 16))
+            segment.reserve(extent.offset, extent.length)
+            self._there += missing
+
+    def _release(self, wanted_bytes: int) -> None:
+        for segment in self._segments.values():
+            if wanted_bytes <= 0 or self._whole:
+                return
+            released = segment.release(wanted_bytes)
+            wanted_bytes -= released
+            self._there -= released
+
+    def _give_up(self, segment_id: int, segment: Segment) -> None:
         """Retire a segment that nothing lies in, unless it may be needed."""
-        rest = sum(each.size_bytes for each, _ in self._segments.values()) - arena.size_bytes
+        every = self._segments.values()
+        rest = sum(each.arena.size_bytes for each in every) - segment.arena.size_bytes
         if rest >= _SLACK * max(self._peak, self._peak_before, _SMALLEST_BYTES):
             del self._segments[segment_id]
-            arena.close()
+            self._there -= segment.there_bytes
+            segment.close()
             self._retire(segment_id)
 
-    def _grow(self, length: int) -> int:
+    def _grow(self, length: int) -> None:
         """A segment as large as all that are there, so that there are never many."""
-        total = sum(arena.size_bytes for arena, _ in self._segments.values())
-        size_bytes = max(2 * rounded(length), total, _SMALLEST_BYTES)
+        total = sum(segment.arena.size_bytes for segment in self._segments.values())
+        segment = Segment(max(2 * rounded(length), total, _SMALLEST_BYTES), whole=self._whole)
         segment_id, self._next_id = self._next_id, self._next_id + 1
-        arena = Arena.create(f"dataplane-worker-{os.getpid()}", size_bytes)
-        if self._whole:
-            arena.reserve(size_bytes)
-        self._segments[segment_id] = arena, Allocator(size_bytes)
-        self._announce(segment_id, arena.fd, size_bytes)
-        return segment_id
+        self._segments[segment_id] = segment
+        self._there += segment.there_bytes
+        self._announce(segment_id, segment.arena.fd, segment.arena.size_bytes)
 
     def _count(self, length: int) -> None:
         self._allocations += 1
         if self._allocations % _WINDOW == 0:
             self._peak_before, self._peak = self._peak, self._used
-            for segment_id, (arena, allocator) in reversed(list(self._segments.items())):
-                if allocator.free_bytes == allocator.size_bytes:
-                    self._give_up(segment_id, arena)
+            for segment_id, segment in reversed(list(self._segments.items())):
+                if segment.is_empty:
+                    self._give_up(segment_id, segment)
         self._used += length
         self._peak = max(self._peak, self._used)
 
@@ -145,8 +183,7 @@ class Mapped:
     def __init__(self, pinning: Pinning | None) -> None:
         self._pinning = pinning or NoDevice()
         self._segments: dict[int, _Mapping] = {}
-        self._dead: deque[tuple[int, int]] = deque()
-        self._kept: forks.Kept[tuple[_Mapping, int, int]] = forks.Kept()
+        self._kept: forks.Kept[tuple[_Mapping, int]] = forks.Kept()
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -182,16 +219,12 @@ class Mapped:
 
     def give_back(self, extent: Extent) -> None:
         """Nobody here needs this extent."""
-        self._dead.append((extent.segment, extent.offset))
+        self._segments[extent.segment].mark_dead(extent.offset)
 
-    def given_back(self) -> list[tuple[int, int]]:
-        """(segment, offset) of the extents that died since the last call."""
-        for mapping, segment_id, offset in self._kept.let_go():
-            self._unused(mapping, segment_id, offset)
-        dead: list[tuple[int, int]] = []
-        while self._dead:
-            dead.append(self._dead.popleft())
-        return dead
+    def let_go(self) -> None:
+        """Give back what forked children had to read until now."""
+        for mapping, offset in self._kept.let_go():
+            self._unused(mapping, offset)
 
     def close(self) -> None:
         """The worker is gone: mappings end with their last views, and nobody writes what children
@@ -207,16 +240,13 @@ class Mapped:
         mapping.alive.pop(number, None)
         children = forks.died(number)
         if children and not self._is_closed:
-            self._kept.add(children, (mapping, extent.segment, extent.offset))
+            self._kept.add(children, (mapping, extent.offset))
         else:
-            self._unused(mapping, extent.segment, extent.offset)
+            self._unused(mapping, extent.offset)
 
-    def _unused(self, mapping: _Mapping, segment_id: int, offset: int) -> None:
-        self._pinning.when_unread(partial(self._give_back_read, mapping, segment_id, offset))
-
-    def _give_back_read(self, mapping: _Mapping, segment_id: int, offset: int) -> None:
-        del mapping  # it was kept, pinned, until no device could read the extent
-        self._dead.append((segment_id, offset))
+    def _unused(self, mapping: _Mapping, offset: int) -> None:
+        # The mapping stays, pinned, until no device can read the extent.
+        self._pinning.when_unread(partial(mapping.mark_dead, offset))
 
 
 class _Mapping:
@@ -228,6 +258,10 @@ class _Mapping:
         _mappings.add(self)
         unpin = pinning.pin(np.frombuffer(arena.view(0, arena.size_bytes), np.uint8))
         weakref.finalize(self, _unpin_and_close, arena, unpin).atexit = False
+
+    def mark_dead(self, offset: int) -> None:
+        """The extent that begins there is not needed here."""
+        mark_dead(self.arena, offset)
 
 
 def _unpin_and_close(arena: Arena, unpin: Callable[[], None]) -> None:

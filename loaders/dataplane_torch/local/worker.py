@@ -36,6 +36,9 @@ from dataplane_torch.local.stateful import load_state, skip_samples, state_of
 
 _PARENT_POLL_MS = 5000
 _LAST_WORDS_S = 5.0
+# To allocate memory anew takes less than that by far.
+_IDLE_S = 0.25
+_LONG_IDLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,7 @@ class Worker:
                 setup.init_fn(setup.worker_id)
             except Exception:  # noqa: BLE001 - whatever it is, the trainer is told
                 self._fault = self._wrapped()
-        while (frame := self._inbox.take()) is not None:
-            for segment_id, offset in frame.given_back:
-                self._segments.free(segment_id, offset)
+        while (frame := self._next_frame()) is not None:
             match frame:
                 case frames.Begin():
                     self._begin(frame)
@@ -108,6 +109,15 @@ class Worker:
                         self._fetch(frame)
                 case frames.End():
                     return
+
+    def _next_frame(self) -> frames.ToWorker | None:
+        """The next one. While there is nothing to do, memory that is not needed goes back."""
+        pause_s: float | None = _IDLE_S
+        while True:
+            try:
+                return self._inbox.take(pause_s)
+            except queue.Empty:
+                pause_s = _LONG_IDLE_S if self._segments.release_unused() else None
 
     def _begin(self, frame: frames.Begin) -> None:
         self._pass, self._is_done, self._fetched = frame.pass_id, False, 0
@@ -247,9 +257,12 @@ class _Inbox:
         self.pass_id: int | None = None
         threading.Thread(target=self._read, name="dataplane-inbox", daemon=True).start()
 
-    def take(self) -> frames.ToWorker | None:
-        """The next frame; None when the trainer is gone."""
-        return self._frames.get()
+    def take(self, timeout_s: float | None) -> frames.ToWorker | None:
+        """The next frame; None when the trainer is gone.
+
+        Raises:  queue.Empty: there is none yet.
+        """
+        return self._frames.get(timeout=timeout_s)
 
     def _read(self) -> None:
         poll = select.poll()

@@ -180,9 +180,8 @@ class WorkerPass(_BaseDataLoaderIter):
             place.workers = [state or WorkerState() for state in states]
         self._turns = itertools.cycle([*range(first, count), *range(first)])
         for worker_id, state in enumerate(states):
-            given_back = self._crew.given_back(worker_id)
             anew = resume is not None and resume.is_finished
-            begin = frames.Begin(self._pass_id, self._shared_seed, state, anew, given_back)
+            begin = frames.Begin(self._pass_id, self._shared_seed, state, anew)
             self._crew.tell(worker_id, begin)
         self._fill()
         self.beginning.begun()
@@ -330,8 +329,7 @@ class WorkerPass(_BaseDataLoaderIter):
                 self._has_indices = False
                 return
             assert self._crew is not None
-            given_back = self._crew.given_back(worker_id)
-            fetch = frames.Fetch(self._pass_id, self._next_task, index, given_back)
+            fetch = frames.Fetch(self._pass_id, self._next_task, index)
             self._crew.tell(worker_id, fetch)
             place = None if self._places is None else self._places.place()
             self._tasks[self._next_task] = _Task(worker_id, index, place)

@@ -179,7 +179,7 @@ def test_what_a_dataset_collates_for_itself_is_free_when_it_is_dropped() -> None
             assert first.tolist() == [100 * i + k for k in range(20)]
             assert kept.unique().tolist() == [100 * i + 19]
             # One that is dropped and one that is returned, in several passes.
-            assert mapped_bytes() <= 8 * _COLLATED_BYTES
+            assert mapped_bytes() <= 10 * _COLLATED_BYTES
 
 
 _COLLATED_BYTES = 1 << 20
@@ -206,7 +206,7 @@ def test_expanded_tensors_take_the_memory_that_they_have() -> None:
             assert batch.stride(0) == 0
             assert batch.shape[0] == 500
             assert bool((batch[::100] == i).all())
-            assert mapped_bytes() <= 1 << 20
+            assert mapped_bytes() <= 2 << 20
         loader.close()
         del batch
 
