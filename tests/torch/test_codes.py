@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 import torch
@@ -123,6 +124,22 @@ def test_the_values_are_read_once_and_remembered(tmp_path: Path) -> None:
         pytest.raises(SpecMismatch, match=r"codes: .*txt.* in the state"),
     ):
         loader.load_state_dict(state)
+
+
+def test_schema_and_categories_come_from_the_node_after_one_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "rows.arrow").write_bytes(WRITERS["arrow"](rows_from(0, 50)))
+    with DataLoader(str(tmp_path / "rows.arrow"), 7, codes=["txt"]) as loader:
+        assert len(loader) == 8
+        (node,) = (
+            child
+            for child in psutil.Process().children()
+            if child.status() != psutil.STATUS_ZOMBIE and "--listener-fd" in child.cmdline()
+        )
+        node.kill()
+        node.wait()
+        assert loader.schema["txt"].category_count == len(VALUES)
+        assert loader.categories("txt") == VALUES
+        assert torch.cat([b["txt"] for b in loader]).tolist() == codes_of(rows_from(0, 50))
 
 
 def test_many_values_come_in_several_answers(tmp_path: Path) -> None:
