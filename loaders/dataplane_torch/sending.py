@@ -106,24 +106,6 @@ class Sending:
         return leaf if _is_early(leaf) else moved(leaf, self._lane.device)
 
 
-class Once:
-    """What `make` gives or raises; it is not called twice."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make: Callable[[], Any] | None = make
-        self._error: Exception = RuntimeError("this batch was lost to an interrupt")
-
-    def __call__(self) -> Any:
-        make, self._make = self._make, None
-        if make is None:
-            raise self._error
-        try:
-            return make()
-        except Exception as error:
-            self._error = error
-            raise
-
-
 def moved(given: Any, device: torch.device) -> Any:
     """`given.to(device)` in the stream of the caller, without waiting where it can do that."""
     try:

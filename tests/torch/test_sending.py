@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from dataplane_torch.sending import Once, Sending
+from dataplane_torch.sending import Sending
 from dataplane_torch.tensors import tensor_over
 from fake_device import FakeDevice, FakeLane, Stream
 from hypothesis import given, settings
@@ -290,23 +290,3 @@ def test_what_goes_wrong_ahead_is_raised_when_it_is_due_and_tried_again() -> Non
     assert [one.numel() for one in sending()] == [2, 3]
     assert made == [1]
     device.finish()
-
-
-def test_what_is_made_once_fails_with_the_same_error_again() -> None:
-    def broken() -> Any:
-        raise ValueError("broken")
-
-    sending = Sending(FakeLane(FakeDevice()), Once(broken))
-    sending.begin()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="broken"):
-            sending()
-
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    sending = Sending(FakeLane(FakeDevice()), Once(interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        sending.begin()
-    with pytest.raises(RuntimeError, match="interrupt"):
-        sending()

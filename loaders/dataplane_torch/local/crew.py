@@ -52,7 +52,7 @@ class Crew:
         self._ended: set[int] = set()
         self._poll = select.poll()
         self._pid = os.getpid()
-        self._is_closed = False
+        self._is_closed = self._has_raised = False
         forked = context.get_start_method() in {"fork", "spawn"}
         parent_pid = self._pid if forked else 0
         try:
@@ -86,17 +86,24 @@ class Crew:
             self._ended.add(worker_id)
             self.tell(worker_id, frames.End())
 
-    def heard(self, deadline: float | None) -> Iterator[tuple[int, frames.FromWorker]]:
-        """What workers have said; waits until one of them says something, or for the deadline (by
-        time.monotonic), after which nothing comes.
+    def wait(self, deadline: float | None) -> list[int]:
+        """Wait until workers say something, or for the deadline (by time.monotonic), after which
+        nobody has: `heard` takes this.
 
         Raises:  RuntimeError: a worker died.
         """
         while not (ready := self._poll.poll(self._wait_ms(deadline))):
             if deadline is not None and time.monotonic() >= deadline:
-                return
-            self._look_after()
-        for fd, _ in ready:
+                break
+            self.look_after()
+        return [fd for fd, _ in ready]
+
+    def heard(self, ready: list[int]) -> Iterator[tuple[int, frames.FromWorker]]:
+        """What workers have said.
+
+        Raises:  RuntimeError: a worker died.
+        """
+        for fd in ready:
             worker_id = self._by_fd[fd]
             try:
                 frame = frames.decode(self._connections[worker_id].recv_bytes())
@@ -111,6 +118,25 @@ class Crew:
                 self.mapped[worker_id].detach(frame.segment_id)
                 continue
             yield worker_id, frame
+
+    def look_after(self) -> None:
+        """Raise for workers that died, in torch's words, whoever sees it first: torch's handler of
+        SIGCHLD, or the end of the worker's socket.
+        """
+        self._has_raised = True
+        signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
+        for worker_id in self._gone - self._ended:
+            process = self.processes[worker_id]
+            process.join(_END_S)
+            raise RuntimeError(_obituary(process.pid, process.exitcode))
+        self._has_raised = False
+
+    def is_to_be_replaced(self, was_torn: bool) -> bool:
+        """Whether the next pass needs other workers: an exception came in the middle of a frame, or
+        an interrupt ended these too. One that died is for `look_after` to tell.
+        """
+        codes = {process.exitcode for process in self.processes}
+        return not self._has_raised and codes <= {None, 0} and (was_torn or 0 in codes)
 
     def close(self) -> None:
         """End all workers. May be called twice, and by a forked child, where it does nothing."""
@@ -168,17 +194,7 @@ class Crew:
         """A worker's socket has ended: as it was told, or on its own."""
         self._poll.unregister(self._connections[worker_id].fileno())
         self._gone.add(worker_id)
-        self._look_after()
-
-    def _look_after(self) -> None:
-        """Raise for workers that died, in torch's words, whoever sees it first: torch's handler of
-        SIGCHLD, or the end of the worker's socket.
-        """
-        signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
-        for worker_id in self._gone - self._ended:
-            process = self.processes[worker_id]
-            process.join(_END_S)
-            raise RuntimeError(_obituary(process.pid, process.exitcode))
+        self.look_after()
 
     def _wait_ms(self, deadline: float | None) -> int:
         if deadline is None:

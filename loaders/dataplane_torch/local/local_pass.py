@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +21,14 @@ from dataplane_torch.sending import Sending
 
 
 class LocalPass(_SingleProcessDataLoaderIter):
-    """A pass whose samples this process loads, as torch's with num_workers=0.
+    """A pass whose samples this process loads, as torch's with num_workers=0. Threads take turns.
 
     Nothing is copied ahead to a device: the next batch would have to be loaded first, in this
     thread, which would take longer than its copy.
     """
 
     def __init__(self, loader: Any, resume: PassState | None) -> None:
+        self._lock = threading.RLock()
         self.beginning = begin = Beginning(loader, 0, resume)
         told = None if resume is None else resume.workers[0]
         if told is not None and told.dataset is not None:
@@ -65,6 +67,10 @@ class LocalPass(_SingleProcessDataLoaderIter):
         # The loader has its place, and not the pass, whose iterator ends with it.
         with contextlib.suppress(Exception):
             self.place  # noqa: B018 - as it is now
+
+    def __next__(self) -> Any:
+        with self._lock:
+            return super().__next__()
 
     def _next_data(self) -> Any:
         if not self._is_asked:

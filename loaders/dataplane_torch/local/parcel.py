@@ -202,20 +202,26 @@ def pickled_whole(given: object) -> bytes:
     return file.getvalue()
 
 
-def unpack(parcel: Parcel, mapped: Mapped) -> Any:
-    """The object of a parcel; its tensors and arrays are views of the worker's segments.
+class Arrived:
+    """A parcel in the trainer, which has taken its memory: tensors and arrays are views of it."""
 
-    Raises:  whatever its unpickling raises.
-    """
-    taken = {extent: mapped.take(extent) for extent in dict.fromkeys(parcel.beside)}
-    buffers = [taken[extent] for extent in parcel.beside]
-    if isinstance(parcel.pickled, bytes):
-        return pickle.loads(parcel.pickled, buffers=buffers)
-    try:
-        with mapped.peek(parcel.pickled) as pickled:
-            return pickle.loads(pickled, buffers=buffers)
-    finally:
-        mapped.give_back(parcel.pickled)
+    def __init__(self, parcel: Parcel, mapped: Mapped) -> None:
+        taken = {extent: mapped.take(extent) for extent in dict.fromkeys(parcel.beside)}
+        self._buffers: list[Bytes] | None = [taken[extent] for extent in parcel.beside]
+        self._pickled: Any = parcel.pickled
+        if not isinstance(parcel.pickled, bytes):
+            self._pickled = mapped.take(parcel.pickled)
+
+    def unpack(self) -> Any:
+        """The object, once. Where that raises, it may be tried again.
+
+        Raises:  whatever its unpickling raises.
+        """
+        if self._buffers is None:
+            raise RuntimeError("this batch was lost to an interrupt")
+        found = pickle.loads(self._pickled, buffers=self._buffers)
+        self._pickled = self._buffers = None  # whoever keeps a tensor keeps its memory
+        return found
 
 
 def discard(parcel: Parcel, mapped: Mapped) -> None:

@@ -213,10 +213,6 @@ class Mapped:
         mapping.alive[number] = extent.offset, extent.length
         return memory
 
-    def peek(self, extent: Extent) -> memoryview:
-        """Its bytes, for a moment: whoever peeks gives the extent back with `give_back`."""
-        return self._segments[extent.segment].arena.view(extent.offset, extent.length)
-
     def give_back(self, extent: Extent) -> None:
         """Nobody here needs this extent."""
         self._segments[extent.segment].mark_dead(extent.offset)

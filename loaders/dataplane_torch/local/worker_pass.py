@@ -6,6 +6,8 @@ Invariants:
 2. At most prefetch_factor batches a worker are under way or wait to be taken.
 3. What a pass tells of its place covers the batches that it has yielded, and no others.
 4. The memory of a parcel is taken once: unpacked, or discarded.
+5. Threads take turns. An exception of a signal's handler that comes while a pass waits changes
+   nothing; elsewhere it leaves the pass torn, and it yields no more. The next one is whole.
 """
 
 from __future__ import annotations
@@ -13,36 +15,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
-import torch
-from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dataplane_torch.local import frames
 from dataplane_torch.local.beginning import Beginning, Place
 from dataplane_torch.local.crew import Crew
-from dataplane_torch.local.parcel import discard, unpack
-from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
-from dataplane_torch.local.worker import Setup
-from dataplane_torch.pinning import cuda_pinning
-from dataplane_torch.sending import Once, Sending
-
-
-@dataclass(slots=True)
-class _Task:
-    """A batch that was asked for: of whom, and where the sampler stood after it. It is `sending`
-    from when it is unpacked for a device, which may be before it is due.
-    """
-
-    worker_id: int
-    index: Any
-    sampler: SamplerState | None
-    answer: frames.Made | frames.Ended | None = None
-    sending: Sending | None = None
+from dataplane_torch.local.hiring import hire
+from dataplane_torch.local.parcel import discard
+from dataplane_torch.local.progress import PassState, WorkerState
+from dataplane_torch.local.task import Task
+from dataplane_torch.sending import Sending
 
 
 class WorkerPass(_BaseDataLoaderIter):
@@ -50,8 +39,9 @@ class WorkerPass(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any, resume: PassState | None) -> None:
         self._crew: Crew | None = None
+        self._lock, self._is_torn = threading.RLock(), False
         self._pass_id = 0
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, Task] = {}
         self._target = loader._target
         self._in_order = loader.in_order
         if loader.prefetch_factor < 1:
@@ -69,16 +59,22 @@ class WorkerPass(_BaseDataLoaderIter):
                 super()._reset(loader, first_iter=True)
             self._take_places(begin)
         self._shared_seed = seed
-        self._crew = self._started(loader)
+        self._crew = hire(self, loader)
         self._open(resume)
 
     @property
     def place(self) -> Place:
         """Where it stands. What workers say of their datasets when they start is waited for."""
-        place = self.beginning.place
-        while not (place.is_finished or self._is_closed or all(self._is_ready)):
-            self._hear(None)
-        return place
+        if not self._is_told:
+            with self._lock:
+                while not self._is_told:
+                    self._hear(None, rests=True)
+        return self.beginning.place
+
+    @property
+    def _is_told(self) -> bool:
+        is_over = self.beginning.place.is_finished or self._is_closed or self._is_torn
+        return is_over or all(self._is_ready) or not self.is_ours
 
     @property
     def is_ours(self) -> bool:
@@ -103,17 +99,24 @@ class WorkerPass(_BaseDataLoaderIter):
             self.close()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """The next pass, with the same workers."""
-        begin = self._begin(loader, None)
-        with begin.drawing():
-            super()._reset(loader, first_iter)
-            self._take_places(begin)
-        self._open_anew()
+        """The next pass, with the same workers if they are there, and not in mid-sentence."""
+        with self._lock:
+            was_torn, self._is_torn = self._is_torn, True
+            begin = self._begin(loader, None)
+            with begin.drawing():
+                super()._reset(loader, first_iter)
+                self._take_places(begin)
+            if self._crew is not None and self._crew.is_to_be_replaced(was_torn):
+                self._tasks.clear()
+                self._crew.close()
+                self._crew = hire(self, loader)
+            self._open_anew()
+            self._is_torn = False
 
     def _open_anew(self) -> None:
         self._pass_id += 1
         for task in self._tasks.values():
-            if isinstance(task.answer, frames.Made) and task.sending is None:
+            if isinstance(task.answer, frames.Made) and task.make is None:
                 self._discard(task.worker_id, task.answer)
         self._open(None)
 
@@ -126,42 +129,6 @@ class WorkerPass(_BaseDataLoaderIter):
         self._places = begin.places(self)
         if self._places is not None:
             begin.place.sampler = self._places.place()
-
-    def _started(self, loader: Any) -> Crew:
-        init_fn = loader.worker_init_fn
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            settings = (init_fn, self._world_size, self._rank)
-            init_fn = functools.partial(_sharding_worker_init_fn, *settings)
-        pinning = (
-            cuda_pinning(wanted=self._pin_memory)
-            if self._target is None
-            else self._target.pinning(reads_all=False)  # arrays, for one, stay with the user
-        )
-        is_iterable = self.beginning.place.is_iterable
-        every = loader.snapshot_every_n_steps
-        # A map-style dataset cannot skip what it does not know.
-        state_every = -(-every // loader.num_workers) if is_iterable else 1
-
-        def setup(worker_id: int, parent_pid: int) -> Setup:
-            return Setup(
-                kind=self._dataset_kind,
-                dataset=self._dataset,
-                auto_collation=self._auto_collation,
-                collate_fn=self._collate_fn,
-                drop_last=self._drop_last,
-                batch_size=loader.batch_size or 1,
-                base_seed=int(self._base_seed),
-                init_fn=init_fn,
-                worker_id=worker_id,
-                worker_count=self._num_workers,
-                shared_seed=self._shared_seed,
-                is_pinned=pinning is not None,
-                state_every=state_every,
-                parent_pid=parent_pid,
-            )
-
-        context = loader.multiprocessing_context or torch.multiprocessing.get_context()
-        return Crew(self._num_workers, context, setup, pinning)
 
     def _open(self, resume: PassState | None) -> None:
         """Tell the workers where to begin, and give them their first tasks."""
@@ -201,6 +168,26 @@ class WorkerPass(_BaseDataLoaderIter):
                 "this pass was begun by another process, whose workers it has: call iter() on the "
                 "loader here"
             )
+        with self._lock:
+            self._check_whole()
+            self._is_torn = True
+            try:
+                batch = self._next()
+            except StopIteration:
+                self._is_torn = False
+                raise
+            self._is_torn = False
+            return batch
+
+    def _check_whole(self) -> None:
+        if self._is_torn and self._crew is not None:
+            self._crew.look_after()
+            raise RuntimeError(
+                "an exception came while this pass was handing a batch over, which is lost: begin "
+                "another pass with iter(loader)"
+            )
+
+    def _next(self) -> Any:
         if self.beginning.is_told_otherwise():
             self.beginning.forget_resumed(self)
             self._take_places(self.beginning)
@@ -226,7 +213,8 @@ class WorkerPass(_BaseDataLoaderIter):
                 return self._taken(task_id)
             if not self._tasks:
                 raise StopIteration
-            if not self._hear(deadline):
+            if not self._hear(deadline, rests=True):
+                self._is_torn = False
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
 
     def _answered(self) -> int | None:
@@ -249,35 +237,37 @@ class WorkerPass(_BaseDataLoaderIter):
         self._fill()
 
     def _taken(self, task_id: int) -> Any:
-        assert self._crew is not None
-        task = self._tasks.pop(task_id)
-        made = task.answer
-        assert isinstance(made, frames.Made)
+        task = self._tasks[task_id]
+        make, was_told = self._take(task), False
+        batch: Any = None
+        self._is_torn = False  # whatever raises here is tried again
+        try:
+            batch = make()
+        except Exception as error:
+            if not (was_told := task.is_told_again(error)):
+                raise
+        self._is_torn = True
+        self._tasks.pop(task_id, None)
         self._next_out = task_id + 1
         self._fill()
-        if self._lane is None or made.kind == "error":
-            batch = self._unpacked(task.worker_id, made)
-        else:
-            batch = self._sending(task, made)()
+        if was_told:
+            return self._next_data()
+        made = cast("frames.Made", task.answer)
+        if made.kind == "error":
+            self._is_torn = False
+            batch.reraise()
+        if self._lane is not None:
             self._look_ahead()
         self._step(task_id, task, made.state)
         return batch
 
-    def _unpacked(self, worker_id: int, made: frames.Made) -> Any:
+    def _take(self, task: Task) -> Callable[[], Any]:
         assert self._crew is not None
-        batch = unpack(made.parcel, self._crew.mapped[worker_id])
-        if made.kind == "error":
-            batch.reraise()
+        mapped, made = self._crew.mapped[task.worker_id], cast("frames.Made", task.answer)
+        pin = None
         if self._pin_memory and self._lane is None:  # for a lane it is pinned as it lies
-            batch = pin_memory(batch, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        return batch
-
-    def _sending(self, task: _Task, made: frames.Made) -> Sending:
-        if task.sending is None:
-            assert self._lane is not None
-            once = Once(functools.partial(self._unpacked, task.worker_id, made))
-            task.sending = Sending(self._lane, once)
-        return task.sending
+            pin = functools.partial(pin_memory, device=self._pin_memory_device)
+        return task.take(made, mapped, self._lane, pin)
 
     def _look_ahead(self) -> None:
         """Begin to copy the batch that is next, if it is there. Nothing is waited for, and what
@@ -286,12 +276,12 @@ class WorkerPass(_BaseDataLoaderIter):
         task = self._next_made()
         if task is None:
             with contextlib.suppress(RuntimeError):  # a worker died: whoever waits is told
-                self._hear(0.0)
+                self._hear(0.0, rests=False)
             task = self._next_made()
-        if task is not None and isinstance(made := task.answer, frames.Made):
-            self._sending(task, made).begin()
+        if task is not None and isinstance(sending := self._take(task), Sending):
+            sending.begin()
 
-    def _next_made(self) -> _Task | None:
+    def _next_made(self) -> Task | None:
         """As `_answered`, but it changes nothing. An error of a worker's is none that is made."""
         for task in self._tasks.values():
             if isinstance(task.answer, frames.Made):
@@ -300,7 +290,7 @@ class WorkerPass(_BaseDataLoaderIter):
                 return None
         return None
 
-    def _step(self, task_id: int, task: _Task, state: WorkerState | None) -> None:
+    def _step(self, task_id: int, task: Task, state: WorkerState | None) -> None:
         place = self.beginning.place
         place.step += 1
         place.next_worker = (task.worker_id + 1) % self._num_workers
@@ -332,7 +322,7 @@ class WorkerPass(_BaseDataLoaderIter):
             fetch = frames.Fetch(self._pass_id, self._next_task, index)
             self._crew.tell(worker_id, fetch)
             place = None if self._places is None else self._places.place()
-            self._tasks[self._next_task] = _Task(worker_id, index, place)
+            self._tasks[self._next_task] = Task(worker_id, index, place)
             self._next_task += 1
 
     def _next_worker(self) -> int | None:
@@ -352,13 +342,17 @@ class WorkerPass(_BaseDataLoaderIter):
         tasks = self._tasks.values()
         return sum(task.worker_id == worker_id and task.answer is None for task in tasks)
 
-    def _hear(self, deadline: float | None) -> bool:
-        """Take what workers say; False when the deadline came first.
+    def _hear(self, deadline: float | None, *, rests: bool) -> bool:
+        """Take what workers say; False when the deadline came first. While it waits, the pass is
+        whole if it `rests`: nobody has anything of it in hand.
 
         Raises:  RuntimeError: a worker died.
         """
         assert self._crew is not None
-        for worker_id, frame in self._crew.heard(deadline):
+        was_torn, self._is_torn = self._is_torn, not rests
+        ready = self._crew.wait(deadline)
+        self._is_torn = True
+        for worker_id, frame in self._crew.heard(ready):
             match frame:
                 case frames.Made() if frame.pass_id != self._pass_id:
                     self._discard(worker_id, frame)
@@ -372,6 +366,7 @@ class WorkerPass(_BaseDataLoaderIter):
                     self._ended(worker_id, frame)
                 case _:
                     pass
+        self._is_torn = was_torn
         return deadline is None or time.monotonic() < deadline
 
     def _ended(self, worker_id: int, frame: frames.Ended) -> None:

@@ -84,7 +84,7 @@ def test_batches_and_states_are_the_hosts_own(onto, num_workers, dataset) -> Non
 def await_next(loader: DataLoader) -> None:
     """The answer that is next lies in this process."""
     found = loader._latest()
-    wait_until(lambda: found._next_made() is not None or found._hear(0.0))
+    wait_until(lambda: found._next_made() is not None or found._hear(0.0, rests=True))
 
 
 def test_the_next_batch_is_copied_ahead_if_it_is_here_and_no_other(onto) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from dataplane_torch.local import frames
 from dataplane_torch.local.crew import Crew
-from dataplane_torch.local.parcel import Parcel, unpack
+from dataplane_torch.local.parcel import Arrived, Parcel
 from dataplane_torch.local.segments import Extent, Mapped, Segments
 from dataplane_torch.local.worker import Setup
 from dataplane_torch.pinning import DevicePinning
@@ -95,9 +95,9 @@ class Walk:
         self.crew.tell(0, frames.Fetch(0, self.task, [self.task]))
         self.task += 1
         while True:
-            for _, frame in self.crew.heard(None):
+            for _, frame in self.crew.heard(self.crew.wait(None)):
                 if isinstance(frame, frames.Made):
-                    return unpack(frame.parcel, self.crew.mapped[0])
+                    return Arrived(frame.parcel, self.crew.mapped[0]).unpack()
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_refused_parcel_gives_its_memory_back() -> None:
     extent = segments.allocate(100)
     broken = Parcel(b"not a pickle", [extent, extent])
     with pytest.raises(Exception, match=r"."):
-        unpack(broken, mapped)
+        Arrived(broken, mapped).unpack()
     gc.collect()
     again = segments.allocate(100)
     assert again == extent

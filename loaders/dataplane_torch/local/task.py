@@ -1,0 +1,52 @@
+"""A batch that workers were asked for, from its index to what the loop gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dataplane_torch.local import frames
+from dataplane_torch.local.parcel import Arrived
+from dataplane_torch.local.progress import SamplerState
+from dataplane_torch.local.segments import Mapped
+from dataplane_torch.sending import Lane, Sending
+
+
+@dataclass(slots=True)
+class Task:
+    """Who makes it, and where the sampler stood after its index. `make` is there from when the
+    memory of its parcel is taken, for a device perhaps before it is due; `told` is what it raised.
+    """
+
+    worker_id: int
+    index: Any
+    sampler: SamplerState | None
+    answer: frames.Made | frames.Ended | None = None
+    make: Callable[[], Any] | None = None
+    told: str | None = None
+
+    def take(
+        self, made: frames.Made, mapped: Mapped, lane: Lane | None, pin: Callable[[Any], Any] | None
+    ) -> Callable[[], Any]:
+        """Take the memory of its parcel. What is returned makes the batch, or the worker's error;
+        where it raises, it may be called again.
+        """
+        if self.make is None:
+            unpack = partial(_unpacked, Arrived(made.parcel, mapped), pin)
+            is_sent = lane is not None and made.kind != "error"
+            self.make = Sending(lane, unpack) if lane is not None and is_sent else unpack
+        return self.make
+
+    def is_told_again(self, error: Exception) -> bool:
+        """Whether its batch raises what it raised before. An exception of a signal's handler does
+        not come twice; what cannot be unpickled does, and is told once.
+        """
+        before, self.told = self.told, repr(error)
+        return before == self.told
+
+
+def _unpacked(arrived: Arrived, pin: Callable[[Any], Any] | None) -> Any:
+    batch = arrived.unpack()
+    return batch if pin is None else pin(batch)
