@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 
 
@@ -94,8 +95,13 @@ class ColumnSpec:
     @property
     def value_bytes(self) -> int:
         """The size of one number, or of one letter."""
-        bits = "".join(letter for letter in self.dtype if letter.isdigit())
-        return int(bits) // 8 if bits else 1
+        return _value_bytes(self.dtype)
+
+
+@functools.cache
+def _value_bytes(dtype: str) -> int:
+    bits = "".join(letter for letter in dtype if letter.isdigit())
+    return int(bits) // 8 if bits else 1
 
 
 @dataclass(frozen=True, slots=True)

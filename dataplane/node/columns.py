@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -89,7 +88,6 @@ def element_bytes(spec: ColumnSpec) -> int:
     return spec.value_bytes
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def row_bytes(spec: ColumnSpec) -> int:
     """The size of one row of a FIXED column."""
     return element_bytes(spec) * math.prod(spec.shape)

@@ -40,7 +40,12 @@ def leaves_of(schema: pa.Schema) -> Iterator[Leaf]:
     """Every leaf, in order."""
     node = 0
     for field in schema:
-        yield from _leaves(Leaf(field.name, field.name, field.type, (), (), (node,), (0, 0)))
+        name, kind = field.name, field.type
+        if kind.id in _NUMBERS:
+            node += 1
+            yield Leaf(name, name, kind, (), (), (node - 1,), (node, node))
+            continue
+        yield from _leaves(Leaf(name, name, kind, (), (), (node,), (0, 0)))
         node += node_count([field])
 
 
@@ -79,6 +84,9 @@ def _with_nodes(leaf: Leaf) -> Leaf:
 
 def spec_of(leaf: Leaf, lists: ListPolicy) -> ColumnSpec:
     """The form in which a leaf's values come."""
+    number = _NUMBERS.get(leaf.type.id)
+    if number is not None:
+        return ColumnSpec(leaf.name, Kind.FIXED, number[0])
     fixed = _fixed(leaf.type)
     if fixed is not None:
         return ColumnSpec(leaf.name, Kind.FIXED, *fixed)
@@ -155,6 +163,9 @@ def _numeric(dtype: str) -> pa.DataType:
 
 def canonical_type(kind: pa.DataType) -> pa.DataType:
     """The Arrow type in which a leaf of this type is kept in the block arena."""
+    number = _NUMBERS.get(kind.id)
+    if number is not None:
+        return number[1]
     fixed = _fixed(kind)
     if fixed is not None:
         dtype, shape = fixed
@@ -170,3 +181,14 @@ def canonical_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_fixed_size_binary(plain) and not pa.types.is_decimal(plain):
         return pa.large_binary()
     return object_type(plain)
+
+
+# Plain numbers, by the id of their type: wide tables have tens of thousands of them.
+_NUMBERS = {
+    kind.id: (_dtype(kind), _numeric(_dtype(kind)))
+    for kind in (
+        *(pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64()),
+        *(pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+        *(pa.float16(), pa.float32(), pa.float64()),
+    )
+}
