@@ -123,7 +123,7 @@ def test_a_table_is_planned_beside_the_event_loop(tmp_path: Path) -> None:
         spec = JobSpec(manifest.fingerprint, shuffle=True)
 
         async def scene() -> None:  # whose result asyncio.run() would print to itself
-            await Datasets(default_node_config()).open(manifest, spec)
+            await Datasets(default_node_config()).open(manifest, spec, {})
 
         return lambda: asyncio.run(scene())
 
@@ -137,10 +137,10 @@ def test_a_table_is_planned_once_for_equal_jobs(tmp_path: Path) -> None:
 
     async def scene() -> None:
         datasets = Datasets(default_node_config())
-        first, second = await asyncio.gather(*(datasets.open(manifest, spec) for _ in range(2)))
-        assert first is second is await datasets.open(manifest, spec)
+        first, second = await asyncio.gather(*(datasets.open(manifest, spec, {}) for _ in range(2)))
+        assert first is second is await datasets.open(manifest, spec, {})
         other = JobSpec(manifest.fingerprint, shuffle=True, seed=1)
-        assert await datasets.open(manifest, other) is first  # they share blocks
+        assert await datasets.open(manifest, other, {}) is first  # they share blocks
         datasets.forget(first)
         assert not len(datasets)
 
@@ -155,9 +155,9 @@ def test_a_table_that_cannot_be_planned_is_planned_anew(tmp_path: Path) -> None:
         datasets = Datasets(default_node_config())
         for _ in range(2):
             with pytest.raises(ConfigError, match="no such"):
-                await datasets.open(manifest, wrong)
+                await datasets.open(manifest, wrong, {})
         assert not len(datasets)
-        assert await datasets.open(manifest, JobSpec(manifest.fingerprint))
+        assert await datasets.open(manifest, JobSpec(manifest.fingerprint), {})
 
     asyncio.run(scene())
 
