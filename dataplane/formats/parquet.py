@@ -52,6 +52,7 @@ _COLUMN: Shape = {
 }
 _FOOTER: Shape = {
     2: {1: None, 2: None, 3: None, 5: None},
+    3: None,
     4: {1: {1: None, 3: _COLUMN, 8: None}, 3: None},
     8: None,
 }
@@ -70,6 +71,9 @@ class Parquet:
             try:
                 facts = struct(raw[:-8], _FOOTER)
                 blocks = tuple(_blocks(facts, shard.url, footer))
+                found = sum(block.rows for block in blocks)
+                if facts[3] > found:  # less than that is what early writers in Rust say
+                    raise ValueError(f"{facts[3]} rows, and {found} in its row groups")
                 counter = NullCounter(facts[2])
                 for row_group in facts[4]:
                     if row_group[3]:

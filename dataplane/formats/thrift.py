@@ -58,6 +58,10 @@ def _struct(content: bytes, at: int, shape: Shape, depth: int) -> tuple[dict[int
         else:
             value, at = _value(content, at, kind, shape.get(field) or _NOTHING, depth)
         if field in shape:
+            if field in found:
+                raise ValueError(f"field {field} of a structure occurs twice")
+            if kind <= _FALSE:  # none that is kept is one, and False would count as 0
+                raise ValueError(f"field {field} of a structure has another type")
             found[field] = value
     return found, at + 1
 

@@ -132,3 +132,41 @@ def test_json_and_uuids_are_their_storage_where_no_arrow_schema_is_stored() -> N
         {"u": none, "j": none, "s": {"u": none, "j": none}, "l": [none], "m": [("b", none)]},
     ]
     assert read_rows(Parquet(), parquet_bytes(table, store_schema=False)) == rows
+
+
+def test_no_row_group_is_stepped_over() -> None:
+    """With one byte of the footer changed, all rows are found, or none."""
+    content = parquet_bytes(pa.table({"id": range(7), "l": [[1]] * 7}), row_group_size=3)
+    place = Parquet().index(MemoryShard(content)).preamble
+    refused = 0
+    for at in range(place.offset, place.offset + place.length - 8):
+        for byte in (0, 1, content[at] ^ 8):
+            changed = content[:at] + bytes([byte]) + content[at + 1 :]
+            try:
+                index = Parquet().index(MemoryShard(changed))
+            except (CorruptShard, ConfigError):
+                refused += 1
+                continue
+            # More of them are found wanting when they are decoded.
+            assert sum(block.rows for block in index.blocks) >= 7, (at, byte)
+    assert refused > 100
+
+
+def test_a_count_of_rows_that_early_writers_left_out_is_not_missed() -> None:
+    content = parquet_bytes(pa.table({"id": range(23)}), compression="none")
+    footer = Parquet().index(MemoryShard(content)).preamble.offset
+    at = content.index(bytes([0x16, 2 * 23]), footer)  # of the file: field 3, a number of 23
+    changed = content[: at + 1] + bytes(1) + content[at + 2 :]
+    assert len(read_rows(Parquet(), changed)) == 23
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (bytes([0x36, 2, 0x06, 6, 4, 0]), "field 3 of a structure occurs twice"),
+        (bytes([0x32, 0]), "field 3 of a structure has another type"),
+    ],
+)
+def test_a_structure_that_says_a_field_in_two_ways_is_refused(content: bytes, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        struct(content, {3: None})
