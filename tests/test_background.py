@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,6 +23,25 @@ def test_a_librarys_callback_that_raises_is_logged_and_ends_nothing(
 
     asyncio.run(play())
     assert "JSONDecodeError" in caplog.text
+
+
+def test_a_callback_of_ours_that_raises_ends_the_process() -> None:
+    """As a process, since that is what ends."""
+    code = (
+        "import asyncio\n"
+        "from dataplane import background, units\n"
+        "async def play():\n"
+        "    background.end_process_on_failure()\n"
+        "    asyncio.get_running_loop().call_soon(units.BYTES.parse, 'nonsense')\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(play())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == background.EXIT_DEFECT
+    assert "task failed: this process ends" in done.stderr
+    assert "ValueError" in done.stderr
 
 
 def test_a_task_that_fails_is_told_at_once_and_one_that_is_cancelled_is_not() -> None:

@@ -35,7 +35,9 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     ("target", "task"),
     [
         ("dataplane.node.heartbeat:Heartbeat._beat", "heartbeat"),
-        ("dataplane.node.engine:Engine._pump", "Engine._pump"),
+        pytest.param(
+            "dataplane.node.engine:Engine._pump", "Engine._pump", marks=pytest.mark.slow
+        ),  # a callback: test_background.py has it small
     ],
 )
 def test_an_embedded_node_with_a_defect_ends_and_the_next_one_goes_on(
