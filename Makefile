@@ -21,7 +21,7 @@ DIST ?= dist
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup wheel lock test test-slow sanitize lint format types imports protos protos-check check demo clean
+.PHONY: help setup wheel lock test test-slow test-others sanitize lint format types imports protos protos-check check demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -86,6 +86,10 @@ sanitize: setup ## the tests of all C, and damaged JPEGs (MUTANTS), under gcc's 
 test-slow: setup ## the tests that take minutes, which `make test` leaves out
 	$(PY) -m pytest -m slow $(TEST_ARGS)
 
+test-others: setup ## the fast tests and the demo on newer Pythons, with the oldest and the newest packages
+	@rm -rf .others/wheel; $(MAKE) wheel DIST=.others/wheel
+	$(PY) tests/other_versions.py $(OTHERS_ARGS) .others/wheel/*.whl
+
 lint: setup ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -115,5 +119,5 @@ demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with pr
 	$(PY) -m dataplane_bench.demo
 
 clean: ## remove what was generated, .venv included
-	rm -rf $(VENV) dataplane/node/libkernel.so dataplane/plan/libloops.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
+	rm -rf $(VENV) .others dataplane/node/libkernel.so dataplane/plan/libloops.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
