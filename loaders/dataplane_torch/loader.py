@@ -28,7 +28,7 @@ from dataplane_torch.device import Given, Target, find_target
 from dataplane_torch.local.beginning import Place
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
-from dataplane_torch.local.sampling import make_told
+from dataplane_torch.local.sampling import epochs_of, make_told
 from dataplane_torch.local.worker_pass import WorkerPass
 from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
@@ -88,6 +88,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     _latest: Callable[[], Pass | None] | None
     _place: Place | None
     _begun: Pass | None
+    _loaded_in: dict[str, int]
 
     @url_options
     def __init__(
@@ -239,6 +240,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             resume.check(Place(self, self.num_workers).state())
         self._forget()
         self._resume = resume
+        self._loaded_in = epochs_of(self._index_sampler)
 
     def close(self) -> None:
         """Leave the job, end the workers; tensors that are held stay good. May be called twice."""
@@ -287,6 +289,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _open(self, given: Arguments, of_torch: dict[str, Any], *, pin_memory: bool) -> None:
         self._shards = self._resume = self._latest = self._place = self._begun = None
+        self._loaded_in = {}
         for_urls, for_torch = bool(passed_options(given)), bool(passed_to_torch(of_torch))
         if names_shards(given.urls, for_urls=for_urls, for_torch=for_torch):
             refuse_torch_arguments(of_torch)

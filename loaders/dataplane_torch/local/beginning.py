@@ -79,9 +79,10 @@ class Beginning:
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
         self.resume = resume
         self._epochs: dict[str, int] | None = None
-        self._is_asked = False
+        self._is_asked = self._is_told = False
         if resume is not None:
             resume.check(self.place.state())
+            self._is_told = epochs_of(loader._index_sampler) != loader._loaded_in
         # Of a finished pass only what it left behind matters: the next one starts at its start.
         self.goes_on = None if resume is None or resume.is_finished else resume
         self.is_at_the_end = self.goes_on is not None and self._has_nothing_left(self.goes_on)
@@ -97,7 +98,7 @@ class Beginning:
             self.remember()
             yield
             return
-        goes_on = self.goes_on is not None
+        goes_on = self.goes_on is not None and not self._is_told
         load_samplers(self._index_sampler, resume.sampler, same_epoch=goes_on)
         is_next = resume.is_finished and stands_as(resume.sampler)
         with torch.random.fork_rng(devices=[], enabled=not is_next):
@@ -145,6 +146,9 @@ class Beginning:
         """The first indices are drawn, by which a sampler may count an epoch of its own."""
         if not self.place.is_iterable and not self._is_asked:
             self._epochs = epochs_of(self._index_sampler)
+            if self._is_told and self.goes_on is not None:
+                # Between the loading of the state and now: another epoch than the state's counts.
+                self._epochs |= self.goes_on.sampler.epochs
 
     def is_told_otherwise(self) -> bool:
         """Whether samplers were told another epoch since, as frameworks do that call iter() before;

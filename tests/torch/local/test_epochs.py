@@ -49,6 +49,26 @@ def test_a_pass_goes_on_in_the_epoch_of_its_state_unless_it_is_told_another(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stop", [1, STEPS])
+def test_an_epoch_that_is_told_between_the_state_and_its_pass_counts(num_workers, stop) -> None:
+    with loader_of(0) as loader:
+        epochs = [batches_of(loader, epoch) for epoch in range(4)]
+    with loader_of(num_workers) as loader:
+        loader.set_epoch(2)
+        iterator = iter(loader)
+        for _ in range(stop):
+            next(iterator)
+        state = loader.state_dict()
+    for told, found in ((2, epochs[2][stop:]), (3, epochs[3])):
+        with loader_of(num_workers) as loader:
+            loader.load_state_dict(state)
+            assert batches_of(loader, told) == found
+            assert batches_of(loader, 1) == epochs[1]
+            loader.load_state_dict(state)  # an older place than where the sampler is
+            assert [batch.tolist() for batch in loader] == epochs[2][stop:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_generator_goes_on_where_the_pass_that_was_over_left_it(num_workers) -> None:
     def shuffled() -> DataLoader:
         generator = torch.Generator().manual_seed(3)
