@@ -82,11 +82,13 @@ def _objects(patterns: Sequence[str], stores: Connect) -> Iterator[ObjectInfo]:
 def _named(url: str, stores: Connect) -> list[ObjectInfo]:
     """The object of that url, or else all that is below the folder of that url."""
     store = stores(url)
-    is_folder = url.endswith("/") or url == base_of(url)
+    is_folder = (url.endswith("/") and _can_be_folder(url)) or url == base_of(url)
     if not is_folder:
         try:
             return [store.head(url)]
         except ShardNotFound as cause:
+            if not _can_be_folder(url):
+                raise
             missing = cause
     folder = f"{url.rstrip('/')}/"
     below = list(store.list(folder)) if _can_be_folder(url) else []

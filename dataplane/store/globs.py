@@ -83,6 +83,7 @@ def _set(inner: str) -> str:
 
 
 def _searched(pattern: str) -> str:
+    """Where wildcards may stand: not in the query of an http url, which is sent as it is given."""
     if pattern.startswith(("http://", "https://")):
-        return pattern.replace("?", " ")
+        return pattern.partition("?")[0]
     return pattern

@@ -83,6 +83,11 @@ def mapped(
     return StoreError(f"{url}: {_first_line(text)}", shard=url)
 
 
+def has_no_range(cause: Exception) -> bool:
+    """Whether a ranged read was answered in the way of an object that has no bytes."""
+    return "NotPartial" in str(cause) or _first(_STATUS, str(cause)) == "416"
+
+
 def _is_denied(cause: Exception, status: str, text: str) -> bool:
     """Refused, or nobody gives us credentials: a metadata service that is not there, no key."""
     if isinstance(cause, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
@@ -116,6 +121,12 @@ def _denied(url: str, text: str, said: str, *, had_credentials: bool) -> StoreEr
             f"{url}: no credentials found ({_first_line(text)}). Set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS or "
             "AZURE_STORAGE_ACCOUNT_KEY; for a public bucket AWS_SKIP_SIGNATURE=true",
+            shard=url,
+        )
+    if url.startswith(("http://", "https://")) and "?" in url:
+        return StoreDenied(
+            f"{url}: access refused ({said}): check that the url's signature or token is for GET, "
+            "and has not expired. Signed urls must outlive the job",
             shard=url,
         )
     return StoreDenied(

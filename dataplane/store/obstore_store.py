@@ -1,5 +1,8 @@
 """S3, Google Cloud Storage, Azure and plain http, through obstore (Rust, one connection pool).
 
+A url with a query (a presigned one) gets a client of its own, since obstore can send a query only
+as part of the base url of a client. Such a url is never asked for by HEAD: signatures are for GET.
+
 obstore's own retries are off: the one retry table is ours. Its clients live on a runtime of
 threads that a fork does not copy, so a forked child is refused instead of left to hang.
 """
@@ -27,8 +30,8 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store import direct
-from dataplane.store.clients import client
-from dataplane.store.obstore_faults import mapped
+from dataplane.store.clients import Client, client
+from dataplane.store.obstore_faults import Fault, has_no_range, mapped
 from dataplane.store.pieces import check_etag, copy_into, in_pieces
 from dataplane.store.urls import folder_of, key_of, scheme_of
 
@@ -37,6 +40,8 @@ LIST_PAGE = 1000
 SIGNED_FOR = dt.timedelta(minutes=15)
 # Below this the copy costs less than the request.
 _DIRECT_BYTES_MIN = 128 << 10
+# Each takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads need none.
+_QUERY_CLIENTS_MAX = 256
 _NO_ETAG = "modified-"
 """Opens the etag that we make for a server that has none, from time and size."""
 
@@ -64,10 +69,16 @@ class ObstoreStore:
         before, self._client, self._direct = self._direct, made, None
         if before is not None:
             before.close()
-        if isinstance(made, S3Store) and direct.is_possible(os.environ):
-            # Not a method: what holds connections must not be part of a cycle.
+        # Not methods: what holds connections must not be part of a cycle.
+        make = functools.partial(_client_of_query, self._request_timeout_s)
+        self._client_of_query = functools.lru_cache(_QUERY_CLIENTS_MAX)(make)
+        if not direct.is_possible(os.environ):
+            return
+        if isinstance(made, S3Store):
             sign = functools.partial(_signed, made)
             self._direct = direct.DirectReads(sign, self._request_timeout_s)
+        elif self._is_http and "@" not in self._base:
+            self._direct = direct.DirectReads(str, self._request_timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         # obstore lists whole folders: what lies beside the prefix is dropped here.
@@ -86,6 +97,8 @@ class ObstoreStore:
         return iter(sorted(shown, key=lambda info: info.url))
 
     def head(self, url: str) -> ObjectInfo:
+        if self._has_query(url):
+            return self._info(url, self._ask(url, lambda: _by_get(self._client_of_query(url))))
         key = self._key(url)
         return self._info(url, self._ask(url, lambda: obstore.head(self._client, key)))
 
@@ -93,11 +106,10 @@ class ObstoreStore:
         if length == 0:
             check_etag(self.head(url), etag)
             return b""
-        key = self._key(url)
         options: dict[str, Any] = {"range": (offset, offset + length)}
         if not etag.startswith(_NO_ETAG):
             options["if_match"] = etag
-        result, body = self._ask(url, lambda: self._get(key, options), etag, (offset, length))
+        result, body = self._ask(url, lambda: self._get(url, options), etag, (offset, length))
         # A server that ignores If-Match still says whose bytes it sent.
         check_etag(self._info(url, result.meta), etag)
         if len(body) != length:
@@ -114,8 +126,10 @@ class ObstoreStore:
         """As `base.Filling.read_into`."""
         ways = self._direct
         is_direct = ways is not None and ways.is_of_use and not etag.startswith(_NO_ETAG)
-        if ways is not None and is_direct and len(into) >= _DIRECT_BYTES_MIN:
-            key = self._key(url)
+        has_query = self._has_query(url)
+        is_worth_it = has_query if self._is_http else len(into) >= _DIRECT_BYTES_MIN
+        if ways is not None and is_direct and is_worth_it and len(into):
+            key = url if has_query else self._key(url)
             try:
                 self._ask(url, lambda: ways.read_into(url, key, offset, etag, into))
             except direct.Refused:
@@ -127,8 +141,11 @@ class ObstoreStore:
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
 
-    def _get(self, key: str, options: Any) -> tuple[obstore.GetResult, obstore.Bytes]:
-        result = obstore.get(self._client, key, options=options)
+    def _get(self, url: str, options: Any) -> tuple[obstore.GetResult, obstore.Bytes]:
+        if self._has_query(url):
+            result = obstore.get(self._client_of_query(url), "", options=options)
+        else:
+            result = obstore.get(self._client, self._key(url), options=options)
         return result, result.bytes()
 
     def _ask(
@@ -149,8 +166,9 @@ class ObstoreStore:
         except (obstore.exceptions.BaseError, OSError, ValueError) as cause:
             fault = mapped(cause, url, self._base, span, had_credentials=self._was_served)
             if isinstance(fault, DatasetChangedError):
-                raise self._changed(url, etag, fault) from cause
-            raise fault from cause
+                fault = self._changed(url, etag, fault)
+            # What obstore says names the url with its query, and a traceback would show it.
+            raise fault from None if self._has_query(url) else cause
         except BaseException as cause:
             # A panic of Rust is no Exception, and would pass every handler of a node.
             if type(cause).__module__ != "pyo3_runtime":
@@ -159,7 +177,7 @@ class ObstoreStore:
         self._was_served = True
         return answer
 
-    def _changed(self, url: str, etag: str, fault: DatasetChangedError) -> Exception:
+    def _changed(self, url: str, etag: str, fault: DatasetChangedError) -> Fault:
         """The refusal of a conditional read, with the etag that is there now, if it can be had."""
         try:
             check_etag(self.head(url), etag)
@@ -177,6 +195,9 @@ class ObstoreStore:
             return False
         return True
 
+    def _has_query(self, url: str) -> bool:
+        return self._is_http and "?" in url
+
     def _key(self, url: str) -> str:
         key = key_of(url)
         if self._is_http:
@@ -192,6 +213,23 @@ class ObstoreStore:
     def _info(self, url: str, meta: obstore.ObjectMeta) -> ObjectInfo:
         etag = meta["e_tag"] or f"{_NO_ETAG}{meta['last_modified'].timestamp():.0f}-{meta['size']}"
         return ObjectInfo(url, meta["size"], etag)
+
+
+def _client_of_query(request_timeout_s: float, url: str) -> Client:
+    return client(url, os.environ, request_timeout_s)
+
+
+def _by_get(client: Client) -> obstore.ObjectMeta:
+    """What HEAD would say, from the answer to a GET of the first byte."""
+    try:
+        result = obstore.get(client, "", options={"range": (0, 1)})
+        result.bytes()  # the connection can be used again
+    except obstore.exceptions.BaseError as cause:
+        # An empty object has no first byte.
+        if has_no_range(cause) and (whole := obstore.get(client, "").meta)["size"] == 0:
+            return whole
+        raise
+    return result.meta
 
 
 def _signed(client: S3Store, key: str) -> str:
