@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from dataplane.client.mount import Mount
 from dataplane.client.session import Session
+from dataplane.client.wire import NoAnswer
 from dataplane.errors import DataStallError, PeerLost
 from dataplane.rpc.messages import (
     CategoriesRead,
@@ -54,7 +55,7 @@ def _told(session: Session, ask: Callable[[Mount, float], T]) -> T:
     while True:
         try:
             return ask(mount, deadline)
-        except TimeoutError as error:
+        except NoAnswer as error:
             raise DataStallError(
                 f"the node did not describe its columns within {stall_s:g} s",
                 stage="describe",

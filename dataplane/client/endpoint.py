@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dataplane.client.launch import node_command, start_node
 from dataplane.client.waiting import Notice
-from dataplane.client.wire import Wire
+from dataplane.client.wire import NoAnswer, Wire
 from dataplane.config import PROTOCOL_VERSION, VERSION
 from dataplane.errors import ConfigError, PeerLost, VersionMismatch
 from dataplane.rpc import local, names
@@ -179,7 +179,7 @@ def _welcomed(
                 expected=VERSION,
                 found=answer.version,
             )
-    except TimeoutError as error:
+    except NoAnswer as error:
         wire.close()
         raise PeerLost(f"the node at @{name} does not answer", peer=f"@{name}") from error
     except BaseException:

@@ -23,7 +23,7 @@ from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
 from dataplane.client.state import State
 from dataplane.client.statistics import Statistics, Tally, sum_of
 from dataplane.client.waiting import Notice, Patience
-from dataplane.client.wire import Wire
+from dataplane.client.wire import NoAnswer, Wire
 from dataplane.errors import (
     ClosedError,
     DataplaneError,
@@ -226,7 +226,7 @@ class Session:
         notice = Notice(welcome.awaited or "a job to be opened", **about)
         try:
             body, fds = wire.call(request, patience.last, notice)
-        except TimeoutError as error:
+        except NoAnswer as error:
             raise DataStallError(
                 f"node {node_id} did not open job {job!r} over {urls} within "
                 f"{patience.waited_s:.0f} s: `dataplane status` and its log say what it waits for;"

@@ -22,6 +22,7 @@ import numpy as np
 
 from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
+from dataplane.client.wire import NoAnswer
 from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.convert import decode
@@ -150,7 +151,7 @@ class SlabStream:
                 losses, last_error = losses + 1, str(error)
                 self._session.lost(mount)
                 self._leave()
-            except TimeoutError:
+            except NoAnswer:
                 raise stall(last_error) from None
             mount = self._next_mount(losses, deadline, last_error, stall)
             deadline += mount.opening_s

@@ -31,6 +31,10 @@ Descriptors = tuple[int, ...]
 Answer = tuple[FromNodeBody, Descriptors]
 
 
+class NoAnswer(TimeoutError):
+    """A deadline passed. Any other TimeoutError comes from a signal handler of the user's."""
+
+
 class Wire:
     """Requests go out at once, answers are waited for by the request's id."""
 
@@ -62,7 +66,7 @@ class Wire:
     def ask(self, body: ToNodeBody, deadline: float) -> int:
         """Send a request; its id is what to `wait` for. Deadlines are of time.monotonic().
 
-        Raises:  PeerLost: the node is gone.  TimeoutError: it does not read.
+        Raises:  PeerLost: the node is gone.  NoAnswer: it does not read.
         """
         request_id = next(self._ids)
         self._slots[request_id] = None
@@ -77,7 +81,7 @@ class Wire:
         except PeerLost as error:
             self._lose(str(error))
             raise
-        except TimeoutError:
+        except NoAnswer:
             self.forget(request_id)
             raise
         raise self._loss()
@@ -85,7 +89,7 @@ class Wire:
     def wait(self, request_id: int, deadline: float) -> Answer:
         """The answer to a request, once. An answer that is an error is returned, not raised.
 
-        Raises:  PeerLost: no answer will come.  TimeoutError: none came in time.
+        Raises:  PeerLost: no answer will come.  NoAnswer: none came in time.
         """
         me = threading.get_ident()
         while True:
@@ -137,13 +141,13 @@ class Wire:
     def call(self, body: ToNodeBody, deadline: float, notice: Notice | None = None) -> Answer:
         """`ask` and `wait`; an error of the node is raised. `notice` is told when it is due.
 
-        Raises:  DataplaneError: as the node says, PeerLost.  TimeoutError: no answer in time.
+        Raises:  DataplaneError: as the node says, PeerLost.  NoAnswer: none in time.
         """
         request_id = self.ask(body, deadline)
         try:
             try:
                 answer = self.wait(request_id, deadline if notice is None else notice.due(deadline))
-            except TimeoutError:
+            except NoAnswer:
                 if notice is None:
                     raise
                 notice.tell()
@@ -206,7 +210,7 @@ class Wire:
         poll = select.poll()
         poll.register(fd, event)
         if not poll.poll(_left(deadline) * 1000):
-            raise TimeoutError
+            raise NoAnswer
 
     def _has_some(self) -> bool:
         fd = self._sock.fileno()
@@ -274,5 +278,5 @@ def _nothing() -> None:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError
+        raise NoAnswer
     return left

@@ -57,6 +57,12 @@ def parse(address: str) -> Address:
                 address=address,
             )
         return UnixAddress(path)
+    if "://" in address:
+        raise ConfigError(
+            f"{address!r} is no address: leave out {address.partition('://')[0]}://, and write "
+            '"host:port", "[::1]:port" or "unix:/path"',
+            address=address,
+        )
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > _PORT_MAX:

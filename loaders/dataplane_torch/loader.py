@@ -235,7 +235,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if self._shards is not None:
             self._shards.load_state_dict(state_dict)
             return
-        resume = PassState.from_dict(state_dict) if state_dict else None
+        resume = None if state_dict == {} else PassState.from_dict(state_dict)
         if resume is not None:
             resume.check(Place(self, self.num_workers).state())
         self._forget()

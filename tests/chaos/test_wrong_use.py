@@ -136,7 +136,8 @@ def test_a_store_that_never_answers_is_given_up_within_the_stall_timeout(monkeyp
     assert f"127.0.0.1:{port}" in str(error)
 
 
-def test_a_service_that_is_not_there(folder):
+def test_a_service_that_is_not_there(folder, monkeypatch):
+    monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "2")
     error = wrong(str(folder), service="127.0.0.1:9", timeout=5)
     assert "dataplane serve" in str(error)
 

@@ -161,6 +161,7 @@ def test_only_loopback_is_bound_unless_told_otherwise(address):
 @pytest.mark.parametrize(
     ("address", "words"),
     [
+        ("http://127.0.0.1:80", "leave out http://"),
         ("localhost", "is no address"),
         (":80", "is no address"),
         ("host:http", "is no address"),

@@ -71,12 +71,18 @@ class Reader:
         async with asyncio.timeout(60):
             await self.beginnings.get()
 
+    async def is_waited_for_by(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while sum(one.waiting for one in self.reader._passes.values()) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
 
 def test_ranks_share_one_pass_and_its_last_one_gives_it_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = Reader(tmp_path)
         gone, stays = world.rank(), world.rank()
         await world.begins()
+        await world.is_waited_for_by(2)
         gone.cancel()
         await asyncio.wait([gone])
         world.answer.set_result(FOUND)

@@ -105,7 +105,7 @@ class PassState:
                 + (
                     ", but of one over urls: load it into a loader over the same urls"
                     if "spec_digest" in given
-                    else f": it has {', '.join(sorted(map(str, given))) or 'no keys'}"
+                    else f": it has no source and version of ours, but {', '.join(map(str, given))}"
                 ),
                 field="state_dict",
             )

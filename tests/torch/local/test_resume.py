@@ -317,7 +317,7 @@ def test_a_state_of_another_loader_is_refused_with_what_differs() -> None:
             DataLoader(Samples("int", 8), 2),
             {"version": 1, "x": 2},
             ConfigError,
-            "it has version, x",
+            "no source and version of ours, but version, x",
         ),
         (
             DataLoader(Samples("int", 8), 2, shuffle=True),
@@ -326,6 +326,7 @@ def test_a_state_of_another_loader_is_refused_with_what_differs() -> None:
             "by BatchSampler over SequentialSampler, .* by BatchSampler over RandomSampler",
         ),
         (DataLoader(Samples("int", 8), 2), [1], ConfigError, "is not the state"),
+        (DataLoader(Samples("int", 8), 2), None, ConfigError, "None is not the state"),
     ]:
         with pytest.raises(error, match=told):
             loader.load_state_dict(state)
