@@ -136,9 +136,10 @@ def test_two_columns_of_one_name_are_refused_however_many_columns_there_are() ->
 
 
 def test_names_with_dots_are_read_from_where_they_lie() -> None:
+    kind = pa.struct([("b.c", pa.int64()), ("b", pa.struct([("y", pa.int64())])), ("", pa.int64())])
     batch = pa.record_batch(
         {
-            "a": pa.array([{"b.c": 1, "b": {"y": 2}, "": 3}]),
+            "a": pa.array([{"b.c": 1, "b": {"y": 2}, "": 3}], kind),
             "a.b": pa.array([{"d": 4}]),
             "a.x": pa.array([5]),
         }
