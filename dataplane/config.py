@@ -17,6 +17,7 @@ PROTOCOL_VERSION = 2
 
 Fact = bool | int | str
 _FACT_LENGTH_MAX = 40
+_STALL_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +195,10 @@ class NodeConfig:
     worker_memory_bytes_max: int = 0
     log_level: str = "info"
     log_format: str = "text"
+
+    @property
+    def task_timeout_s(self) -> float:
+        """How long a process may be at one task: what ends one that is stuck, with its name, comes
+        before the stall that it leads to.
+        """
+        return _STALL_SHARE * self.stall_timeout_s

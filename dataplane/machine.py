@@ -156,6 +156,27 @@ def waited_for_processor_s(pid: int) -> float:
     return waited_ns / 1e9
 
 
+class OwnTime:
+    """How long a process has been at something, without the time that it waited for a processor.
+    `now` is of time.monotonic().
+    """
+
+    def __init__(self, pid: int, now: float) -> None:
+        self._pid = pid
+        self.begin(now)
+
+    def begin(self, now: float) -> None:
+        """It counts from now on."""
+        self._began, self._waited_s = now, waited_for_processor_s(self._pid)
+
+    def exceeds(self, timeout_s: float, now: float) -> bool:
+        """Whether it has been longer; looks at the process only where that may be so."""
+        own_s = now - self._began
+        if own_s <= timeout_s:
+            return False
+        return own_s - (waited_for_processor_s(self._pid) - self._waited_s) > timeout_s
+
+
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The cgroup of this process and all above it, in the hierarchy that has this controller.
 

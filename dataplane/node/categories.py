@@ -129,9 +129,7 @@ class CategoryReader:
 
     async def _read(self, manifest: Manifest, columns: tuple[str, ...]) -> Categories:
         options = ColumnOptions(columns=columns, nulls=NullPolicy.MASK)
-        worker_bytes = WorkerBytes(
-            self._config.worker_memory_bytes, self._config.worker_memory_bytes_max
-        )
+        worker_bytes = WorkerBytes.of(self._config)
         spec = JobSpec(manifest.fingerprint, column_options=options)
         dataset = await asyncio.to_thread(
             dataset_of, self._new_dataset_id(), manifest, spec, worker_bytes=worker_bytes

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataplane.config import JobSpec
+from dataplane.config import JobSpec, NodeConfig
 from dataplane.model import Kind, Region
 from dataplane.node.account import Account
 from dataplane.node.columns import Ints, Packing
@@ -48,6 +48,11 @@ class WorkerBytes:
 
     base: int
     most: int
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> Self:
+        """As a node's configuration has it."""
+        return cls(config.worker_memory_bytes, config.worker_memory_bytes_max)
 
     def for_blocks_of(self, decoded_bytes: int) -> int:
         """Enough to decode a block of this size."""

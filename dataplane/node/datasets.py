@@ -89,7 +89,7 @@ class Datasets:
             manifest,
             spec,
             packed=can_pack(manifest, spec, config.block_arena_bytes, columns),
-            worker_bytes=WorkerBytes(config.worker_memory_bytes, config.worker_memory_bytes_max),
+            worker_bytes=WorkerBytes.of(config),
             known=columns,
             categories=categories,
         )

@@ -18,8 +18,6 @@ import itertools
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,13 +28,13 @@ from typing import Self
 from dataplane.config import NodeConfig
 from dataplane.errors import ClosedError, DataplaneError, PeerLost, StoreError
 from dataplane.formats.base import Format, ShardIndex
-from dataplane.machine import kill_count_for_memory, waited_for_processor_s
+from dataplane.machine import OwnTime, kill_count_for_memory
 from dataplane.node.dataset import WorkerBytes
 from dataplane.node.death import Cause, End, Place, blame, end_of
 from dataplane.node.index import Connect, StoredShard, open_dataset
 from dataplane.node.index_journal import decode_index
 from dataplane.node.indexer import PART_BYTES
-from dataplane.node.process import ENVIRONMENT
+from dataplane.node.process import WORDS_BYTES_MAX, start_parser
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages, tasks
 from dataplane.store.urls import local_path
@@ -50,8 +48,6 @@ _INDEXED_AT_ONCE = 16
 _READS_AT_ONCE = 16
 _LOOK_S = 0.25
 _END_S = 5.0
-_STALL_SHARE = 0.75
-_WORDS_BYTES_MAX = 4096
 
 _trace = Trace("node")
 
@@ -92,8 +88,8 @@ class IndexProcesses:
     def of(cls, config: NodeConfig) -> Self:
         """As a node's workers are limited."""
         return cls(
-            WorkerBytes(config.worker_memory_bytes, config.worker_memory_bytes_max),
-            _STALL_SHARE * config.stall_timeout_s,
+            WorkerBytes.of(config),
+            config.task_timeout_s,
             min(len(os.sched_getaffinity(0)), _PROCESSES_MAX),
         )
 
@@ -172,7 +168,7 @@ class _Process:
         self._stderr = os.memfd_create("dataplane-indexer", os.MFD_CLOEXEC)
         try:
             with theirs:
-                self._process = _started(theirs, self._stderr, memory_bytes)
+                self._process = start_parser("indexer", theirs, self._stderr, memory_bytes)
         except BaseException:
             self._sock.close()
             os.close(self._stderr)
@@ -227,17 +223,17 @@ class _Process:
                     return decode_index(task.index)
 
     def _next(self, task: _Task, timeout_s: float) -> tasks.FromIndexerBody:
-        began, waited_s = time.monotonic(), waited_for_processor_s(self._process.pid)
+        own = OwnTime(self._process.pid, time.monotonic())
         while True:
             try:
                 body = task.arrived.get(timeout=_LOOK_S)
             except queue.Empty:
                 if task.shard.stop.is_set():
                     raise ClosedError("indexing was stopped") from None
-                now, waiting_s = time.monotonic(), waited_for_processor_s(self._process.pid)
+                now = time.monotonic()
                 if task.reads:
-                    began, waited_s = now, waiting_s
-                elif now - began - (waiting_s - waited_s) > timeout_s:
+                    own.begin(now)
+                elif own.exceeds(timeout_s, now):
                     words = f"did not end within {timeout_s:g} s of its own time"
                     raise self._ended(End(Cause.STUCK, words)) from None
                 continue
@@ -268,7 +264,7 @@ class _Process:
                     task.arrived.put(said.body)
         self._process.kill()
         status = self._process.wait()
-        words = os.pread(self._stderr, _WORDS_BYTES_MAX, 0).decode(errors="replace")
+        words = os.pread(self._stderr, WORDS_BYTES_MAX, 0).decode(errors="replace")
         os.close(self._stderr)
         is_machine_short = kill_count_for_memory() > self._kill_count
         with self._changing:
@@ -301,20 +297,6 @@ def open_manifest(config: NodeConfig, connect: Connect, source: messages.Dataset
             connect=connect,
             index_shard=processes.index,
         )
-
-
-def _started(sock: socket.socket, stderr_fd: int, memory_bytes: int) -> subprocess.Popen[bytes]:
-    descriptor = sock.fileno()
-    command = [sys.executable, "-P", "-m", "dataplane.node"]
-    command += ["--memory-bytes", str(memory_bytes), "--indexer-fd", str(descriptor)]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stderr=stderr_fd,
-        pass_fds=(descriptor,),
-        close_fds=True,
-        env={**ENVIRONMENT, **os.environ},
-    )
 
 
 def _bytes_for(task: _Task, asked: tasks.ReadShard) -> tasks.ShardBytes:

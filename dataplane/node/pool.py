@@ -36,8 +36,6 @@ from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 
 _DEATHS_MAX = 2
-# What ends a task that is stuck, with its name, comes before the stall that it leads to.
-_STALL_SHARE = 0.75
 _QUICK_DEATHS_MAX = 5
 _CLOSE_S = 5.0
 _WATCH_S = 0.5
@@ -83,7 +81,7 @@ class WorkerPool:
             trace,
             stderr_fd,
             memory_bytes=config.worker_memory_bytes,
-            task_timeout_s=_STALL_SHARE * config.stall_timeout_s,
+            task_timeout_s=config.task_timeout_s,
         )
 
     def start(self, count: int | None = None) -> None:

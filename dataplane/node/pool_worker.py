@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dataplane.machine import kill_count_for_memory, waited_for_processor_s
+from dataplane.machine import OwnTime, kill_count_for_memory
 from dataplane.node.death import Cause, End, Place, end_of
 from dataplane.node.process import WorkerProcess
 from dataplane.rpc import tasks
@@ -98,7 +98,7 @@ class PoolWorker:
     """What it says that it is at."""
     end: End | None = None
     """Why it is ended, if that is known before its exit status."""
-    _watched: tuple[Job, float, float] | None = None
+    _watched: tuple[Job, OwnTime] | None = None
     _kill_count: int = field(default_factory=kill_count_for_memory)
 
     @property
@@ -182,13 +182,9 @@ class PoolWorker:
             self._watched = None
             return False
         if self._watched is None or self._watched[0] is not job:
-            self._watched = (job, now, waited_for_processor_s(self.process.pid))
+            self._watched = (job, OwnTime(self.process.pid, now))
             return False
-        _, since, waited_s = self._watched
-        if now - since <= timeout_s:
-            return False
-        waited_s = waited_for_processor_s(self.process.pid) - waited_s
-        if now - since - waited_s <= timeout_s:
+        if not self._watched[1].exceeds(timeout_s, now):
             return False
         self.end = End(Cause.STUCK, f"did not end within {timeout_s:g} s of its own time")
         return True

@@ -21,13 +21,33 @@ from dataplane.rpc import local
 MEMORY_BYTES = 1 << 30
 """Of its own, that a worker may take if nobody says otherwise."""
 # Arrow's allocator would reserve a GiB to use it bit by bit, and a limit counts what is reserved.
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
 _PAUSE_S = 0.001
 _PAUSE_S_MAX = 0.5
+WORDS_BYTES_MAX = 4096
+"""Of its stderr, that are kept to tell how it ended."""
 _PIECE_BYTES = 4096
-_WORDS_BYTES_MAX = 4096
 _PIECES_LEFT_MAX = 16
 """Of a pipe that is about to be closed: as much as a pipe holds."""
+
+
+def start_parser(
+    role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
+) -> subprocess.Popen[bytes]:
+    """Run a process that parses foreign bytes, a "worker" or an "indexer": its end of its socket,
+    its stderr, and the memory that it may take of its own.
+    """
+    descriptor = sock.fileno()
+    command = [sys.executable, "-P", "-m", "dataplane.node"]
+    command += ["--memory-bytes", str(memory_bytes), f"--{role}-fd", str(descriptor)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=stderr_fd,
+        pass_fds=(descriptor,),
+        close_fds=True,
+        env={**_ENVIRONMENT, **os.environ},
+    )
 
 
 class WorkerProcess:
@@ -51,17 +71,7 @@ class WorkerProcess:
         said, says = os.pipe()
         try:
             with theirs:
-                descriptor = theirs.fileno()
-                command = [sys.executable, "-P", "-m", "dataplane.node"]
-                command += ["--memory-bytes", str(memory_bytes), "--worker-fd", str(descriptor)]
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stderr=says,
-                    pass_fds=(descriptor,),
-                    close_fds=True,
-                    env={**ENVIRONMENT, **os.environ},
-                )
+                process = start_parser("worker", theirs, says, memory_bytes)
         except BaseException:
             ours.close()
             os.close(said)
@@ -153,7 +163,7 @@ class StderrCopy:
             os.close(self._source_fd)
             self._source_fd = None
             return False
-        self.tail = (self.tail + piece)[-_WORDS_BYTES_MAX:]
+        self.tail = (self.tail + piece)[-WORDS_BYTES_MAX:]
         self._pass_on(piece)
         return True
 

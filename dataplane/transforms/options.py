@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from dataplane.errors import ConfigError
 from dataplane.model import (
-    ColumnLength,
     ColumnOptions,
-    ColumnValue,
     ListPolicy,
     NullPolicy,
     TruncationSide,
@@ -28,6 +26,7 @@ Numbers = Mapping[str, float] | float
 """A number for every column, or one for each of some."""
 Lengths = Mapping[str, int] | int
 LENGTH_MAX = (1 << 31) - 1
+Number = TypeVar("Number", int, float)
 Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
@@ -47,9 +46,9 @@ def column_options(
 
     Raises:  ConfigError: one of them means nothing; says what would do.
     """
-    fills, everywhere = _values("fill_null", fill_null)
-    pads, pad_all = _values("pad_value", pad_value)
-    lengths, length_all = _lengths(max_length)
+    fills, everywhere = _by_column("fill_null", fill_null, _number)
+    pads, pad_all = _by_column("pad_value", pad_value, _number)
+    lengths, length_all = _by_column("max_length", max_length, _length)
     policy = _one_of("lists", lists, ListPolicy)
     side = _one_of("truncation_side", truncation_side, TruncationSide)
     if pad_value is not None and policy is ListPolicy.RAGGED:
@@ -74,7 +73,7 @@ def column_options(
         pad_value=pads,
         pad_value_all=pad_all,
         max_length=lengths,
-        max_length_all=length_all,
+        max_length_all=length_all or 0,
         truncation_side=side,
         codes=_codes(codes),
     )
@@ -106,43 +105,30 @@ def _one_of(argument: str, given: object, choices: type[Choice]) -> Choice:
     raise ConfigError(f"{argument}={given!r:.80}: choose one of {names}", field=argument)
 
 
-def _values(argument: str, given: object) -> tuple[tuple[ColumnValue, ...], float | None]:
+def _by_column(
+    argument: str, given: object, value_of: Callable[[str, str, object], Number]
+) -> tuple[tuple[tuple[str, Number], ...], Number | None]:
     """The numbers for single columns, by name, and the one for every column."""
     if given is None:
         return (), None
     if not isinstance(given, Mapping):
-        return (), _number(argument, f"{argument}={given!r:.80}", given)
+        return (), value_of(argument, f"{argument}={given!r:.80}", given)
     pairs = []
     for name, value in given.items():
         said = f"{argument}={{{name!r}: {value!r:.80}}}"
         if not isinstance(name, str):
             raise ConfigError(f"{said}: {name!r} is not the name of a column", field=argument)
-        pairs.append((name, _number(argument, said, value)))
+        pairs.append((name, value_of(argument, said, value)))
     return tuple(sorted(pairs)), None
 
 
-def _lengths(given: object) -> tuple[tuple[ColumnLength, ...], int]:
-    """The lengths for single columns, by name, and the one for every column, 0 for none."""
-    if given is None:
-        return (), 0
-    if not isinstance(given, Mapping):
-        return (), _length(f"max_length={given!r:.80}", given)
-    pairs = []
-    for name, value in given.items():
-        said = f"max_length={{{name!r}: {value!r:.80}}}"
-        if not isinstance(name, str):
-            raise ConfigError(f"{said}: {name!r} is not the name of a column", field="max_length")
-        pairs.append((name, _length(said, value)))
-    return tuple(sorted(pairs)), 0
-
-
-def _length(said: str, value: object) -> int:
+def _length(argument: str, said: str, value: object) -> int:
     found = None if isinstance(value, bool | np.bool_) else whole(value)
     if found is None or not 1 <= found <= LENGTH_MAX:
         raise ConfigError(
             f"{said}: pass a number of values for every list column, or a dict of a number for "
-            f'each, as in max_length={{"tokens": 512}}; 1 to {LENGTH_MAX}',
-            field="max_length",
+            f'each, as in {argument}={{"tokens": 512}}; 1 to {LENGTH_MAX}',
+            field=argument,
         )
     return found
 

@@ -12,9 +12,9 @@ import pytest
 from pictures import drawn, encoded
 from pool_bench import MIB, ROOM, SLAB, Bench, arrow_shards, instead_of_workers, on_bench
 
+from dataplane import machine
 from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
 from dataplane.model import Cut, ImageSpec, Region
-from dataplane.node import pool_worker
 from dataplane.node.death import Cause, end_of
 from dataplane.node.pool_worker import PoolWorker
 from dataplane.rpc import tasks
@@ -159,7 +159,7 @@ def test_a_worker_that_does_not_come_to_an_end_is_killed_and_the_block_is_named(
 
 def test_a_worker_that_waits_for_a_processor_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = 7.0
-    monkeypatch.setattr(pool_worker, "waited_for_processor_s", lambda _pid: waited)
+    monkeypatch.setattr(machine, "waited_for_processor_s", lambda _pid: waited)
 
     class Process:
         pid = 1
