@@ -40,6 +40,8 @@ from dataplane.rpc.messages import (
 Bytes = npt.NDArray[np.uint8]
 
 _RELEASE_COUNT_MAX = 4096
+# How long the end of a process waits for a node that does not read.
+_LEAVE_S_MAX = 1.0
 
 
 class Pinning(Protocol):
@@ -83,7 +85,9 @@ class Mount:
         self._kept: forks.Kept[int] = forks.Kept()
         self._unread: dict[int, int] = {}  # those of them that are dead, and that a device may read
         self._dead: deque[int] = deque()
-        self._left_streams: deque[int] = deque()
+        self._left_streams: deque[CloseStream] = deque()
+        self.progress = 0, 0
+        """(epoch, cursor) of the stream that was walked last."""
         self._retired = False
         self._open = [True]
         # A slice, since an array over the arena's own view would keep it from being closed.
@@ -118,9 +122,11 @@ class Mount:
         self._held[slab.slab_id] = region.length
         return memory
 
-    def leave_stream(self, stream_id: int) -> None:
-        """Tell the node, now or with the next message, that nobody walks this stream."""
-        self._left_streams.append(stream_id)
+    def leave_stream(self, stream_id: int, cursor: int = 0) -> None:
+        """Tell the node, now or with the next message, that nobody walks this stream any more, and
+        that all ranks have consumed so many samples.
+        """
+        self._left_streams.append(CloseStream(stream_id, cursor))
         self.flush()
 
     def flush(self) -> None:
@@ -129,9 +135,9 @@ class Mount:
             self._unused(slab_id)
         while self._left_streams:
             with contextlib.suppress(IndexError):
-                stream_id = self._left_streams.popleft()
-                if not self.wire.tell_nowait(CloseStream(stream_id)):
-                    self._left_streams.append(stream_id)
+                left = self._left_streams.popleft()
+                if not self.wire.tell_nowait(left):
+                    self._left_streams.append(left)
                     return
         while self._dead:
             slab_ids: list[int] = []
@@ -160,8 +166,10 @@ class Mount:
         self._arena.keep_only(self._alive.values())
 
     def at_exit(self) -> None:
-        """Hang up, unless somebody may still read."""
+        """Leave the job. Hang up, unless somebody may still read: then the kernel does."""
         if self._held:
+            self.flush()
+            self.wire.tell_last(CloseJob(self.job_id, *self.progress, at_exit=True), _LEAVE_S_MAX)
             self.wire.leave_open()
         else:
             self._finish()
@@ -197,7 +205,7 @@ class Mount:
         if isinstance(answer, Slab):
             self._dead.append(answer.slab_id)
         elif isinstance(answer, StreamOpened):
-            self._left_streams.append(answer.stream_id)
+            self._left_streams.append(CloseStream(answer.stream_id))
 
     def _finish(self) -> None:
         try:
@@ -205,7 +213,7 @@ class Mount:
         except IndexError:
             return
         self.flush()
-        self.wire.tell_nowait(CloseJob(self.job_id))
+        self.wire.tell_nowait(CloseJob(self.job_id, *self.progress))
         self.wire.close()
         self._unpin()
         self._arena.close()

@@ -80,8 +80,7 @@ class SlabStream:
         self._is_closed = False
         self._handed_over: float | None = None
         self._tally = session.tally()
-        self.consumed = cursor
-        """Samples that all ranks have consumed by now: progress, told with the next request."""
+        self._consumed = cursor
         self.stall_s = 0.0
         """Time waited for slabs so far."""
 
@@ -114,6 +113,17 @@ class SlabStream:
         self._tally.handed_over(slab, waited_s, was_copied=not is_kept)
         self._handed_over = time.monotonic()
         return found
+
+    @property
+    def consumed(self) -> int:
+        """Samples that all ranks have consumed by now: progress, told with the next message."""
+        return self._consumed
+
+    @consumed.setter
+    def consumed(self, cursor: int) -> None:
+        self._consumed = cursor
+        if self._mount is not None:
+            self._mount.progress = self._epoch, cursor
 
     @property
     def is_at_hand(self) -> bool:
@@ -210,6 +220,7 @@ class SlabStream:
             raise PeerLost(f"the node answered OpenStream with {opened!r:.200}", peer=mount.node_id)
         self._mount, self._stream_id = mount, opened.stream_id
         self._step_count, self._next_step = opened.step_count, step
+        mount.progress = self._epoch, self._consumed
 
     def _ask(self, mount: Mount, deadline: float) -> int:
         bound = self._session.bound(time.monotonic())
@@ -231,7 +242,7 @@ class SlabStream:
         if pending is not None:
             mount.wire.forget(pending)
         if not mount.wire.is_lost:
-            mount.leave_stream(stream_id)
+            mount.leave_stream(stream_id, self._consumed)
 
     def _stall(self, step: int, stall_s: float, last_error: str) -> DataStallError:
         mount = self._mount

@@ -179,6 +179,13 @@ class Wire:
             self._lose(str(error))
         return True
 
+    def tell_last(self, body: ToNodeBody, seconds_max: float) -> None:
+        """`tell_nowait` at the end of a process: waits for room, but not for long."""
+        deadline = time.monotonic() + seconds_max
+        with contextlib.suppress(NoAnswer, PeerLost):
+            while not self.tell_nowait(body):
+                self._poll(select.POLLOUT, deadline)
+
     def close(self) -> None:
         """Hang up, and wake whoever waits. May be called twice."""
         self._closed = True

@@ -207,23 +207,27 @@ class State:
             return MemberVerdict(progress.member_id, refusal)
         known = roster.members[progress.member_id]
         renewed = replace(known, node_id=node_id, deadline=self._clock + self._lease_s)
-        reported = (progress.epoch, progress.cursor)
-        if reported >= (known.epoch, known.cursor):
-            renewed = replace(
-                renewed,
-                epoch=progress.epoch,
-                cursor=progress.cursor,
-                samples_per_s=progress.samples_per_s,
-                stall_s=progress.stall_s,
-                bound=progress.bound,
-            )
-        self._refresh(roster, renewed)
-        if reported > (roster.job.epoch, roster.job.cursor):
-            roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
-            self._writes.append(Keep(roster.job))
+        self._refresh(roster, self._advanced(roster, renewed, progress))
         missing = roster.missing_dp_ranks()
         missing_for_s = max(0.0, self._now - roster.incomplete_since) if missing else 0.0
         return MemberVerdict(progress.member_id, None, missing, missing_for_s)
+
+    def _advanced(self, roster: Roster, member: Member, progress: MemberProgress) -> Member:
+        """The member with this progress, unless it was further before; the job goes along."""
+        reported = (progress.epoch, progress.cursor)
+        if reported > (roster.job.epoch, roster.job.cursor):
+            roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
+            self._writes.append(Keep(roster.job))
+        if reported < (member.epoch, member.cursor):
+            return member
+        return replace(
+            member,
+            epoch=progress.epoch,
+            cursor=progress.cursor,
+            samples_per_s=progress.samples_per_s,
+            stall_s=progress.stall_s,
+            bound=progress.bound,
+        )
 
     def _refusal(self, roster: Roster | None, progress: MemberProgress) -> DataplaneError | None:
         """Why this member is not renewed, or None."""
@@ -243,6 +247,8 @@ class State:
             known = roster.members.get(request.member_id)
             phase, before = _LOST if request.lost else _LEFT
             if known is not None and known.phase in before:
+                if request.progress is not None:
+                    known = self._advanced(roster, known, request.progress)
                 self._writes += roster.move(known, phase, self._now)
         return LeaveResponse()
 

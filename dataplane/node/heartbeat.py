@@ -14,7 +14,7 @@ from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
 from dataplane.node.jobs import Jobs
 from dataplane.node.joining import pause, unanswered
-from dataplane.node.member import Member
+from dataplane.node.member import Member, progress_of
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.store.outage import Outages
@@ -107,7 +107,7 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
-        progress = tuple(_progress(member) for member in members)
+        progress = tuple(progress_of(member) for member in members)
         request = membership.HeartbeatRequest(self._node, progress, _away(self._outages))
         answer = await self._coordination.heartbeat(request)
         by_id = {member.member_id: member for member in members}
@@ -166,23 +166,4 @@ def _away(outages: Outages) -> tuple[membership.StoreOutage, ...]:
             one.store[:_TEXT_MAX], max(0.0, now - one.since), one.error[:_TEXT_MAX]
         )
         for one in outages.now(now)[:_OUTAGES_MAX]
-    )
-
-
-def _progress(member: Member) -> membership.MemberProgress:
-    now = time.monotonic()
-    then, epoch, cursor = member.seen
-    if then and epoch == member.epoch and now > then:
-        gained = max(member.cursor - cursor, 0) / member.request.topology.dp_size
-        member.rate = gained / (now - then)
-    member.seen = (now, member.epoch, member.cursor)
-    return membership.MemberProgress(
-        member.job_id,
-        member.member_id,
-        member.generation,
-        member.epoch,
-        member.cursor,
-        member.rate,
-        member.stall_s,
-        member.bound,
     )

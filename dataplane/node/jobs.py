@@ -29,7 +29,7 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import Datasets, shown
 from dataplane.node.engine import Engine
 from dataplane.node.joining import patiently
-from dataplane.node.member import Member
+from dataplane.node.member import Member, progress_of
 from dataplane.node.streams import Streams
 from dataplane.node.walk import SlabSizes, slab_sizes
 from dataplane.node.work import Delivery, Group
@@ -184,10 +184,16 @@ class Jobs:
             epoch=member.epoch,
             cursor=member.cursor,
         )
-        await self._tell_left(member.request, lost=lost)
+        await self._tell_left(member.request, lost=lost, progress=progress_of(member))
 
-    async def _tell_left(self, request: messages.OpenJob, *, lost: bool) -> None:
-        leaving = membership.LeaveRequest(request.job_id, request.member_id, lost)
+    async def _tell_left(
+        self,
+        request: messages.OpenJob,
+        *,
+        lost: bool,
+        progress: membership.MemberProgress | None = None,
+    ) -> None:
+        leaving = membership.LeaveRequest(request.job_id, request.member_id, lost, progress)
         try:
             await self._coordination.leave(leaving)
         except PeerLost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from dataplane.config import JobSpec
@@ -9,12 +10,13 @@ from dataplane.errors import DataplaneError
 from dataplane.node.walk import SlabSizes
 from dataplane.node.work import Delivery, StreamState
 from dataplane.rpc import messages
+from dataplane.rpc.membership import MemberProgress
 
 
 @dataclass(slots=True, eq=False)
 class Member:
     """One rank of one job, as this node serves it. `error` ends it: its requests get it. `pixels`
-    names what makes them here; "" without images.
+    names what makes them here; "" without images. `is_leaving`: its process ends in order.
 
     `next_epoch` is what its only stream will be followed by, if all goes on as it does: it is made
     while the last slabs of this epoch are consumed.
@@ -36,6 +38,7 @@ class Member:
     seen: tuple[float, int, int] = (0.0, 0, 0)
     error: DataplaneError | None = None
     closed: bool = False
+    is_leaving: bool = False
     described: tuple[messages.DescribedColumn, ...] | None = None
 
     @property
@@ -47,3 +50,27 @@ class Member:
     def member_id(self) -> str:
         """Its own name."""
         return self.request.member_id
+
+    def reached(self, epoch: int, cursor: int) -> None:
+        """All ranks have consumed so many samples, as its trainer says. Never goes back."""
+        self.epoch, self.cursor = max((self.epoch, self.cursor), (epoch, cursor))
+
+
+def progress_of(member: Member) -> MemberProgress:
+    """How far this member came, and how fast it was since it was asked last."""
+    now = time.monotonic()
+    then, epoch, cursor = member.seen
+    if then and epoch == member.epoch and now > then:
+        gained = max(member.cursor - cursor, 0) / member.request.topology.dp_size
+        member.rate = gained / (now - then)
+    member.seen = (now, member.epoch, member.cursor)
+    return MemberProgress(
+        member.job_id,
+        member.member_id,
+        member.generation,
+        member.epoch,
+        member.cursor,
+        member.rate,
+        member.stall_s,
+        member.bound,
+    )

@@ -85,7 +85,8 @@ class Session:
             self._server.jobs.close(member)
             # A node that stops leaves its members their places: they come back through another.
             if not self._server.stopping:
-                self._server.spawn("leave", self._server.jobs.leave(member, lost=True))
+                leaving = self._server.jobs.leave(member, lost=not member.is_leaving)
+                self._server.spawn("leave", leaving)
         self._members.clear()
         self._server.forget(self)
 
@@ -101,7 +102,7 @@ class Session:
                 self._loop.add_writer(self._sock.fileno(), self._flush)
                 return
             except PeerLost:
-                self.close()
+                self._hung_up()
                 return
             except ConfigError as error:
                 self._outbox[0] = (request_id, encode(messages.FromNode(request_id, error)), ())
@@ -116,7 +117,7 @@ class Session:
             except BlockingIOError:
                 return
             except PeerLost:
-                self.close()
+                self._hung_up()
                 return
             except DataplaneError as error:
                 self._server.trace.failed("session", error=error)
@@ -125,6 +126,16 @@ class Session:
             for fd in descriptors:
                 os.close(fd)
             self._answer(message.request_id, message.body)
+
+    def _hung_up(self) -> None:
+        """The trainer is gone. Heed what it said last: that it leaves, and where it stood."""
+        self._outbox.clear()
+        for message in local.last_messages(self._sock, messages.ToNode):
+            if isinstance(message.body, messages.CloseStream):
+                self._close_stream(message.body)
+            elif isinstance(message.body, messages.CloseJob):
+                self._close_job(message.body)
+        self.close()
 
     def _answer(self, request_id: int, body: messages.ToNodeBody) -> None:
         try:
@@ -241,12 +252,19 @@ class Session:
     def _close_stream(self, body: messages.CloseStream) -> None:
         member = self._streams.pop(body.stream_id, None)
         stream = member.streams.pop(body.stream_id, None) if member is not None else None
-        if stream is not None:
+        if member is not None and stream is not None:
+            member.reached(stream.walk.stream.epoch, body.cursor)
             self._server.engine.close_stream(stream)
 
     def _close_job(self, body: messages.CloseJob) -> None:
-        member = self._members.pop(body.job_id, None)
-        if member is not None:
+        member = self._members.get(body.job_id)
+        if member is None:
+            return
+        member.reached(body.epoch, body.cursor)
+        if body.at_exit:
+            member.is_leaving = True
+        else:
+            del self._members[body.job_id]
             self._server.jobs.close(member)
             self._server.jobs.forget_manifest(body.job_id)
             self._server.spawn("leave", self._server.jobs.leave(member, lost=False))

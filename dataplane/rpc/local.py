@@ -16,6 +16,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from typing import TypeVar
 
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
@@ -26,6 +27,7 @@ T = TypeVar("T")
 PACKET_BYTES_MAX = 192 * 1024
 MESSAGE_BYTES_MAX = 64 << 20
 _DESCRIPTORS_MAX = 4
+_LAST_MESSAGES_MAX = 4096
 _LARGE = 0
 _LARGE_PACKET = struct.Struct("<BQ")
 _F_ADD_SEALS = 1033
@@ -169,6 +171,26 @@ def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
         for fd in fds:
             os.close(fd)
         raise
+
+
+def last_messages(sock: socket.socket, cls: type[T]) -> Iterator[T]:
+    """What still lies in the socket of a peer that is gone, without its file descriptors.
+
+    The kernel tells of the end before it: a send fails at once, and so does the first receive where
+    the peer left something unread.
+    """
+    ends = 0
+    for _ in range(_LAST_MESSAGES_MAX):
+        try:
+            message, descriptors = receive(sock, cls)
+        except (BlockingIOError, DataplaneError):
+            ends += 1
+            if ends > 1:  # behind all that was said
+                return
+            continue
+        for fd in descriptors:
+            os.close(fd)
+        yield message
 
 
 def _large(packet: bytes, fds: array.array[int]) -> bytes:

@@ -107,11 +107,14 @@ class HeartbeatResponse:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """A rank left: on purpose, or `lost`, because its process ended."""
+    """A rank left: on purpose, or `lost`, because its process ended. `progress` is how far it came,
+    where its node knows.
+    """
 
     job_id: str
     member_id: str
     lost: bool = False
+    progress: MemberProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)

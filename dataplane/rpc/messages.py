@@ -235,16 +235,22 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """The trainer stopped walking."""
+    """The trainer stopped walking, when all ranks had consumed `cursor` samples."""
 
     stream_id: int
+    cursor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CloseJob:
-    """The trainer closed its loader."""
+    """The trainer closed its loader: at this place of the stream that it walked last. With
+    `at_exit` its process ends, and reads what it holds until the socket closes.
+    """
 
     job_id: str
+    epoch: int = 0
+    cursor: int = 0
+    at_exit: bool = False
 
 
 ToNodeBody = (

@@ -73,7 +73,6 @@ class Walk:
         if not self._ready or self._ready[-1][0].step != self.step:
             # The slab in hand is let go of first: it may be the memory that the next one needs.
             self._ready = []
-            self._stream.consumed = self.cursor
             self._ready = self._unpacked(self._stream.batches_from(self.step))
             if not self._ready:
                 return None
@@ -84,6 +83,7 @@ class Walk:
             self._look_ahead(self.step + self.stride)
         self.valid_count = about.valid
         self.step += self.stride
+        self._stream.consumed = self.cursor
         return batch
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from membership import beat, join, leave, progress
 from dataplane.coordinator.records import Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch
 from dataplane.model import ColumnOptions
+from dataplane.rpc.membership import LeaveRequest
 
 # -- generations: 1 ------------------------------------------------------------------------------
 
@@ -298,3 +299,16 @@ def test_4_two_ranks_under_one_member_id_are_refused(machine):
     assert isinstance(refusal, ConfigError)
     assert "every rank needs a member_id of its own" in str(refusal)
     assert machine.verdict("same").error is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_7_a_member_that_goes_is_remembered_with_the_place_it_came_to(machine, lost):
+    machine.ask(join(0))
+    machine.verdict("m0-i1", epoch=0, cursor=16)
+    for reached in (48, 32):
+        last = progress(epoch=0, cursor=reached)
+        machine.ask(LeaveRequest("j", "m0-i1", lost, last))
+    assert (machine.job().epoch, machine.job().cursor) == (0, 48)
+    assert machine.job().members[0].cursor == 48
+    machine.restart()
+    assert machine.job().cursor == machine.job().members[0].cursor == 48

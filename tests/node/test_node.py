@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,23 @@ def test_a_connection_that_never_speaks_holds_up_no_one(tmp_path: Path, arrow: s
     with Node(tmp_path) as node, raw_socket(node), Trainer(node) as trainer:
         trainer.open(arrow)
         assert len(trainer.batches()) == 23
+
+
+@pytest.mark.parametrize("at_exit", [False, True])
+def test_a_trainer_that_says_goodbye_is_not_lost_whatever_it_left_unread(
+    tmp_path: Path, arrow: str, at_exit: bool
+) -> None:
+    with Node(tmp_path, log_level="info") as node, Trainer(node) as trainer:
+        trainer.open(arrow)
+        stream = trainer.call(messages.OpenStream("j", 2, 0)).stream_id
+        trainer.ask(messages.NextSlab(stream, 4, 0.0))
+        assert select.select([trainer.sock], [], [], 60)[0], "the answer lies there"
+        trainer.tell(messages.CloseJob("j", 2, 8, at_exit=at_exit))
+        trainer.close()
+        node.process.wait(60)
+        log = node.errors.read_text()
+    assert "job closed job=j rank=0 epoch=2 cursor=8" in log
+    assert "rank lost" not in log
 
 
 # -- what may be opened ----------------------------------------------------------------------

@@ -118,14 +118,16 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[MemberVerdict, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "lost")
+    __slots__ = ("job_id", "member_id", "lost", "progress")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     lost: bool
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., lost: bool = ...) -> None: ...
+    progress: MemberProgress
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., lost: bool = ..., progress: _Optional[_Union[MemberProgress, _Mapping]] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()

@@ -310,13 +310,21 @@ class Release(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., slab_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CloseStream(_message.Message):
-    __slots__ = ("stream_id",)
+    __slots__ = ("stream_id", "cursor")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
-    def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
+    cursor: int
+    def __init__(self, stream_id: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class CloseJob(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "epoch", "cursor", "at_exit")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    AT_EXIT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+    epoch: int
+    cursor: int
+    at_exit: bool
+    def __init__(self, job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ..., at_exit: bool = ...) -> None: ...
