@@ -104,8 +104,8 @@ class Embedded:
         try:
             try:
                 reached = _welcomed(sock, deadline, self.name, notice)
-            except PeerLost as error:
-                raise node.failure() from error
+            except PeerLost:
+                raise node.failure() from None
             node.started()
             return reached
         finally:
@@ -179,9 +179,9 @@ def _welcomed(
                 expected=VERSION,
                 found=answer.version,
             )
-    except NoAnswer as error:
+    except NoAnswer:
         wire.close()
-        raise PeerLost(f"the node at @{name} does not answer", peer=f"@{name}") from error
+        raise PeerLost(f"the node at @{name} does not answer", peer=f"@{name}") from None
     except BaseException:
         wire.close()
         raise

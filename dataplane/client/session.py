@@ -173,7 +173,7 @@ class Session:
                 if not starts_left:
                     raise
                 if not patience.pause(notice, error):
-                    raise self.endpoint.given_up(patience.waited_s, error) from error
+                    raise self.endpoint.given_up(patience.waited_s, error) from None
             if self._closed:
                 raise ClosedError("this loader was closed while it waited for its node")
 
@@ -226,7 +226,7 @@ class Session:
         notice = Notice(welcome.awaited or "a job to be opened", **about)
         try:
             body, fds = wire.call(request, patience.last, notice)
-        except NoAnswer as error:
+        except NoAnswer:
             raise DataStallError(
                 f"node {node_id} did not open job {job!r} over {urls} within "
                 f"{patience.waited_s:.0f} s: `dataplane status` and its log say what it waits for;"
@@ -235,7 +235,7 @@ class Session:
                 job=job,
                 shard=urls,
                 node=node_id,
-            ) from error
+            ) from None
         except PeerLost as error:
             notice.over(str(error))
             raise

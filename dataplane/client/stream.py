@@ -180,7 +180,7 @@ class SlabStream:
         except PeerLost as error:
             if "status" in error.nouns:  # a node that ends by itself has said why
                 raise
-            raise stall(str(error)) from error
+            raise stall(str(error)) from None
 
     def _step_of(self, mount: Mount, step: int, deadline: float) -> Slab | None:
         """The slab that begins with `step`, from the stream as it is or from one opened there."""

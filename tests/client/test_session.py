@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 
 import pytest
@@ -81,8 +82,10 @@ def test_the_nodes_refusal_comes_out_as_it_is(fake, session) -> None:
 def test_where_nobody_serves_the_error_says_what_to_start(monkeypatch, name) -> None:
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.2")
     mine = Session(Served("host:7077", name), open_job())
-    with pytest.raises(PeerLost, match="dataplane serve --node --join host:7077"):
+    with pytest.raises(PeerLost, match="dataplane serve --node --join host:7077") as caught:
         _ = mine.job
+    assert "Connection refused" in str(caught.value)
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
 def test_a_listener_that_never_answers_is_no_node(monkeypatch, name) -> None:
