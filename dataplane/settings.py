@@ -23,9 +23,8 @@ from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, pwd_home, this_machine
 from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE
-from dataplane.units import Kind, Value
+from dataplane.units import Kind, Value, raise_to
 
-PREFIX = "DATAPLANE_"
 CONFIG_VARIABLE = "DATAPLANE_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_WORKERS"})
 MIB = 1 << 20
@@ -45,11 +44,11 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return units.flag_of(self.name)
 
     @property
     def variable(self) -> str:
-        return PREFIX + self.name.upper()
+        return units.variable_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +318,7 @@ def read_file(path: Path) -> ConfigFile:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """DATAPLANE_* variables that nothing reads: misspelt ones, most likely."""
     known = OTHER_VARIABLES.union(setting.variable for setting in SETTINGS)
-    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    return sorted(name for name in environ if name.startswith(units.PREFIX) and name not in known)
 
 
 def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
@@ -346,8 +345,8 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
     if config.worker_memory_bytes < WORKER_BYTES_MIN:
         raise BudgetTooSmall(
             f"worker_memory_bytes ({settings['worker_memory_bytes'].source}) is "
-            f"{config.worker_memory_bytes}, and a worker needs {WORKER_BYTES_MIN} to start and to "
-            "decode small blocks",
+            f"{config.worker_memory_bytes} bytes, and a worker needs {WORKER_BYTES_MIN} to start "
+            f"and to decode small blocks: {raise_to('worker_memory_bytes', WORKER_BYTES_MIN)}",
             needed=WORKER_BYTES_MIN,
             budget=config.worker_memory_bytes,
         )
@@ -355,7 +354,9 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
         raise BudgetTooSmall(
             f"slab_bytes ({settings['slab_bytes'].source}) is larger than "
             f"delivery_bytes_per_rank ({settings['delivery_bytes_per_rank'].source}): "
-            f"{config.slab_bytes} > {config.delivery_bytes_per_rank}",
+            f"{config.slab_bytes} > {config.delivery_bytes_per_rank} bytes. Leave one of them out, "
+            "and it follows the other; or "
+            + raise_to("delivery_bytes_per_rank", arena_bytes_min(config.slab_bytes)),
             needed=config.slab_bytes,
             budget=config.delivery_bytes_per_rank,
         )

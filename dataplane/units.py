@@ -10,6 +10,8 @@ from pathlib import Path
 
 Value = str | int | float | bool
 
+PREFIX = "DATAPLANE_"
+
 _BYTES_OF = {"": 1, "b": 1}
 _BYTES_OF |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")}
 _BYTES_OF |= {f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgt")}
@@ -34,6 +36,31 @@ def show_bytes(value: Value) -> str:
         if isinstance(value, int) and value and value % 1024**power == 0:
             return f"{value // 1024**power} {unit}"
     return f"{value} B"
+
+
+def flag_of(setting: str) -> str:
+    """What the setting of this name is called on a command line."""
+    return "--" + setting.replace("_", "-")
+
+
+def variable_of(setting: str) -> str:
+    """What the setting of this name is called in the environment."""
+    return PREFIX + setting.upper()
+
+
+def raise_to(setting: str, size: int) -> str:
+    """How to give a node's budget so many bytes at least, as an error says it."""
+    unit, name = (1 << 20, "MiB") if size > 1 << 20 else (1 << 10, "KiB")
+    enough = f"{-(-size // unit)}{name}"
+    return f"raise {setting} to {enough} or more ({ways_to_set(setting, enough)})"
+
+
+def ways_to_set(setting: str, value: str) -> str:
+    """All the places where the setting of a node may be set."""
+    return (
+        f"{variable_of(setting)}={value} in the environment of whatever starts the node, "
+        f"`dataplane serve {flag_of(setting)} {value}`, or {setting} in dataplane.toml"
+    )
 
 
 def _scaled(given: object, scale: dict[str, float] | dict[str, int]) -> float:

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 
 from dataplane.arena import pages
 from dataplane.errors import BudgetTooSmall, ClosedError
+from dataplane.units import ways_to_set
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
@@ -32,6 +33,10 @@ _MADV_REMOVE = 9
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 _PIECE_BYTES = 64 << 10
 """What is mapped is remembered in pieces of this size."""
+_LESS = (
+    "give this machine or container more memory, or lower block_arena_bytes or "
+    f"delivery_bytes_per_rank ({ways_to_set('block_arena_bytes', 'SIZE')}; the other likewise)"
+)
 _GAP_COUNT_MAX = 1000
 _GAP_BYTES_MIN = 64 << 10
 
@@ -72,7 +77,7 @@ class Arena:
         except OSError as error:
             os.close(fd)
             raise BudgetTooSmall(
-                f"cannot map an arena of {size_bytes} bytes: {error}; lower the memory budget",
+                f"cannot map an arena of {size_bytes} bytes: {error}; {_LESS}",
                 needed=size_bytes,
             ) from error
 
@@ -151,7 +156,7 @@ class Arena:
                 raise
             end = offset + length
             raise BudgetTooSmall(
-                f"no memory for an arena of {end} bytes: {error}; lower the memory budget",
+                f"no memory for an arena of {end} bytes: {error}; {_LESS}",
                 needed=end,
             ) from error
 

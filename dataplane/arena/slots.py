@@ -71,6 +71,11 @@ def arena_bytes_min(slot_bytes: int) -> int:
     return plan_slots(0, slot_bytes).arena_bytes
 
 
+def arena_bytes_of_zone(zone_bytes: int) -> int:
+    """The smallest arena whose zone has so much, whatever its slots have."""
+    return (zone_bytes + _PAGE_BYTES) * _ZONE_SHARE
+
+
 class Slots:
     """Which slots of one arena are free."""
 

@@ -22,6 +22,7 @@ NODE_SETTINGS = (
     "delivery_bytes_per_rank",
     "slab_bytes",
     "worker_count",
+    "worker_memory_bytes",
     "fetch_count",
     "fetch_timeout_s",
     "stall_timeout_s",

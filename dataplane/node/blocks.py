@@ -26,6 +26,7 @@ from dataplane.arena.allocator import Allocator, rounded
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
+from dataplane.node import budgets
 from dataplane.node.block import Block, Listener, Phase, Spare
 from dataplane.node.columns import Ints
 from dataplane.node.dataset import Dataset
@@ -239,7 +240,9 @@ class BlockTable:
             # The index guessed too low. From now on its true size is known.
             block.dataset.marks.decoded[block.index] = result.bytes
             if result.bytes > self.arena_bytes:
-                self._fail(block, self._too_large(block, result.bytes))
+                url = block.dataset.url(block.index)
+                need = result.bytes + int(block.dataset.marks.raw[block.index])
+                self._fail(block, budgets.block_too_large(url, need, self.arena_bytes))
                 return
             self._allocator.free(block.decoded.offset)
             block.decoded = None
@@ -284,16 +287,6 @@ class BlockTable:
     def _fail(self, block: Block, error: DataplaneError) -> None:
         self._remove(block)
         self._listener.block_failed(block.dataset, block.index, error)
-
-    def _too_large(self, block: Block, need: int) -> BudgetTooSmall:
-        url = block.dataset.url(block.index)
-        return BudgetTooSmall(
-            f"{url}: one block takes {need} bytes decoded, and the block arena has "
-            f"{self.arena_bytes}: raise block_arena_bytes, or write smaller row groups",
-            shard=url,
-            needed=need,
-            budget=self.arena_bytes,
-        )
 
     # -- memory ----------------------------------------------------------------------------------
 

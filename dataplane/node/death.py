@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
-from dataplane.units import show_bytes
+from dataplane.units import raise_to, show_bytes, ways_to_set
 
 # What C++ and Python say when memory runs out where no error can be returned.
 _MEMORY_WORDS = ("bad_alloc", "MemoryError", "Cannot allocate memory")
@@ -101,16 +101,18 @@ def blame(doing: str, place: Place, ends: Sequence[End], limit_bytes: int) -> Da
         case Cause.OUT_OF_MEMORY:
             return BudgetTooSmall(
                 f"{place}: {doing} takes more memory than the {show_bytes(limit_bytes)} that a "
-                "worker process may have. If the shard is as it should be, raise "
-                "worker_memory_bytes (--worker-memory-bytes, DATAPLANE_WORKER_MEMORY_BYTES), or "
-                "write smaller blocks (row groups)",
+                "worker process may have. If the shard is as it should be, "
+                f"{raise_to('worker_memory_bytes', 2 * limit_bytes)}, or write smaller blocks (row "
+                "groups)",
                 budget=limit_bytes,
                 **place.nouns,
             )
         case Cause.MACHINE_SHORT:
             return BudgetTooSmall(
-                f"{ended} Lower worker_count, worker_memory_bytes or block_arena_bytes, or give "
-                "this machine or container more memory",
+                f"{ended} Give this machine or container more memory, or let the node take less: "
+                "lower worker_count, worker_memory_bytes or block_arena_bytes "
+                f"({ways_to_set('worker_count', 'N')}; the others likewise; `dataplane config "
+                "show` has what they are)",
                 **place.nouns,
             )
         case Cause.STUCK:

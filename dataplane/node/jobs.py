@@ -24,6 +24,7 @@ from dataplane.arena.slots import SlotLayout, Slots, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, DataplaneError, PeerLost
 from dataplane.model import ColumnOptions, DatasetIdentity
+from dataplane.node import budgets
 from dataplane.node.categories import CategoryReader
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import Datasets, shown
@@ -239,33 +240,14 @@ class Jobs:
         need = int(needs[largest])
         if need > budget:
             url = dataset.url(largest)
-            raise BudgetTooSmall(
-                f"{url}: one block takes {need} bytes on its way through memory, and the block "
-                f"arena has {budget}: raise block_arena_bytes (--block-arena-bytes, "
-                "DATAPLANE_BLOCK_ARENA_BYTES), or write smaller blocks (row groups)",
-                shard=url,
-                needed=need,
-                budget=budget,
-            )
+            raise budgets.block_too_large(url, need, budget)
 
     def _check_delivery(self, layout: SlotLayout, sizes: SlabSizes) -> None:
         """What is reserved for one rank has a bound, however large a batch it asks for."""
         config = self._config
         budget = max(config.delivery_bytes_per_rank, 2 * config.block_arena_bytes)
         if layout.arena_bytes > budget:
-            is_batch = sizes.batch_bytes > config.slab_bytes
-            what, advice = (
-                (f"batches of about {sizes.batch_bytes}", "make the batch smaller")
-                if is_batch
-                else (f"slabs of {config.slab_bytes}", "lower slab_bytes (--slab-bytes)")
-            )
-            raise BudgetTooSmall(
-                f"{what} bytes need {layout.arena_bytes} bytes of memory for finished batches, and "
-                f"this node gives a rank {budget} at most: {advice}, or raise "
-                "delivery_bytes_per_rank (--delivery-bytes-per-rank)",
-                needed=layout.arena_bytes,
-                budget=budget,
-            )
+            raise budgets.rank_takes_too_much(layout, sizes.batch_bytes, config.slab_bytes, budget)
 
     def _join_request(
         self, request: messages.OpenJob, spec: JobSpec, manifest: Manifest, pixels: str

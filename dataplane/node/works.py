@@ -27,6 +27,7 @@ import numpy as np
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
+from dataplane.node import budgets
 from dataplane.node.account import Stamps
 from dataplane.node.blocks import BLOCK_ARENA_ID, BlockTable
 from dataplane.node.dataset import Dataset
@@ -212,28 +213,11 @@ class Works:
     def fail_for_memory(self, work: Work) -> None:
         """The block arena cannot hold what one work needs."""
         need, budget = work.memory_needed, self._blocks.arena_bytes
-        self.fail(
-            work,
-            BudgetTooSmall(
-                f"one batch needs {len(work.plan.blocks)} blocks of {need} bytes in memory "
-                f"together, and the block arena has {budget}: raise block_arena_bytes, or choose a "
-                "smaller window, or fewer lanes (`dataplane plan` tells what they cost)",
-                needed=need,
-                budget=budget,
-            ),
-        )
+        self.fail(work, budgets.batch_of_too_many_blocks(len(work.plan.blocks), need, budget))
 
     def _fail_for_size(self, work: Work, need: int, budget: int) -> None:
         step = work.plan.batches[0].step
-        self.fail(
-            work,
-            BudgetTooSmall(
-                f"the batch of step {step} takes {need} bytes and its slab has {budget}: raise "
-                "delivery_bytes_per_rank, or make the batch smaller",
-                needed=need,
-                budget=budget,
-            ),
-        )
+        self.fail(work, budgets.batch_too_large(step, need, budget))
 
     # -- assembling ------------------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, ParamSpec, TypedDict, get_type_hints
 
 from dataplane.model import Topology
+from dataplane.settings import BY_NAME
 from dataplane.transforms.images import Transform
 from dataplane.transforms.options import Lengths, Numbers
 from dataplane.transforms.stacks import Stack
+from dataplane.units import ways_to_set
 
 _P = ParamSpec("_P")
 
@@ -78,8 +80,25 @@ _FOREIGN: Final[Mapping[str, str]] = {
         "fixes it"
     ),
     "batching_method num_canonical_nodes partition_algo sampling_method sampling_granularity "
-    "epoch_size replication in_memory": (
+    "epoch_size replication in_memory deterministic cycle_length block_length": (
         "leave it out: the order is the same for any number of ranks, nodes and workers"
+    ),
+    "nodesplitter workersplitter splitter split_by_node split_by_worker sharding_filter "
+    "shard_options": (
+        "leave it out: every rank gets its own part of each global batch, whatever the number of "
+        "ranks, nodes and workers"
+    ),
+    "epoch start_epoch initial_epoch current_epoch": (
+        "call set_epoch(epoch) on the loader before the pass; without it each pass is the next "
+        "epoch, and load_state_dict() resumes where a state was taken"
+    ),
+    "split subset partition": (
+        "name the shards of that split in the first argument: a folder such as …/train/, a glob "
+        "such as …/train-*.parquet, or a list of urls"
+    ),
+    "storage_options client_kwargs s3_client_kwargs s3_client_config filesystem": (
+        "leave it out: stores take their endpoint and credentials from the environment "
+        "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, …), as their own tools do"
     ),
     "rank num_replicas shard_id shard_index device_id process_index": (
         "use dp_rank=; without it, it comes from torch.distributed or the launcher"
@@ -94,7 +113,7 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "transform map map_fn operations pipelines preprocess decode_fn": (
         "use transforms= for images, and change other columns in the loop"
     ),
-    "remote local split data_files input_dir urls url path paths fname data_source data_dir "
+    "remote local data_files input_dir urls url path paths fname data_source data_dir "
     "file_pattern": "pass a url, folder or glob, or a list of them, as the first argument",
     "streaming cache_dir local_cache download": (
         "leave it out: shards are read where they are, and nothing is downloaded before"
@@ -145,5 +164,7 @@ def _unexpected(taker: str, name: str, known: Collection[str]) -> str:
     said = f"{taker}() has no argument {name!r}"
     if name in _ADVICE:
         return f"{said}: {_ADVICE[name]}"
+    if name in BY_NAME:
+        return f"{said}: it is a setting, and not of one loader. Set {ways_to_set(name, '…')}"
     near = difflib.get_close_matches(name, known, 1)
     return f"{said}; did you mean {near[0]!r}?" if near else said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import socket
 from pathlib import Path
@@ -133,6 +134,13 @@ def test_a_url_that_names_nothing_and_a_budget_that_holds_no_block_are_refused(
         with pytest.raises(BudgetTooSmall, match=r"raise block_arena_bytes") as caught:
             trainer.open(parquet)
         assert caught.value.budget == 4096
+    told = re.search(
+        r"DATAPLANE_BLOCK_ARENA_BYTES=(\w+).*--block-arena-bytes \1", str(caught.value)
+    )
+    assert told is not None
+    with Node(tmp_path, block_arena_bytes=told[1]) as node, Trainer(node) as trainer:
+        trainer.open(parquet)
+        assert len(trainer.batches()) == 23, "what is advised is enough"
 
 
 def test_ranks_that_disagree_are_told_in_which_field(tmp_path: Path, parquet: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,15 @@ def test_the_node_has_what_the_settings_say():
 def test_a_slab_that_no_rank_can_be_given_is_refused():
     with pytest.raises(BudgetTooSmall, match=r"slab_bytes \(--slab-bytes\).*\(default\)"):
         settings.node_config(resolved(flags={"slab_bytes": "1TiB"}))
+
+
+@given(st.integers(1, 1 << 50), st.sampled_from(["slab_bytes", "delivery_bytes_per_rank"]))
+def test_what_an_error_advises_to_set_is_enough_and_can_be_set(size, name):
+    told = units.raise_to(name, size)
+    setting = settings.BY_NAME[name]
+    (flag,) = re.findall(rf"{setting.flag} (\w+)", told)
+    assert size <= setting.kind.parse(flag) < size + max(MIB, size // 2)
+    assert f"{setting.variable}={flag}" in told
 
 
 def test_misspelt_variables_are_found():

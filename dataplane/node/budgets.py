@@ -1,0 +1,61 @@
+"""What is said where a budget of the node is too small: what needs how much, and how to give it."""
+
+from __future__ import annotations
+
+from dataplane.arena.slots import SlotLayout, arena_bytes_of_zone
+from dataplane.errors import BudgetTooSmall
+from dataplane.units import raise_to
+
+
+def block_too_large(url: str, need: int, budget: int) -> BudgetTooSmall:
+    """One block, raw and decoded together, does not fit into the block arena. What is advised has
+    room for two: the next one is fetched meanwhile, and an index only guesses what decoding takes.
+    """
+    return BudgetTooSmall(
+        f"{url}: one block takes {need} bytes on its way through memory, and the block arena has "
+        f"{budget}: {raise_to('block_arena_bytes', 2 * need)}, or write smaller blocks (row "
+        "groups)",
+        shard=url,
+        needed=need,
+        budget=budget,
+    )
+
+
+def batch_of_too_many_blocks(block_count: int, need: int, budget: int) -> BudgetTooSmall:
+    """The blocks of one batch do not fit into the block arena together."""
+    return BudgetTooSmall(
+        f"one batch needs {block_count} blocks of {need} bytes in memory together, and the block "
+        f"arena has {budget}: {raise_to('block_arena_bytes', need * 5 // 4)}, or choose a smaller "
+        "window, or fewer lanes (`dataplane plan` tells what they cost)",
+        needed=need,
+        budget=budget,
+    )
+
+
+def batch_too_large(step: int, need: int, budget: int) -> BudgetTooSmall:
+    """One batch fits into no slot, nor into the zone."""
+    room = raise_to("delivery_bytes_per_rank", arena_bytes_of_zone(need))
+    return BudgetTooSmall(
+        f"the batch of step {step} takes {need} bytes and its slab has {budget}: {room}, or make "
+        "the batch smaller",
+        needed=need,
+        budget=budget,
+    )
+
+
+def rank_takes_too_much(
+    layout: SlotLayout, batch_bytes: int, slab_bytes: int, budget: int
+) -> BudgetTooSmall:
+    """The slots of one rank are more than a node gives it."""
+    what, advice = (
+        (f"batches of about {batch_bytes}", "make the batch smaller")
+        if batch_bytes > slab_bytes
+        else (f"slabs of {slab_bytes}", "lower slab_bytes")
+    )
+    return BudgetTooSmall(
+        f"{what} bytes need {layout.arena_bytes} bytes of memory for finished batches, and this "
+        f"node gives a rank {budget} at most: {advice}, or "
+        f"{raise_to('delivery_bytes_per_rank', layout.arena_bytes)}",
+        needed=layout.arena_bytes,
+        budget=budget,
+    )
