@@ -56,6 +56,12 @@ class Bench:
         message = dataclasses.replace(self.dataset.message, memory_bytes=memory_bytes)
         self.dataset = dataclasses.replace(self.dataset, message=message)
 
+    def another(self, dataset_id: int) -> Bench:
+        """The same files as another dataset, with the same pool."""
+        message = dataclasses.replace(self.dataset.message, dataset_id=dataset_id)
+        dataset = dataclasses.replace(self.dataset, dataset_id=dataset_id, message=message)
+        return Bench(self.pool, self.arena, dataset)
+
     def decode(self, block: int, into: Region, arenas: tuple[int, ...] = (0,)) -> Awaitable[object]:
         body = tasks.Decode(self.dataset.dataset_id, self.dataset.raw_block(block, None), into)
         return self._submit(body, (), arenas, block)

@@ -18,8 +18,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import math
 import os
 import time
@@ -29,6 +27,7 @@ from typing import Self
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
 from dataplane.node.death import Cause, End, blame, nobody_alive
+from dataplane.node.job_queue import JobQueue
 from dataplane.node.pool_worker import Job, PoolWorker
 from dataplane.node.process import MEMORY_BYTES, WorkerProcess
 from dataplane.node.staffing import Look
@@ -42,9 +41,8 @@ _WATCH_S = 0.5
 
 
 class WorkerPool:
-    """`worker_count` processes and one queue, most urgent first. Each process may take
-    `memory_bytes` of its own, more where the dataset of its job says so; a job may keep one busy
-    for `task_timeout_s`.
+    """`worker_count` processes and one queue. Each process may take `memory_bytes` of its own, more
+    where the dataset of its job says so; a job may keep one busy for `task_timeout_s`.
     """
 
     def __init__(
@@ -63,8 +61,7 @@ class WorkerPool:
         self._trace = trace
         self._workers: list[PoolWorker] = []
         self._retired: set[PoolWorker] = set()
-        self._queue: list[tuple[int, int, Job]] = []
-        self._numbers = itertools.count()
+        self._queue = JobQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick_deaths = 0
         self._watching: asyncio.TimerHandle | None = None
@@ -122,8 +119,10 @@ class WorkerPool:
         return Look((busy_s - before_s) / seconds, (made - made_before) / seconds, is_awaited)
 
     def submit(self, job: Job, urgency: int) -> None:
-        """Queue a job; the smallest urgency goes first, then the oldest."""
-        heapq.heappush(self._queue, (urgency, next(self._numbers), job))
+        """Queue a job; the smallest urgency goes first, then the oldest, but for jobs that take
+        long: see JobQueue.
+        """
+        self._queue.add(job, urgency, time.monotonic())
         self._refill()
         self._dispatch()
 
@@ -183,7 +182,7 @@ class WorkerPool:
         for worker in list(self._workers):
             if not worker.is_idle:
                 continue
-            job = self._pop()
+            job = self._next()
             if job is None:
                 return
             self._give(worker, job)
@@ -193,8 +192,10 @@ class WorkerPool:
         self._send_next(worker)
         self._watch_soon()
 
-    def _pop(self) -> Job | None:
-        return heapq.heappop(self._queue)[2] if self._queue else None
+    def _next(self) -> Job | None:
+        able = [worker for worker in self._workers if not worker.is_ending]
+        under_way = [worker.job for worker in able if worker.job is not None]
+        return self._queue.take(under_way, len(able), time.monotonic())
 
     def _send_next(self, worker: PoolWorker) -> None:
         """Send the first packet, unless the worker still owes the answer to it."""
@@ -250,7 +251,9 @@ class WorkerPool:
     def _finish(self, worker: PoolWorker, job: Job, body: tasks.ResultBody) -> None:
         worker.job = None
         worker.jobs_done += 1
-        self._busy_s += time.monotonic() - job.started
+        now = time.monotonic()
+        self._busy_s += now - job.started
+        self._queue.ended(job, now)
         self._made_bytes += body.bytes_used if isinstance(body, tasks.Assembled) else 0
         self._quick_deaths = 0
         job.report(body)
@@ -326,7 +329,7 @@ class WorkerPool:
         """Report this job and all that wait."""
         self._quick_deaths = 0
         failed = [] if job is None else [job]
-        while (job := self._pop()) is not None:
+        while (job := self._queue.take_any()) is not None:
             failed.append(job)
         for job in failed:
             job.report(nobody_alive(end))
