@@ -176,11 +176,11 @@ class CorruptShard(DataplaneError):
 
 class ImageError(CorruptShard):
     """An image cannot be decoded: truncated, too large, none at all. Nouns: shard, row (of the
-    shard), column, reason; where the shard is not known yet, row is the place in what was to be
-    decoded.
+    shard), key (of a sample that has one), column, reason; where the shard is not known yet, row is
+    the place in what was to be decoded.
     """
 
-    known: ClassVar[tuple[str, ...]] = ("reason",)
+    known: ClassVar[tuple[str, ...]] = ("reason", "key")
 
 
 class SchemaMismatch(CorruptShard):

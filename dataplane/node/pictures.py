@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataplane.errors import DataplaneError, ImageError
+from dataplane.formats.tar import KEY
 from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
 from dataplane.node import trails
 from dataplane.node.columns import BlockColumns, Bytes, Ints, RowIndex
@@ -15,6 +16,8 @@ from dataplane.plan.permute import Words
 from dataplane.rpc.tasks import Origin, Render
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.images import delivered
+
+_KEY_LENGTH_MAX = 300
 
 
 class Pictures:
@@ -69,7 +72,7 @@ class Pictures:
             kept = self._trails_of(at, blocks, row_index, (starts, lengths))
             pixels.render(places, boxes, flips, view, out, trails=kept, may_reduce=image.may_reduce)
         except ImageError as error:
-            raise self._placed(image, row_index, error) from error
+            raise self._placed(image, blocks, row_index, error) from error
 
     def _trails_of(
         self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, spans: tuple[Ints, Ints]
@@ -90,17 +93,35 @@ class Pictures:
         rows = first[row_index[:, 0]] + row_index[:, 1]
         return draws.draw_keys(image, what, self._render.seed, self._render.epoch, shards, rows)
 
-    def _placed(self, image: ImageSpec, row_index: RowIndex, error: ImageError) -> DataplaneError:
+    def _placed(
+        self,
+        image: ImageSpec,
+        blocks: Sequence[BlockColumns],
+        row_index: RowIndex,
+        error: ImageError,
+    ) -> DataplaneError:
         block, row = row_index[int(error.row or 0)].tolist()
-        origin = self._origins[block]
+        origin, key = self._origins[block], _key_of(blocks[block], row)
         row += origin.first_row
+        named = "" if key is None else f" ({KEY} {key!r})"
         return ImageError(
-            f"{origin.url}: row {row}, column {image.column!r}: {error}",
+            f"{origin.url}: row {row}{named}, column {image.column!r}: {error}",
             shard=origin.url,
             row=row,
             column=image.column,
+            key=key,
             reason=error.nouns.get("reason", str(error)),
         )
+
+
+def _key_of(block: BlockColumns, row: int) -> str | None:
+    """What a sample of a tar file is called; None of other samples, or if the job left it out."""
+    if KEY not in block.batch.schema.names:
+        return None
+    key = block.batch.column(KEY)[row].as_py()
+    if isinstance(key, bytes):
+        key = key.decode(errors="replace")
+    return key[:_KEY_LENGTH_MAX] if isinstance(key, str) else None
 
 
 def _spans(at: int, rows: Rows, count: int) -> tuple[Ints, Ints]:

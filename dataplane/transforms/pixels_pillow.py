@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from dataplane.errors import ImageError
+from dataplane.transforms.not_images import said_of
 
 Bytes = NDArray[np.uint8]
 
@@ -64,8 +65,9 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
     Raises:  ImageError: it, or what is done with it here, is refused by Pillow.
     """
     address, length = images[row].tolist()
+    encoded = ctypes.string_at(address, length) if length else b""
     try:
-        with Image.open(io.BytesIO(ctypes.string_at(address, length)), formats=_formats()) as image:
+        with Image.open(io.BytesIO(encoded), formats=_formats()) as image:
             if image.width * image.height > PIXELS_MAX:
                 raise ImageError(
                     f"too large: {image.height} x {image.width} pixels, more than {PIXELS_MAX}",
@@ -74,6 +76,8 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
             # All bytes at once: libjpeg cannot pause in the middle of arithmetic codes.
             image.decodermaxblock = max(image.decodermaxblock, length)
             yield image, _orientation(image)
+    except UnidentifiedImageError:
+        raise ImageError(said_of(encoded), row=row) from None
     except _FAULTS as fault:
         raise ImageError(f"Pillow cannot decode it: {fault}", row=row) from fault
 

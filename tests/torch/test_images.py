@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -234,19 +235,42 @@ def test_a_rank_that_decodes_otherwise_is_refused(shards) -> None:
 
 
 def test_a_broken_image_names_shard_row_and_column(tmp_path) -> None:
-    for number, broken in enumerate((b"no image at all", None, jpeg(0)[:300], b"")):
+    for number, (broken, said) in enumerate(
+        [
+            (b"no image at all", "15 bytes that begin with 6e 6f 20.*text: 'no image at all'"),
+            (None, "null"),
+            (jpeg(0)[:300], "300 bytes|runcated"),
+            (b"", "0 bytes"),
+        ]
+    ):
         path = tmp_path / f"broken-{number}.parquet"
         images = [*(jpeg(i) for i in range(17)), broken, jpeg(18)]
         pq.write_table(pa.table({"jpg": pa.array(images, pa.binary())}), path, row_group_size=6)
         with DataLoader(path, 5, transforms={"jpg": CROP}) as loader:
             iterator = iter(loader)
             assert len(next(iterator)["jpg"]) == 5
-            with pytest.raises(ImageError, match="null" if broken is None else ".") as caught:
+            with pytest.raises(ImageError, match=said) as caught:
                 list(iterator)
         error = caught.value
         assert (error.row, error.column) == (17, "jpg")
         assert str(error.shard).endswith(path.name)
         assert f"{error.shard}: row 17, column 'jpg': " in str(error)
+        assert "BytesIO" not in str(error)
+
+
+def test_a_broken_image_of_a_tar_file_is_named_by_its_key(tmp_path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for i in range(3):
+            member = tarfile.TarInfo(f"n0{i}/cat-{i}.jpg")
+            image = jpeg(i) if i != 1 else b"<html>403 Forbidden</html>"
+            member.size = len(image)
+            tar.addfile(member, io.BytesIO(image))
+    with (
+        DataLoader(tmp_path / "a.tar", 3, transforms={"jpg": CROP}) as loader,
+        pytest.raises(ImageError, match=r"row 1 \(__key__ 'n01/cat-1'\).*HTML page") as caught,
+    ):
+        next(iter(loader))
+    assert caught.value.key == "n01/cat-1"
 
 
 def test_other_transforms_are_another_job(shards) -> None:
