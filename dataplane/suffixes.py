@@ -31,4 +31,10 @@ def path_of(url: str) -> str:
 
 def names_a_shard(url: str) -> bool:
     """Whether a name ends as that of a shard of a built-in format does, or of a manifest."""
-    return path_of(url).endswith(_ALL)
+    return bool(suffix_of(url))
+
+
+def suffix_of(url: str) -> str:
+    """The ending by which `url` names a shard, or ""."""
+    path = path_of(url)
+    return next((suffix for suffix in _ALL if path.endswith(suffix)), "")

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from dataplane import suffixes
 from dataplane.errors import ConfigError
+from dataplane.formats import not_shards
 from dataplane.formats.base import Format
 
 GROUP = "dataplane.formats"
@@ -101,12 +102,17 @@ def dataset_format(urls: Iterable[str]) -> Format:
     Raises:  ConfigError: none is known, or there are several.
     """
     first: tuple[str, Format] | None = None
+    urls = list(urls)
     for url in urls:
         format_ = format_of_url(url)
         if format_ is None:
+            why = not_shards.said_of(url, urls) or (
+                f"the name tells no format; known endings are {', '.join(shard_suffixes())}"
+            )
             raise ConfigError(
-                f"{url}: the name tells no format; known endings are "
-                f"{', '.join(shard_suffixes())}. Name the format if the endings are others"
+                f'{url}: {why}. If it is a shard all the same, pass its format="…" (or --format)',
+                field="format",
+                shard=url,
             )
         first = first or (url, format_)
         if format_.name != first[1].name:

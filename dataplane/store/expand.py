@@ -153,7 +153,11 @@ def _near_file(url: str) -> str:
     while not folder.is_dir():
         path, folder = folder, folder.parent
     names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
-    near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN)
+    # What stands before a wildcard is like the start of a name.
+    starts = {name[: len(path.name) + 1]: name for name in reversed(names)}
+    near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN) or [
+        starts[start] for start in difflib.get_close_matches(path.name, starts, n=1)
+    ]
     if near:
         return f"; did you mean {', '.join(str(folder / name) for name in near)}?"
     return f"; {folder} is there and has {len(names)} entries"

@@ -11,6 +11,7 @@ others (sftp, hdfs, smb) have only deadlines of their own.
 from __future__ import annotations
 
 import datetime as dt
+import difflib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -31,9 +32,12 @@ from dataplane.errors import (
 from dataplane.model import ObjectInfo
 from dataplane.store.pieces import check_etag, in_pieces
 from dataplane.store.unreachable import passes
-from dataplane.store.urls import base_of, folder_of, scheme_of
+from dataplane.store.urls import SCHEMES, base_of, folder_of, scheme_of
 
 T = TypeVar("T")
+
+# "s4" is half of "s3".
+_NEAR_MIN = 0.5
 
 _ETAG_KEYS = ("ETag", "etag", "md5", "md5Hash", "content_md5", "checksum", "uid", "version")
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -51,7 +55,12 @@ class FsspecStore:
             options = {"use_listings_cache": False, "skip_instance_cache": True}
             self._files, _ = fsspec.url_to_fs(f"{base}/", **options)
         except (ImportError, ValueError) as cause:
-            raise ConfigError(f"{scheme}:// urls cannot be read here: {cause}") from cause
+            rest = base.partition("://")[2]
+            near = difflib.get_close_matches(scheme, SCHEMES, 1, _NEAR_MIN)
+            meant = f"; did you mean {near[0]}://{rest}?" if near and scheme not in SCHEMES else ""
+            raise ConfigError(
+                f"{scheme}:// urls cannot be read here: {cause}{meant}", found=scheme
+            ) from None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = folder_of(prefix)

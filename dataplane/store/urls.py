@@ -18,6 +18,11 @@ Url = str | os.PathLike[str]
 NAMES_MAX = 100_000
 _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+SCHEMES = (
+    "s3", "gs", "az", "abfs", "abfss", "adl", "http", "https", "file", "hf", "hdfs", "webhdfs",
+    "sftp", "ssh", "smb", "oss", "memory",
+)  # fmt: skip
+"""Those that people use, with what fsspec reads; to find out what a typo means."""
 # Nobody means a local file by these, unless there is one.
 _MISSING_SLASH = re.compile(
     r"(s3[an]?|gs|gcs|az|azure|adl|abfss?|wasbs?|https?|hf|s?ftp|ssh|(?:web)?hdfs|smb|oss|memory)"

@@ -10,6 +10,7 @@ same are equal. Pure, and without arrays: a trainer links it.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -316,8 +317,8 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
         found = by_name.get(image.column)
         if found is None:
             raise ConfigError(
-                f"transforms name {image.column!r}, which is no column of the batches; they have: "
-                f"{', '.join(sorted(by_name))}",
+                f"transforms name {image.column!r}, which is no column of the batches"
+                f"{_meant(image.column, specs)}; they have: {', '.join(sorted(by_name))}",
                 field="transforms",
             )
         if found.kind is not Kind.BYTES:
@@ -330,6 +331,16 @@ def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple
         shape = (*size, _COLOURS) if image.layout == "HWC" else (_COLOURS, *size)
         pixels[image.column] = ColumnSpec(image.column, Kind.FIXED, image.dtype, shape)
     return tuple(pixels.get(spec.name, spec) for spec in specs)
+
+
+def _meant(column: str, specs: Sequence[ColumnSpec]) -> str:
+    """The column that was most likely meant: bytes within a struct of that name (Hugging Face's
+    image has `bytes` and `path`), a similar name, or the only one that has bytes.
+    """
+    encoded = [spec.name for spec in specs if spec.kind is Kind.BYTES]
+    within = [name for name in encoded if name.startswith(f"{column}.")]
+    near = within or difflib.get_close_matches(column, encoded, 1) or encoded
+    return f": did you mean {near[0]!r}?" if len(near) == 1 else ""
 
 
 def _said(spec: ColumnSpec) -> str:

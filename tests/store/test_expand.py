@@ -108,6 +108,7 @@ def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> 
         ("*.arrow", "but none matches .*there is file://"),
         ("train-{000..004}.parquet", r"no file file://.*train-004\.parquet.*train-00"),
         ("trian-000.parquet", r"did you mean .*train-000\.parquet"),
+        ("trian-*.parquet", r"did you mean .*/train-000\.parquet\?"),
         ("nothing/here/*.x", "no url starts with .*nothing/here/"),
         ("nothing/here/x", "nothing is not a folder"),
         ("valid.parquet/", "nothing below"),
@@ -203,3 +204,12 @@ def test_the_real_folders_expand(data_dir: Path) -> None:
 
     assert len(infos) == len({info.url for info in infos}) > 0
     assert all(info.etag for info in infos)
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [("s4://bucket/a.parquet", "s3://bucket"), ("htps://host/a.parquet", "https://host")],
+)
+def test_a_scheme_that_is_none_suggests_the_one_that_was_meant(url: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
+        expand(url, STORES.connect)

@@ -205,12 +205,27 @@ def test_what_means_nothing_is_refused_with_column_step_and_what_is_allowed(step
         (ColumnSpec("x", Kind.PADDED, "uint8"), "lists of uint8"),
         (ColumnSpec("x", Kind.STRING, ""), "it is text"),
         (ColumnSpec("x", Kind.OBJECT, ""), "nested values"),
-        (ColumnSpec("y", Kind.BYTES, ""), "no column of the batches; they have: y"),
+        (ColumnSpec("y", Kind.BYTES, ""), "no column of the batches.*; they have: y"),
     ],
 )
 def test_a_column_without_bytes_is_refused_with_what_it_is(spec, what) -> None:
     with pytest.raises(ConfigError, match=what):
         delivered([spec], [image_spec("x", [CenterCrop(8)])])
+
+
+@pytest.mark.parametrize(
+    ("given", "columns", "meant"),
+    [
+        ("image", ("image.bytes", "other"), "'image.bytes'"),
+        ("jgp", ("jpg", "raw"), "'jpg'"),
+        ("picture", ("jpg",), "'jpg'"),
+    ],
+)
+def test_a_column_of_images_that_was_meant_is_suggested(given, columns, meant) -> None:
+    specs = [ColumnSpec("image.path", Kind.STRING, "")]
+    specs += [ColumnSpec(name, Kind.BYTES, "") for name in columns]
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        delivered(specs, [image_spec(given, [CenterCrop(8)])])
 
 
 IMAGE = image_spec("x", [Resize(9), CenterCrop(8)])
