@@ -71,8 +71,8 @@ class FakeDevice:
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
         self.lock = threading.RLock()
-        self.lane = Stream("lane")
-        self.streams = [self.lane, Stream("compute"), Stream("another")]
+        self.copy_stream = Stream("copy stream")
+        self.streams = [self.copy_stream, Stream("compute"), Stream("another")]
         self.current = self.streams[1]
         self.pinned: dict[int, int] = {}
         self.free: dict[tuple[Stream, int], list[Block]] = {}
@@ -196,15 +196,15 @@ class FakeDevice:
             self.free[block.stream, block.memory.nbytes].append(block)
 
 
-class FakeLane:
-    """dataplane_torch.sending.Lane over a fake device."""
+class FakeCopyStream:
+    """dataplane_torch.sending.CopyStream over a fake device."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.fake, self.device = device, torch.device("cpu")
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[Callable[[Any], Any]]:
-        taker, self.fake.current = self.fake.current, self.fake.lane
+        taker, self.fake.current = self.fake.current, self.fake.copy_stream
         try:
             yield self._copied
         finally:
@@ -214,7 +214,7 @@ class FakeLane:
         return self.fake.copied(one) if isinstance(one, torch.Tensor) else one.to(self)
 
     def mark(self) -> Callable[[], bool]:
-        return self.fake.marked(self.fake.lane)
+        return self.fake.marked(self.fake.copy_stream)
 
     def wait_for(self, mark: Callable[[], bool]) -> Stream:
         with self.fake.lock:
@@ -250,12 +250,12 @@ class _Waits:
 class FakeTarget:
     """dataplane_torch.device.Target: a fake device."""
 
-    def __init__(self, device: FakeDevice, lane: type[FakeLane] = FakeLane) -> None:
-        self.device, self._lane = device, lane
+    def __init__(self, device: FakeDevice, stream: type[FakeCopyStream] = FakeCopyStream) -> None:
+        self.device, self._stream = device, stream
 
-    def lane(self) -> FakeLane:
-        return self._lane(self.device)
+    def copy_stream(self) -> FakeCopyStream:
+        return self._stream(self.device)
 
     def pinning(self, *, reads_all: bool) -> DevicePinning:
-        streams = [self.device.lane] if reads_all else self.device.streams
+        streams = [self.device.copy_stream] if reads_all else self.device.streams
         return DevicePinning(_Waits(self.device, streams))

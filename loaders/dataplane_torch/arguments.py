@@ -48,7 +48,7 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobToOpen:
     """A job to open, and where: a value that DataLoader workers get by fork or by pickle.
 
     `request.member_id` is empty: every process that joins has its own.
@@ -71,7 +71,7 @@ class Arguments:
     options: UrlOptions
 
 
-def job_of(given: Arguments) -> Job:
+def job_of(given: Arguments) -> JobToOpen:
     """The job that these arguments ask for.
 
     Raises:  ConfigError, TypeError: arguments that mean nothing, or not together.
@@ -118,7 +118,7 @@ def job_of(given: Arguments) -> Job:
     )
     service = options["service"] or named_service()
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
-    return Job(endpoint, request, given.timeout or None)
+    return JobToOpen(endpoint, request, given.timeout or None)
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:

@@ -17,12 +17,12 @@ from dataplane.client.state import consumed, step_count
 from dataplane.errors import ConfigError
 from dataplane.units import whole
 from dataplane_torch.arguments import Arguments, Urls, epoch_of, job_of
+from dataplane_torch.epoch_reader import EpochReader
 from dataplane_torch.group import check_pixels
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.tensors import Batch, Decoder
-from dataplane_torch.walk import Walk
 
 _WORKER_COUNT_MAX = 1024
 
@@ -60,7 +60,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         self._resume = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._next_epochs = torch.zeros(_WORKER_COUNT_MAX, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._session: Session | None = None
-        self._walk: Walk | None = None
+        self._reader: EpochReader | None = None
         self._resume_steps: tuple[int, int, int, int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -81,9 +81,11 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         check_pixels(session.job.pixels)
         decoder = Decoder(session.job.columns, shared=get_worker_info() is not None)
         in_worker = get_worker_info() is not None
-        walk = Walk(session, decoder, epoch, cursor, first_step, count, in_worker=in_worker)
-        self._walk = walk
-        return self._pass(walk, worker, count)
+        reader = EpochReader(
+            session, decoder, epoch, cursor, first_step, count, in_worker=in_worker
+        )
+        self._reader = reader
+        return self._pass(reader, worker, count)
 
     def __len__(self) -> int:
         """Steps of a whole epoch, of this rank: of all DataLoader workers together."""
@@ -104,7 +106,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         the main process; workers, also persistent ones, see it when the next pass begins.
         """
         self._next_epochs.fill_(epoch_of(epoch))
-        self._walk = None
+        self._reader = None
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Where the pass under way stands.
@@ -114,21 +116,21 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         """
         session = self._session_of_process()
         worker, count = _place()
-        walk = self._walk
-        epoch = int(self._next_epochs[:count].min()) if walk is None else walk.epoch
+        reader = self._reader
+        epoch = int(self._next_epochs[:count].min()) if reader is None else reader.epoch
         cursor = int(self._resume[1]) if epoch == int(self._resume[0]) else 0
         if get_worker_info() is not None:
-            step = worker if walk is None else walk.step
-            start = cursor if walk is None else walk.start_cursor
+            step = worker if reader is None else reader.step
+            start = cursor if reader is None else reader.start_cursor
             state = session.state(epoch, start).to_dict()
             return {**state, "step": step, "step_stride": count}
         if batches is not None:
             job = session.job
             cursor = consumed(job.sample_count, cursor, job.spec.global_batch, batches)
-        elif walk is not None:
-            cursor = walk.cursor
+        elif reader is not None:
+            cursor = reader.cursor
         found = session.state(epoch, cursor)
-        if walk is None and not cursor and epoch == int(self._resume[0]) + 1:
+        if reader is None and not cursor and epoch == int(self._resume[0]) + 1:
             # As it was loaded.
             is_told = int(self._resume[1]) >= session.job.sample_count > 0
             found = replace(found, in_last_step=is_told)
@@ -140,7 +142,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
         """
         state = resumed(state_dict, self._session_of_process(), dataset_moved=self._dataset_moved)
-        self._walk = None
+        self._reader = None
         if "step" in state_dict:
             step, stride = whole(state_dict["step"]), whole(state_dict.get("step_stride"))
             if step is None or stride is None or min(step, stride) < 0:
@@ -155,28 +157,28 @@ class ShardedIterableDataset(IterableDataset[Batch]):
 
     def close(self) -> None:
         """Leave the job in this process. May be called twice."""
-        if self._walk is not None:
-            self._walk.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._session is not None:
             self._session.close()
             self._session = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None, "_walk": None}
+        return {**self.__dict__, "_session": None, "_reader": None}
 
-    def _pass(self, walk: Walk, worker: int, count: int) -> Iterator[Batch]:
+    def _pass(self, reader: EpochReader, worker: int, count: int) -> Iterator[Batch]:
         try:
-            while (batch := walk.next()) is not None:
+            while (batch := reader.next()) is not None:
                 yield batch
                 del batch  # while it is not ours to keep
         finally:
-            walk.close()
+            reader.close()
         # All slots of this worker's remainder, so that another number of workers finds them too.
         # Those that set_epoch has changed meanwhile are left alone.
         slots = self._next_epochs[worker::count]
-        slots[slots == walk.epoch] = walk.epoch + 1
-        if self._walk is walk:
-            self._walk = None
+        slots[slots == reader.epoch] = reader.epoch + 1
+        if self._reader is reader:
+            self._reader = None
 
     def _session_of_process(self) -> Session:
         if self._session is None:

@@ -1,4 +1,4 @@
-"""The device that batches are yielded on: what `device=` means, and its lane for copies."""
+"""The device that batches are yielded on: what `device=` means, and its copy stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataplane.client.mount import Pinning
 from dataplane.errors import ConfigError
 from dataplane.units import whole
 from dataplane_torch.pinning import Cuda, DevicePinning
-from dataplane_torch.sending import Copy, Lane, moved
+from dataplane_torch.sending import Copy, CopyStream, moved
 
 Given = str | torch.device | int | None
 
@@ -22,12 +22,12 @@ Given = str | torch.device | int | None
 class Target(Protocol):
     """Where a loader's batches go."""
 
-    def lane(self) -> Lane:
-        """The lane of the passes that begin now."""
+    def copy_stream(self) -> CopyStream:
+        """The copy stream of the passes that begin now."""
         ...
 
     def pinning(self, *, reads_all: bool) -> Pinning:
-        """For memory that lanes read. `reads_all` where nobody else reads any of it."""
+        """For memory that copy streams read. `reads_all` where nobody else reads any of it."""
         ...
 
 
@@ -37,17 +37,17 @@ class CudaTarget:
 
     index: int | None
 
-    def lane(self) -> Lane:
+    def copy_stream(self) -> CopyStream:
         """As in Target."""
-        return CudaLane(torch.cuda.current_device() if self.index is None else self.index)
+        return CudaCopyStream(torch.cuda.current_device() if self.index is None else self.index)
 
     def pinning(self, *, reads_all: bool) -> Pinning:
         """As in Target."""
-        return DevicePinning(Cuda(_wait_for_lanes) if reads_all else Cuda())
+        return DevicePinning(Cuda(_wait_for_copies) if reads_all else Cuda())
 
 
-class CudaLane:
-    """dataplane_torch.sending.Lane over CUDA. A process has one stream for copies on each device,
+class CudaCopyStream:
+    """dataplane_torch.sending.CopyStream over CUDA. A process has one such stream on each device,
     so that all loaders use one part of the allocator's memory.
     """
 
@@ -57,23 +57,23 @@ class CudaLane:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[Copy]:
-        """As in Lane."""
+        """As in CopyStream."""
         # A batch that is copied ahead in inference mode may be due when that is over.
         with torch.inference_mode(mode=False), torch.cuda.stream(self._stream):
             yield functools.partial(moved, device=self.device)
 
     def mark(self) -> Any:
-        """As in Lane."""
+        """As in CopyStream."""
         return self._stream.record_event()
 
     def wait_for(self, mark: Any) -> Any:
-        """As in Lane."""
+        """As in CopyStream."""
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(mark)
         return stream
 
     def record(self, copied: Any, stream: Any) -> None:
-        """As in Lane."""
+        """As in CopyStream."""
         copied.record_stream(stream)
 
 
@@ -128,7 +128,7 @@ def _stream_of(index: int) -> torch.cuda.Stream:
     return stream
 
 
-def _wait_for_lanes() -> None:
+def _wait_for_copies() -> None:
     event: Any = torch.cuda.Event
     for stream in list(_streams.values()):
         # A blocking one: this thread sleeps, where it would else keep a processor busy.

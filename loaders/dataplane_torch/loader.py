@@ -34,7 +34,7 @@ from dataplane_torch.naming import names_shards
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.pinning import cuda_pinning
 from dataplane_torch.schema import Schema
-from dataplane_torch.shards import ShardReader, Shards
+from dataplane_torch.shards import Shards, UrlJob
 
 Pass = LocalPass | WorkerPass
 
@@ -82,7 +82,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     has passed.
     """
 
-    _shards: ShardReader | None
+    _shards: UrlJob | None
     _target: Target | None
     _resume: PassState | None
     _latest: Callable[[], Pass | None] | None
@@ -294,12 +294,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if names_shards(given.urls, for_urls=for_urls, for_torch=for_torch):
             refuse_torch_arguments(of_torch)
             pinning = cuda_pinning(wanted=pin_memory)
-            reader = self._shards = ShardReader(given, pinning=pinning, target=self._target)
-            shards = cast("Dataset[Any]", Shards(reader.urls))
+            job = self._shards = UrlJob(given, pinning=pinning, target=self._target)
+            shards = cast("Dataset[Any]", Shards(job.urls))
             # torch itself takes no integers but Python's.
             super().__init__(shards, whole(given.batch_size), drop_last=given.drop_last)
             # Frameworks tell an epoch to a loader's sampler.
-            cast("Any", self.sampler).set_epoch = reader.set_epoch
+            cast("Any", self.sampler).set_epoch = job.set_epoch
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
             return

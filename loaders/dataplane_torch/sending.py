@@ -1,7 +1,7 @@
 """Batches on their way to a device: one is copied while the step before computes.
 
-Copies have a stream of their own, the lane, so that they wait for no step and no step waits for
-them but the one that needs them. Nothing here makes this thread wait for a device.
+Copies have a stream of their own, so that they wait for no step and no step waits for them but the
+one that needs them. Nothing here makes this thread wait for a device.
 
 Invariants:
 1. A batch is handed over only after the stream that its taker computes in was told to wait for its
@@ -9,7 +9,7 @@ Invariants:
 2. What was begun and is not handed over is not consumed: nobody is told of it, and what goes wrong
    with it is raised when it is due.
 3. The memory that a copy reads is dead when the copy was only begun. Whoever has it waits for the
-   lane, or for more, before it is written (dataplane_torch.pinning).
+   copy stream, or for more, before it is written (dataplane_torch.pinning).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Copy = Callable[[Any], Any]
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """What is asked of a device, and of its stream for copies."""
 
     device: torch.device
 
     def copying(self) -> AbstractContextManager[Copy]:
         """A function that begins to copy a tensor, or what has a `to()` and a `record_stream()`:
-        in the lane, into memory of the lane.
+        in the copy stream, into memory of that stream.
         """
         ...
 
@@ -58,8 +58,8 @@ class Sending:
     Where something went wrong, it is tried again.
     """
 
-    def __init__(self, lane: Lane, make: Callable[[], Any]) -> None:
-        self._lane = lane
+    def __init__(self, copy_stream: CopyStream, make: Callable[[], Any]) -> None:
+        self._copy_stream = copy_stream
         self._make: Callable[[], Any] | None = make
         self._batch: Any = None
         self._copied: list[Any] | None = None
@@ -77,9 +77,9 @@ class Sending:
         Raises:  whatever `make` raises.  RuntimeError: of the device.
         """
         copied = self._begin()
-        stream = self._lane.wait_for(self._mark)
+        stream = self._copy_stream.wait_for(self._mark)
         for one in copied:
-            self._lane.record(one, stream)
+            self._copy_stream.record(one, stream)
         return _mapped(self._batch, self._late) if self._has_late else self._batch
 
     def _begin(self) -> list[Any]:
@@ -87,7 +87,7 @@ class Sending:
             if self._make is not None:
                 self._batch, self._make = self._make(), None
             copied: list[Any] = []
-            with self._lane.copying() as begin_copy:
+            with self._copy_stream.copying() as begin_copy:
 
                 def early(leaf: Any) -> Any:
                     if not _is_early(leaf):
@@ -97,13 +97,13 @@ class Sending:
                     return copied[-1]
 
                 batch = _mapped(self._batch, early)
-            self._mark = self._lane.mark()
+            self._mark = self._copy_stream.mark()
             # Here the source dies, unless somebody else has it.
             self._batch, self._copied = batch, copied
         return self._copied
 
     def _late(self, leaf: Any) -> Any:
-        return leaf if _is_early(leaf) else moved(leaf, self._lane.device)
+        return leaf if _is_early(leaf) else moved(leaf, self._copy_stream.device)
 
 
 def moved(given: Any, device: torch.device) -> Any:

@@ -19,12 +19,12 @@ from dataplane.client.statistics import Statistics
 from dataplane.errors import ConfigError
 from dataplane_torch.arguments import Arguments, job_of
 from dataplane_torch.device import Target
+from dataplane_torch.epoch_reader import EpochReader, check_process
 from dataplane_torch.group import check_pixels
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
-from dataplane_torch.sending import Lane
+from dataplane_torch.sending import CopyStream
 from dataplane_torch.tensors import Batch, Decoder
-from dataplane_torch.walk import Walk, check_process
 
 
 class Shards(IterableDataset[Batch]):
@@ -49,7 +49,7 @@ class Shards(IterableDataset[Batch]):
         return f"Shards({', '.join(self.urls)})"
 
 
-class ShardReader:
+class UrlJob:
     """The job of a loader over urls, and where its passes stand."""
 
     def __init__(
@@ -69,28 +69,31 @@ class ShardReader:
         self._schema: Schema | None = None
         self._epoch, self._cursor = 0, 0
         self._ended: int | None = None
-        self._walk: Walk | None = None
-        self._last: Walk | None = None
+        self._reader: EpochReader | None = None
+        self._last: EpochReader | None = None
 
     def begin(self) -> BatchIterator:
         """The next pass. One that has yielded all of its epoch is over, also if nobody asked it for
         more: who counts steps does not.
         """
-        decoder, walk = self._decoder_of_job(), self._walk
-        if walk is not None and walk.is_complete:
-            self._epoch, self._cursor = walk.epoch + 1, 0
-        self._walk = None
-        return BatchIterator(self, decoder, None if self._target is None else self._target.lane())
+        decoder, reader = self._decoder_of_job(), self._reader
+        if reader is not None and reader.is_complete:
+            self._epoch, self._cursor = reader.epoch + 1, 0
+        self._reader = None
+        copy_stream = None if self._target is None else self._target.copy_stream()
+        return BatchIterator(self, decoder, copy_stream)
 
-    def walk(self, decoder: Decoder, lane: Lane | None) -> Walk:
+    def open_reader(self, decoder: Decoder, copy_stream: CopyStream | None) -> EpochReader:
         """Start a pass that was begun, when its first batch is asked for: until then it may be told
         which epoch it is, as some frameworks do.
         """
-        walk = Walk(self._session, decoder, self._epoch, self._cursor, lane=lane)
+        reader = EpochReader(
+            self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
+        )
         # A resumed pass is resumed once: if it is left early, the next one begins the epoch anew.
         self._cursor, self._ended = 0, None
-        self._walk = self._last = walk
-        return walk
+        self._reader = self._last = reader
+        return reader
 
     @property
     def step_count(self) -> int:
@@ -117,7 +120,7 @@ class ShardReader:
     @property
     def epoch(self) -> int:
         """The epoch of the pass under way, or else of the next one."""
-        return self._walk.epoch if self._walk is not None else self._epoch
+        return self._reader.epoch if self._reader is not None else self._epoch
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch's. A state that was loaded of the same keeps its place: of
@@ -127,7 +130,7 @@ class ShardReader:
             self._cursor = self._session.job.sample_count
         elif epoch != self._epoch:
             self._cursor = 0
-        self._epoch, self._walk = epoch, None
+        self._epoch, self._reader = epoch, None
 
     def statistics(self) -> Statistics:
         """What was loaded so far, and what the time of the loop went into."""
@@ -135,12 +138,12 @@ class ShardReader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where this run stands: the same on every rank after the same number of batches."""
-        walk = self._walk
-        if walk is None:
+        reader = self._reader
+        if reader is None:
             state = self._session.state(self._epoch, self._cursor)
             is_told = self._ended == self._epoch - 1 and not self._cursor
             return dataclasses.replace(state, in_last_step=state.in_last_step or is_told).to_dict()
-        return self._session.state(walk.epoch, walk.cursor).to_dict()
+        return self._session.state(reader.epoch, reader.cursor).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next pass goes on where the state was taken, on any number of ranks; an empty state
@@ -150,7 +153,7 @@ class ShardReader:
         """
         state = resumed(state_dict, self._session, dataset_moved=self._dataset_moved)
         self._epoch, self._cursor, self._ended = state.epoch, state.cursor, state.ended
-        self._walk = None
+        self._reader = None
 
     def close(self) -> None:
         """Leave the job; tensors that are held stay good. May be called twice."""
@@ -158,10 +161,10 @@ class ShardReader:
             self._last.close()
         self._session.close()
 
-    def finish(self, walk: Walk) -> None:
+    def finish(self, reader: EpochReader) -> None:
         """An iterator came to the end of its epoch."""
-        if self._walk is walk:
-            self._epoch, self._cursor, self._walk = walk.epoch + 1, 0, None
+        if self._reader is reader:
+            self._epoch, self._cursor, self._reader = reader.epoch + 1, 0, None
 
     def _decoder_of_job(self) -> Decoder:
         if self._decoder is None:
@@ -176,9 +179,9 @@ class BatchIterator:
     may share one: each batch comes to one of them. It is of the process that made it alone.
     """
 
-    def __init__(self, reader: ShardReader, decoder: Decoder, lane: Lane | None) -> None:
-        self._reader, self._decoder, self._lane = reader, decoder, lane
-        self._walk: Walk | None = None
+    def __init__(self, job: UrlJob, decoder: Decoder, copy_stream: CopyStream | None) -> None:
+        self._job, self._decoder, self._copy_stream = job, decoder, copy_stream
+        self._reader: EpochReader | None = None
         self._is_done = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -191,23 +194,23 @@ class BatchIterator:
         with self._lock:
             if self._is_done:
                 raise StopIteration
-            walk = self._walk
-            if walk is None:
-                walk = self._walk = self._reader.walk(self._decoder, self._lane)
-            batch = walk.next()
+            reader = self._reader
+            if reader is None:
+                reader = self._reader = self._job.open_reader(self._decoder, self._copy_stream)
+            batch = reader.next()
             if batch is None:
                 self._is_done = True
-                walk.close()
-                self._reader.finish(walk)
+                reader.close()
+                self._job.finish(reader)
                 raise StopIteration
             return batch
 
     def __del__(self) -> None:
         # The place that a pass was left at is kept; what it has in hand, or copied ahead, is not.
-        if self._walk is not None:
-            self._walk.close()
+        if self._reader is not None:
+            self._reader.close()
 
     @property
     def valid_count(self) -> int | None:
         """Rows of this iterator's last batch that are not padding."""
-        return None if self._walk is None else self._walk.valid_count
+        return None if self._reader is None else self._reader.valid_count

@@ -51,12 +51,12 @@ def test_the_next_batch_is_copied_ahead_if_it_is_here_and_no_other(epochs, onto)
         batches = iter(loader)
         step(device, batches, epochs[0][0])
         for i, want in enumerate(epochs[0][1:], 1):
-            walk = loader._shards._walk
-            if len(walk._ready) < 2 and i < STEPS - 1:  # the last of its slab
-                wait_until(lambda walk=walk: walk._stream.is_at_hand)
+            reader = loader._shards._reader
+            if len(reader._ready) < 2 and i < STEPS - 1:  # the last of its slab
+                wait_until(lambda reader=reader: reader._stream.is_at_hand)
             step(device, batches, want)
             assert device.copies == copies[min(i + 2, STEPS)]
-        del batches, walk
+        del batches, reader
     expect_nothing_left(device)
 
 

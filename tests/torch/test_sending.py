@@ -16,7 +16,7 @@ import pytest
 import torch
 from dataplane_torch.sending import Sending
 from dataplane_torch.tensors import tensor_over
-from fake_device import FakeDevice, FakeLane, Stream
+from fake_device import FakeCopyStream, FakeDevice, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 class Slots:
     """Pinned memory of the host. What dies is overwritten at once, or `when_unread`: then as soon
-    as the lane has done what it was given.
+    as the copy stream has done what it was given.
     """
 
     def __init__(self, device: FakeDevice, *, when_unread: bool = True) -> None:
@@ -42,7 +42,7 @@ class Slots:
 
     def batch(self, step: int) -> dict[str, Any]:
         while not self.free:  # as who waits for the node
-            assert self.device.lane.step(), "nobody will give a slot back"
+            assert self.device.copy_stream.step(), "nobody will give a slot back"
         at = self.free.popleft()
         self.slots[at][:] = step
         memory = np.frombuffer(self.slots[at].data, np.uint8)
@@ -54,7 +54,7 @@ class Slots:
 
     def _died(self, at: int) -> None:
         if self.when_unread:
-            self.device.lane.add(partial(self._overwrite, at))
+            self.device.copy_stream.add(partial(self._overwrite, at))
         else:
             self._overwrite(at)
 
@@ -64,20 +64,21 @@ class Slots:
         return True
 
 
-def train(seed: int, lane_of: Any = FakeLane, *, when_unread: bool = True) -> FakeDevice:
+def train(seed: int, stream_of: Any = FakeCopyStream, *, when_unread: bool = True) -> FakeDevice:
     """Steps of a loop that drops or holds batches, changes streams, leaves passes early, and has
     the next batch at hand or not; all of it as the seed says.
     """
     device = FakeDevice(seed)
-    draw, lane, host = device.random, lane_of(device), Slots(device, when_unread=when_unread)
+    draw, copy_stream = device.random, stream_of(device)
+    host = Slots(device, when_unread=when_unread)
     ahead: Sending | None = None
     held: list[Any] = []
     for step in range(STEPS):
         device.current = draw.choice(device.streams[1:])
-        batch = (ahead or Sending(lane, partial(host.batch, step)))()
+        batch = (ahead or Sending(copy_stream, partial(host.batch, step)))()
         ahead = None
         if host.free and draw.random() < 0.8:
-            ahead = Sending(lane, partial(host.batch, step + 1))
+            ahead = Sending(copy_stream, partial(host.batch, step + 1))
             ahead.begin()
         pair, number = batch["more"]
         assert (number, pair.second) == (step, "text")
@@ -107,27 +108,27 @@ def test_every_step_reads_its_own_batch_however_late_the_device_is(seed) -> None
     assert (device.copies >= 2 * STEPS, device.pageable) == (True, 0)
 
 
-class Waitless(FakeLane):
+class Waitless(FakeCopyStream):
     def wait_for(self, mark: Any) -> Stream:
         return self.fake.current
 
 
-class Recordless(FakeLane):
+class Recordless(FakeCopyStream):
     def record(self, copied: Any, stream: Stream) -> None:
         pass
 
 
 @pytest.mark.parametrize(
-    ("lane", "when_unread"), [(Waitless, True), (Recordless, True), (FakeLane, False)]
+    ("copy_stream", "when_unread"), [(Waitless, True), (Recordless, True), (FakeCopyStream, False)]
 )
 def test_the_fake_finds_a_missing_wait_a_missing_record_and_a_source_written_early(
-    lane, when_unread
+    copy_stream, when_unread
 ) -> None:
-    assert any(train(seed, lane, when_unread=when_unread).failures for seed in range(10))
+    assert any(train(seed, copy_stream, when_unread=when_unread).failures for seed in range(10))
 
 
 def sent(batch: Any, device: FakeDevice | None = None) -> Any:
-    return Sending(FakeLane(device or FakeDevice()), lambda: batch)()
+    return Sending(FakeCopyStream(device or FakeDevice()), lambda: batch)()
 
 
 class Graph:
@@ -136,9 +137,9 @@ class Graph:
     def __init__(self, nodes: torch.Tensor, recorded: Any = None) -> None:
         self.nodes, self.recorded = nodes, recorded
 
-    def to(self, lane: FakeLane) -> Graph:
-        assert lane.fake.current is lane.fake.lane
-        return Graph(lane.fake.copied(self.nodes))
+    def to(self, copy_stream: FakeCopyStream) -> Graph:
+        assert copy_stream.fake.current is copy_stream.fake.copy_stream
+        return Graph(copy_stream.fake.copied(self.nodes))
 
     def record_stream(self, stream: Stream) -> None:
         self.recorded = stream
@@ -252,9 +253,9 @@ def same_but_tensors(before: Any, after: Any) -> bool:
 
 def test_objects_that_record_streams_go_ahead_and_others_when_they_are_due() -> None:
     device = FakeDevice()
-    lane = FakeLane(device)
+    copy_stream = FakeCopyStream(device)
     some, other = Sample(device, takes_all=True), Sample(device, takes_all=False)
-    sending = Sending(lane, lambda: [Graph(torch.ones(3)), some, other])
+    sending = Sending(copy_stream, lambda: [Graph(torch.ones(3)), some, other])
     sending.begin()
     assert some.seen is None
     device.current = device.streams[2]
@@ -263,15 +264,15 @@ def test_objects_that_record_streams_go_ahead_and_others_when_they_are_due() -> 
     assert graph.recorded is device.streams[2]
     assert graph.nodes.tolist() == [1, 1, 1]
     assert samples == [some, other]
-    assert some.seen == (lane.device, {"non_blocking": True}, device.streams[2])
-    assert other.seen == (lane.device, {}, device.streams[2])
+    assert some.seen == (copy_stream.device, {"non_blocking": True}, device.streams[2])
+    assert other.seen == (copy_stream.device, {}, device.streams[2])
 
 
 def test_what_cannot_be_recorded_is_moved_in_the_stream_of_the_taker() -> None:
     device = FakeDevice()
     (out,) = sent([torch.eye(3).to_sparse()], device)
     assert out.to_dense().tolist() == torch.eye(3).tolist()
-    assert not device.lane.given
+    assert not device.copy_stream.given
 
 
 def test_what_goes_wrong_ahead_is_raised_when_it_is_due_and_tried_again() -> None:
@@ -283,7 +284,7 @@ def test_what_goes_wrong_ahead_is_raised_when_it_is_due_and_tried_again() -> Non
         return [torch.ones(2), torch.ones(3)]
 
     device.refuses = 2
-    sending = Sending(FakeLane(device), make)
+    sending = Sending(FakeCopyStream(device), make)
     sending.begin()
     with pytest.raises(RuntimeError, match="out of memory"):
         sending()

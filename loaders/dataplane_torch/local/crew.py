@@ -84,7 +84,7 @@ class Crew:
         """Tell a worker that it will not be needed."""
         if worker_id not in self._ended:
             self._ended.add(worker_id)
-            self.tell(worker_id, frames.End())
+            self.tell(worker_id, frames.Stop())
 
     def wait(self, deadline: float | None) -> list[int]:
         """Wait until workers say something, or for the deadline (by time.monotonic), after which

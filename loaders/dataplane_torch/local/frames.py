@@ -32,7 +32,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class Stop:
     """Nothing more will come."""
 
 
@@ -79,7 +79,7 @@ class OldSegment:
     segment_id: int
 
 
-ToWorker = Begin | Fetch | End
+ToWorker = Begin | Fetch | Stop
 FromWorker = Ready | Made | Ended | NewSegment | OldSegment
 
 

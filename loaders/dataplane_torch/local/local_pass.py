@@ -39,7 +39,7 @@ class LocalPass(_SingleProcessDataLoaderIter):
         if begin.goes_on is not None and told is not None and begin.place.is_iterable:
             self._go_on(begin.goes_on, told)
         begin.begun()
-        self._lane = None if loader._target is None else loader._target.lane()
+        self._copy_stream = None if loader._target is None else loader._target.copy_stream()
         self._is_asked = False
 
     @property
@@ -84,7 +84,7 @@ class LocalPass(_SingleProcessDataLoaderIter):
             self.beginning.place.step = self._num_yielded
             self.beginning.finish()
             raise
-        return batch if self._lane is None else Sending(self._lane, lambda: batch)()
+        return batch if self._copy_stream is None else Sending(self._copy_stream, lambda: batch)()
 
     def _go_on(self, state: PassState, told: WorkerState) -> None:
         fetcher = self._dataset_fetcher

@@ -11,7 +11,7 @@ from dataplane_torch.local import frames
 from dataplane_torch.local.parcel import Arrived
 from dataplane_torch.local.progress import SamplerState
 from dataplane_torch.local.segments import Mapped
-from dataplane_torch.sending import Lane, Sending
+from dataplane_torch.sending import CopyStream, Sending
 
 
 @dataclass(slots=True)
@@ -28,15 +28,20 @@ class Task:
     told: str | None = None
 
     def take(
-        self, made: frames.Made, mapped: Mapped, lane: Lane | None, pin: Callable[[Any], Any] | None
+        self,
+        made: frames.Made,
+        mapped: Mapped,
+        copy_stream: CopyStream | None,
+        pin: Callable[[Any], Any] | None,
     ) -> Callable[[], Any]:
         """Take the memory of its parcel. What is returned makes the batch, or the worker's error;
         where it raises, it may be called again.
         """
         if self.make is None:
             unpack = partial(_unpacked, Arrived(made.parcel, mapped), pin)
-            is_sent = lane is not None and made.kind != "error"
-            self.make = Sending(lane, unpack) if lane is not None and is_sent else unpack
+            self.make = unpack
+            if copy_stream is not None and made.kind != "error":
+                self.make = Sending(copy_stream, unpack)
         return self.make
 
     def is_told_again(self, error: Exception) -> bool:

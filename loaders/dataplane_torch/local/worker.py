@@ -107,7 +107,7 @@ class Worker:
                 case frames.Fetch():
                     if frame.pass_id == self._inbox.pass_id:  # else nobody waits for it any more
                         self._fetch(frame)
-                case frames.End():
+                case frames.Stop():
                     return
 
     def _next_frame(self) -> frames.ToWorker | None:
@@ -276,7 +276,7 @@ class _Inbox:
                 frame = frames.decode(self._connection.recv_bytes())
                 if isinstance(frame, frames.Begin):
                     self.pass_id = frame.pass_id
-                elif isinstance(frame, frames.End):
+                elif isinstance(frame, frames.Stop):
                     self.pass_id = None
                 self._frames.put(frame)
         except (EOFError, OSError):

@@ -135,7 +135,7 @@ class WorkerPass(_BaseDataLoaderIter):
         assert self._crew is not None
         count, place = self._num_workers, self.beginning.place
         self._tasks = {}
-        self._lane = None if self._target is None else self._target.lane()
+        self._copy_stream = None if self._target is None else self._target.copy_stream()
         self._next_task = self._next_out = 0
         self._is_active, self._is_ready = [True] * count, [False] * count
         self._has_indices = True
@@ -256,7 +256,7 @@ class WorkerPass(_BaseDataLoaderIter):
         if made.kind == "error":
             self._is_torn = False
             batch.reraise()
-        if self._lane is not None:
+        if self._copy_stream is not None:
             self._look_ahead()
         self._step(task_id, task, made.state)
         return batch
@@ -265,9 +265,9 @@ class WorkerPass(_BaseDataLoaderIter):
         assert self._crew is not None
         mapped, made = self._crew.mapped[task.worker_id], cast("frames.Made", task.answer)
         pin = None
-        if self._pin_memory and self._lane is None:  # for a lane it is pinned as it lies
+        if self._pin_memory and self._copy_stream is None:  # else it is pinned as it lies
             pin = functools.partial(pin_memory, device=self._pin_memory_device)
-        return task.take(made, mapped, self._lane, pin)
+        return task.take(made, mapped, self._copy_stream, pin)
 
     def _look_ahead(self) -> None:
         """Begin to copy the batch that is next, if it is there. Nothing is waited for, and what

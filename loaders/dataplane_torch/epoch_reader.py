@@ -12,18 +12,18 @@ from dataplane.client.state import consumed, step_count
 from dataplane.client.stream import Batches, SlabStream
 from dataplane.errors import ConfigError
 from dataplane.rpc import messages
-from dataplane_torch.sending import Lane, Sending
+from dataplane_torch.sending import CopyStream, Sending
 from dataplane_torch.tensors import Batch, Decoder
 
 _Made = tuple[messages.Batch, Callable[[], Batch]]
 
 
-class Walk:
+class EpochReader:
     """The batches of steps first_step, first_step + stride, … of an epoch from a cursor on.
 
-    `valid_count` is of the last batch: its rows that are not padding. With a lane batches come on
-    its device, and the one after is copied ahead if it is here: nothing is waited for, so that
-    whatever memory a slab needs is not held by one that was taken too early.
+    `valid_count` is of the last batch: its rows that are not padding. With a copy stream, batches
+    come on its device, and the one after is copied ahead if it is here: nothing is waited for, so
+    that whatever memory a slab needs is not held by one that was taken too early.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Walk:
         stride: int = 1,
         *,
         in_worker: bool = False,
-        lane: Lane | None = None,
+        copy_stream: CopyStream | None = None,
     ) -> None:
         job = session.job
         self.epoch, self.start_cursor = epoch, cursor
@@ -48,7 +48,7 @@ class Walk:
         self._stream = SlabStream(session, epoch, cursor, first_step, stride, ahead=not in_worker)
         left = job.sample_count - cursor
         self._step_count = step_count(left, job.spec.global_batch, job.spec.end)
-        self._in_worker, self._lane = in_worker, lane
+        self._in_worker, self._copy_stream = in_worker, copy_stream
         self._pid = os.getpid()
         self._ready: list[_Made] = []
 
@@ -79,7 +79,7 @@ class Walk:
         about, make = self._ready[-1]
         batch = make()
         self._ready.pop()
-        if self._lane is not None:
+        if self._copy_stream is not None:
             self._look_ahead(self.step + self.stride)
         self.valid_count = about.valid
         self.step += self.stride
@@ -110,7 +110,12 @@ class Walk:
                 if self._in_worker:
                     made.append((about, partial(_same, make())))
                 else:
-                    made.append((about, make if self._lane is None else Sending(self._lane, make)))
+                    made.append(
+                        (
+                            about,
+                            make if self._copy_stream is None else Sending(self._copy_stream, make),
+                        )
+                    )
         made.reverse()
         return made
 
