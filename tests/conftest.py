@@ -59,11 +59,13 @@ def leaves_nothing(run_mark: str, request: pytest.FixtureRequest) -> Iterator[No
     environment = os.environ.get("TMPDIR")
     tempfile.tempdir, os.environ["TMPDIR"] = str(scratch), str(scratch)
     before = hygiene.take(run_mark)
+    left: list[str] | None = None
     try:
         yield
         left = hygiene.wait_until_clean(before, run_mark, scratch)
     finally:
-        hygiene.kill_new(before, run_mark)
+        if left != []:
+            hygiene.kill_new(before, run_mark)
         hygiene.empty(scratch)
         tempfile.tempdir = usual
         if environment is None:
