@@ -48,7 +48,9 @@ class Environment:
         return KEPT / self.name
 
     def run(self, *command: str) -> None:
-        environ = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+        # uv compiles nothing: torch would be compiled anew by every process that imports it.
+        unwanted = ("VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+        environ = {name: value for name, value in os.environ.items() if name not in unwanted}
         environ["PATH"] = f"{self.folder / 'bin'}:{environ['PATH']}"
         subprocess.run([self.folder / "bin" / command[0], *command[1:]], check=True, env=environ)
 

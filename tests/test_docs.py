@@ -1,15 +1,19 @@
 """The documents keep their word: examples run, links lead somewhere, versions agree.
 
 An example is run when its fence says `test` after the language: ```python test, ```sh test. The
-examples of one page run in order, in one empty folder, as a reader would try them.
+examples of one page run in order, in one empty folder, as a reader would try them. Those in Python
+that follow one another share a process, which imports torch once; no example sees the names of
+another.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +31,24 @@ def examples(page: Path) -> list[tuple[str, str]]:
     return EXAMPLE.findall(page.read_text())
 
 
+RUN = """
+import sys
+for source in sys.argv[1:]:
+    exec(compile(source, "<example>", "exec"), {"__name__": "__main__"})
+"""
+
+
+def programs(page: Path) -> Iterator[tuple[list[str], str]]:
+    """What runs the examples of a page, one after the other, and their text."""
+    for language, group in itertools.groupby(examples(page), key=lambda one: one[0]):
+        texts = [text for _, text in group]
+        if language == "python":
+            yield [sys.executable, "-c", RUN, *texts], "\n".join(texts)
+        else:
+            for text in texts:
+                yield ["bash", "-euo", "pipefail", "-c", text], text
+
+
 def title(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -38,12 +60,9 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["HOME"] = str(tmp_path)
     environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # else beside what is temporary
-    for language, text in examples(page):
-        program = (
-            [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
-        )
+    for program, text in programs(page):
         done = subprocess.run(
-            [*program, text],
+            program,
             cwd=tmp_path,
             env=environ,
             capture_output=True,

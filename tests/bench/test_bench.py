@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from dataplane_bench.run import _scratch
@@ -39,29 +41,53 @@ def systems_of(report, scenario=0, case=0):
     return {system["name"]: system for system in found}
 
 
-def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path):
-    page = tmp_path / "report.html"
-    asked = ["--scenario", "tokens/local", "--peers", "torch", "--rounds", "2"]
-    done = bench(environment, *asked, *SMALL, "--json", "--html", str(page))
+def examples():
+    """What docs/benchmarks.md shows as a small run: one that writes a report, one that shows it."""
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    run, show = re.findall(r"^dataplane bench (.*small\.json.*)$", page, re.MULTILINE)
+    asked, to, name = run.partition(" > ")
+    assert (to, name) == (" > ", "small.json")
+    return asked.split(), show.split()
+
+
+def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, show = examples()
+    done = bench(environment, *run)
+    Path("small.json").write_text(done.stdout)
     report = json.loads(done.stdout)
     systems = systems_of(report)
-    assert list(systems) == ["dataplane", "torch", "noop"]
-    for name in ("dataplane", "torch"):
-        assert systems[name]["same_samples"] is True, "every byte of an epoch was compared"
-        assert [trial["round"] for trial in systems[name]["trials"]] == [0, 1]
-        for trial in systems[name]["trials"]:
-            assert trial["samples_per_s"] > 0
-            assert trial["cpu_s"] > 0
-            assert trial["memory_peak"] > 0
-    assert len(systems["torch"]["sweep"]) > 1
+    assert list(systems) == ["dataplane", "noop"]
+    assert_measured(systems["dataplane"], rounds=1)
     (case,) = report["scenarios"][0]["cases"]
     assert case["load"].keys() == {"others", "steal"}, "what others did meanwhile is measured"
     assert "webdataset" in report["missing"], "what is not installed is listed"
-    assert "tokens" in page.read_text()
     kept = next((tmp_path / "cache" / "dataplane" / "bench" / "reports").glob("*.json"))
-    shown = bench(environment, "--report", str(kept), "--compare", str(kept))
+    shown = bench(environment, *show, "--compare", str(kept))
     assert "Dataplane" in shown.stdout
-    assert "torch" in shown.stdout
+    assert "tokens" in Path("small.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_peer_is_run_with_its_best_settings_and_takes_turns(environment, tmp_path):
+    page = tmp_path / "report.html"
+    asked = ["--scenario", "tokens/local", "--peers", "torch", "--rounds", "2"]
+    done = bench(environment, *asked, *SMALL, "--json", "--html", str(page))
+    systems = systems_of(json.loads(done.stdout))
+    assert list(systems) == ["dataplane", "torch", "noop"]
+    for name in ("dataplane", "torch"):
+        assert_measured(systems[name], rounds=2)
+    assert len(systems["torch"]["sweep"]) > 1
+    assert "torch" in page.read_text()
+
+
+def assert_measured(system, rounds):
+    assert system["same_samples"] is True, "every byte of an epoch was compared"
+    assert [trial["round"] for trial in system["trials"]] == list(range(rounds))
+    for trial in system["trials"]:
+        assert trial["samples_per_s"] > 0
+        assert trial["cpu_s"] > 0
+        assert trial["memory_peak"] > 0
 
 
 @pytest.mark.slow
