@@ -34,11 +34,11 @@ class Explanation:
 
     `hosts_per_block_*` counts hosts that may need a block (an upper bound: a host whose ranks by
     chance take none of its samples is counted). `displacement` is the mean distance between a
-    sample's position and its place in the dataset, over what a perfect shuffle gives: 0 is the
-    dataset's own order, 1 is perfect. `blocks_per_batch` and `shards_per_batch` are how many
-    different ones meet in a global batch, beside what a perfect shuffle would give; of a batch that
-    is too long to look at, or opens too many long windows, only the first `probed_per_batch`
-    samples are meant. `quality` is the product of displacement and the share of blocks, each at
+    sample's position and its place in the dataset, over what a perfect shuffle gives on average: 0
+    is the dataset's own order, 1 is perfect, also where samples by chance went further.
+    `blocks_per_batch` and `shards_per_batch` are how many different ones meet in a global batch,
+    beside what a perfect shuffle would give; of a batch that is too long to look at, or opens too
+    many long windows, only the first `probed_per_batch` samples are meant. `quality` is the product of displacement and the share of blocks, each at
     most 1.
     """
 
@@ -99,6 +99,7 @@ def explain(
     lanes_per_host = lanes_per_rank * min(meeting, cluster.ranks_per_host)
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     quality = _probe(manifest, order, min(global_batch, samples))
+    displacement = min(quality.displacement, 1.0)
     read = float(np.dot(hosts.astype(np.float64), manifest.block_length.astype(np.float64)))
     covered = steps * global_batch
     dropped, padded = max(samples - covered, 0), max(covered - samples, 0)
@@ -114,13 +115,13 @@ def explain(
         hosts_per_block_mean=float(hosts.mean()),
         hosts_per_block_max=int(hosts.max()),
         bytes_read_per_host=round(read / cluster.host_count),
-        displacement=quality.displacement,
+        displacement=displacement,
         probed_per_batch=quality.batch,
         blocks_per_batch=quality.blocks,
         blocks_per_batch_perfect=quality.blocks_perfect,
         shards_per_batch=quality.shards,
         shards_per_batch_perfect=quality.shards_perfect,
-        quality=min(quality.displacement, 1.0) * min(quality.blocks / quality.blocks_perfect, 1.0),
+        quality=displacement * min(quality.blocks / quality.blocks_perfect, 1.0),
         warnings=tuple(_warnings(order, cluster, sizes, lanes_per_host, dropped)),
     )
 

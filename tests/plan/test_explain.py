@@ -98,6 +98,16 @@ def test_quality_is_one_for_a_full_shuffle_and_nothing_for_none():
     assert none.blocks_per_batch < 2
 
 
+def test_an_order_that_by_chance_moves_samples_further_is_told_as_perfect():
+    manifest = manifest_of(np.full(6, 20))
+    found = [
+        explain(manifest, Order(manifest.block_rows, seed, True, 1, 120, 0), Cluster(), 32)
+        for seed in range(12)
+    ]
+    assert all(0 < one.displacement <= 1 and 0 < one.quality <= 1 for one in found)
+    assert max(one.displacement for one in found) == 1
+
+
 def test_quality_grows_with_lanes_and_window():
     manifest = manifest_of(np.full(4000, 100), shard_count=40)
     layouts = ((1, 1), (4, 200), (16, 200), (16, 2000))

@@ -14,6 +14,8 @@ _NEAR = 0.7
 _MORE_MIN = 1.3
 _LATENCY_MIN_S = 0.005
 _SLOW_BYTES_PER_S = 1e8
+# Fewer slabs than these in an epoch: larger ones would change nothing.
+_SLABS_MIN = 4
 _MEANINGS = {
     Stage.STORAGE: "reading from storage",
     Stage.DECODE: "decoding blocks",
@@ -27,12 +29,14 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run was made with, as far as advice depends on it."""
+    """What a run was made with, as far as advice depends on it; `dataset_bytes` when decoded."""
 
     config: NodeConfig
     cpu_count: int
     probe: Probe
     open_window_bytes: int
+    dataset_bytes: int
+    block_count: int
     has_images: bool
     has_all_columns: bool
     is_shuffled: bool
@@ -77,6 +81,12 @@ def advice(bound: Bound, found: Statistics, at: Setting) -> list[str]:
         Stage.NODE: _node,
         Stage.CONSUMER: _consumer,
     }[bound.stage](found, at)
+    if bound.stage is not Stage.CONSUMER and at.dataset_bytes < at.config.slab_bytes:
+        size = output.approximate_bytes(at.dataset_bytes)
+        told.append(
+            f"a run over more data, to learn more: an epoch is {size}, less than one slab, so that "
+            "most of the time goes into beginning the next"
+        )
     if found.copied_slabs > found.slabs / 10:
         told.append(
             f"{found.copied_slabs} of {found.slabs} slabs were copied, since the trainer held too "
@@ -87,6 +97,8 @@ def advice(bound: Bound, found: Statistics, at: Setting) -> list[str]:
 
 def _more_workers(found: Statistics, at: Setting) -> list[str]:
     count = found.worker_count
+    if at.block_count <= count and at.dataset_bytes <= count * at.config.slab_bytes:
+        return []  # not even these have something to do
     if count < at.cpu_count:
         return [f"worker_count {at.cpu_count}: there are as many processors, and {count} workers"]
     return [f"more processors: all {at.cpu_count} have a worker already"]
@@ -108,9 +120,15 @@ def _storage(found: Statistics, at: Setting) -> list[str]:
         return [*told, slow + "smaller shards (compressed ones)"]
     reached, probe = found.read_bytes / found.elapsed_s, at.probe
     some, more = f"{probe.bytes_per_s / 1e6:,.1f}", f"{probe.bytes_per_s_of_more / 1e6:,.1f}"
-    if probe.bytes_per_s_of_more > _MORE_MIN * probe.bytes_per_s:
+    has_all = at.dataset_bytes <= at.config.block_arena_bytes
+    if (
+        probe.bytes_per_s_of_more > _MORE_MIN * probe.bytes_per_s
+        and at.block_count > at.config.fetch_count
+    ):
         reads = MORE * at.config.fetch_count
         told.append(f"fetch_count {reads}: so many reads at once got {more} MB/s, and not {some}")
+    elif reached < _NEAR * probe.bytes_per_s and has_all:
+        told.append("nothing to set: all of the dataset stays in memory once it was read")
     elif reached < _NEAR * probe.bytes_per_s:
         got = f"{reached / 1e6:,.1f} MB/s are read, and the probe got {some}"
         told.append(f"more block_arena_bytes, to read further ahead: {got}")
@@ -151,13 +169,20 @@ def _workers(found: Statistics, at: Setting) -> list[str]:
 
 
 def _room(_: Statistics, at: Setting) -> list[str]:
-    size = output.approximate_bytes(2 * at.config.delivery_bytes_per_rank)
-    return [f"delivery_bytes_per_rank {size}", "let go of batches as soon as they were used"]
+    told = ["let go of batches as soon as they were used"]
+    room = at.config.delivery_bytes_per_rank
+    if at.dataset_bytes > room:
+        told.insert(0, f"delivery_bytes_per_rank {output.approximate_bytes(2 * room)}")
+    return told
 
 
 def _node(_: Statistics, at: Setting) -> list[str]:
-    size = output.approximate_bytes(2 * at.config.slab_bytes)
-    return [f"slab_bytes {size}: fewer messages a sample", "larger batches"]
+    told = ["larger batches"]
+    slab = at.config.slab_bytes
+    if at.dataset_bytes >= _SLABS_MIN * slab:
+        size = output.approximate_bytes(2 * slab)
+        told.insert(0, f"slab_bytes {size}: fewer messages a sample")
+    return told
 
 
 def _consumer(_: Statistics, __: Setting) -> list[str]:

@@ -24,6 +24,7 @@ from dataplane.model import ListPolicy
 if TYPE_CHECKING:
     from dataplane.client.bound import Bound
     from dataplane.commands.doctor.trial import Trial
+    from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
 
 _POSITIVE = click.IntRange(min=1)
@@ -124,7 +125,7 @@ def doctor(
     job = Asked(**asked)
     request = _request(urls, format_name, job)  # before anything is read
     config = node_config(settings)
-    at, found = _looked_at(urls, format_name, workers, config, job)
+    at, found = _looked_at(urls, format_name, workers, config, job, request)
     if not as_json:
         output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
         output.stdout().print()
@@ -179,7 +180,12 @@ def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
 
 
 def _looked_at(
-    urls: tuple[str, ...], format_name: str, workers: int, config: Any, job: Asked
+    urls: tuple[str, ...],
+    format_name: str,
+    workers: int,
+    config: Any,
+    job: Asked,
+    request: OpenJob,
 ) -> tuple[Any, list[Any]]:
     """What advice depends on, and the checks."""
     from dataplane.commands.datasets import opened
@@ -197,12 +203,21 @@ def _looked_at(
         this_machine().cpu_count,
         probe,
         (job.lanes or lanes) * sizes.open_window_bytes(job.window or window),
+        dataset_bytes=_decoded_bytes(manifest, request),
+        block_count=manifest.block_count,
         has_images=bool(job.transform),
         has_all_columns=job.columns is None,
         is_shuffled=job.shuffle,
         is_compressed=not all(shard.zero_copy for shard in manifest.shards),
     )
     return at, found
+
+
+def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
+    """About what an epoch is in batches, of which pixels may be most."""
+    stored = int(manifest.block_decoded.clip(manifest.block_length).sum())
+    pixels = sum(image.height * image.width * 3 for image in request.transforms)
+    return stored + manifest.sample_count * pixels
 
 
 def _tried(request: OpenJob, settings: Settings, step_s: float, length: Any) -> Trial:

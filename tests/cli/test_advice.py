@@ -1,0 +1,55 @@
+"""What `dataplane doctor` advises: only what would help with a dataset of this size."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.client.bound import Bound, Stage
+from dataplane.client.statistics import Statistics
+from dataplane.commands.doctor.advice import Setting, advice
+from dataplane.commands.doctor.checks import Probe
+from dataplane.config import NodeConfig
+
+MIB = 1 << 20
+CONFIG = NodeConfig("", "/c", 64 * MIB, 128 * MIB, 16 * MIB, 2, 16, 30.0, 120.0, 30.0)
+RUN = Statistics(slabs=9, batches=9, samples=90, worker_count=2, consumed_s=1.0, waited_s=9.0)
+
+
+def advised(stage: Stage, dataset_bytes: int, block_count: int, **probe: float) -> list[str]:
+    at = Setting(
+        CONFIG,
+        cpu_count=8,
+        probe=Probe(**{"is_local": True, "latency_s": 0.0, "bytes_per_s": 1e9,
+                       "bytes_per_s_of_more": 9e9, **probe}),  # type: ignore[arg-type]
+        open_window_bytes=dataset_bytes,
+        dataset_bytes=dataset_bytes,
+        block_count=block_count,
+        has_images=False,
+        has_all_columns=True,
+        is_shuffled=True,
+        is_compressed=False,
+    )  # fmt: skip
+    return advice(Bound(stage, 10.0, None, 0.9, ()), RUN, at)
+
+
+@pytest.mark.parametrize("stage", [one for one in Stage if one is not Stage.CONSUMER])
+def test_of_a_few_kilobytes_no_setting_of_memory_workers_or_reads_is_advised(stage: Stage) -> None:
+    told = advised(stage, 19 << 10, 1)
+    settings = ("slab_bytes", "delivery_bytes", "block_arena", "worker_count", "fetch_count")
+    assert not [one for one in told if one.startswith(("more ", *settings))]
+    assert any("an epoch is 19.0 KiB, less than one slab" in one for one in told)
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        (Stage.NODE, "slab_bytes 32.0 MiB"),
+        (Stage.ROOM, "delivery_bytes_per_rank 256.0 MiB"),
+        (Stage.ASSEMBLE, "worker_count 8"),
+        (Stage.STORAGE, "fetch_count 64"),
+    ],
+)
+def test_of_many_gigabytes_it_is(stage: Stage, says: str) -> None:
+    told = advised(stage, 1 << 40, 1 << 16)
+    assert any(one.startswith(says) for one in told)
+    assert not any("an epoch is" in one for one in told)
