@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import click
 
@@ -20,20 +19,13 @@ from dataplane.commands.doctor.command import doctor
 from dataplane.commands.extensions import ExtensibleGroup
 from dataplane.commands.index import index
 from dataplane.commands.inspect import inspect
-from dataplane.commands.options import config_option
+from dataplane.commands.options import Manner, config_option, is_json_asked
 from dataplane.commands.plan import plan
 from dataplane.commands.serve import serve
 from dataplane.commands.status import status
 from dataplane.commands.verify import verify
 from dataplane.config import VERSION
 from dataplane.errors import DataplaneError
-
-
-@dataclass(slots=True)
-class Manner:
-    """How errors are told; known as soon as the general options are read."""
-
-    debug: bool = False
 
 
 @click.group(
@@ -76,28 +68,45 @@ def run(arguments: Sequence[str]) -> int:
     manner = Manner()
     try:
         status = cli.main(list(arguments), prog_name="dataplane", standalone_mode=False, obj=manner)
-    except (click.Abort, KeyboardInterrupt):
-        output.stderr().print("interrupted")
-        return output.EXIT_INTERRUPTED
-    except click.ClickException as error:
-        error.show()
-        return output.EXIT_USAGE
     except (BrokenPipeError, SystemExit):
         # The reader of our output has seen enough. click and rich say so with SystemExit, which
         # no command raises; Python must not complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return output.EXIT_PIPE_CLOSED
-    except DataplaneError as error:
-        if manner.debug:
-            output.write_traceback()
-        output.write_error(error)
-        return output.exit_code(error)
-    except Exception as error:  # noqa: BLE001 - the outermost door: whatever else comes is a bug
-        output.write_traceback()
-        output.write_error(error)
-        output.stderr().print("  this is a bug in dataplane: please report it with the above")
-        return output.EXIT_BUG
+    except click.UsageError as error:
+        if error.ctx is not None and is_json_asked(arguments, error.ctx.command):
+            manner.as_json = True
+        return _told(error, manner)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outermost door
+        return _told(error, manner)
     return status if isinstance(status, int) else output.EXIT_OK
+
+
+def _told(error: BaseException, manner: Manner) -> int:
+    """Tell of what ended a command, in its manner; the result is the exit status."""
+    is_bug = False
+    match error:
+        case click.Abort() | KeyboardInterrupt():
+            status = output.EXIT_INTERRUPTED
+        case click.ClickException():
+            status = output.EXIT_USAGE
+        case DataplaneError():
+            status = output.exit_code(error)
+        case _:
+            status, is_bug = output.EXIT_BUG, True
+    if manner.as_json:
+        output.write_error_as_json(error, status, with_traceback=is_bug or manner.debug)
+    elif status == output.EXIT_INTERRUPTED:
+        output.stderr().print("interrupted")
+    elif isinstance(error, click.ClickException):
+        error.show()
+    else:
+        if is_bug or manner.debug:
+            output.write_traceback(error)
+        output.write_error(error)
+        if is_bug:
+            output.stderr().print("  this is a bug in dataplane: please report it with the above")
+    return status
 
 
 def main() -> None:

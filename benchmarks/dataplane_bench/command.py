@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dataplane import units
 from dataplane.commands import output
+from dataplane.commands.options import json_option
 from dataplane.errors import ConfigError
 from dataplane_bench.folders import bench_folder
 
@@ -128,7 +129,7 @@ def _bar() -> Iterator[_Bar]:
     metavar="MS",
     help="Added to every request to the S3 server.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to stdout.")
+@json_option
 @click.option("--markdown", is_flag=True, help="Write the tables as Markdown to stdout.")
 @click.option(
     "--html",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -14,6 +15,15 @@ from dataplane.machine import this_machine
 from dataplane.settings import Resolved
 
 Settings = Mapping[str, Resolved]
+
+
+@dataclass(slots=True)
+class Manner:
+    """How errors are told; known as soon as the options for it are read."""
+
+    debug: bool = False
+    as_json: bool = False
+
 
 # What a node may be told on a command line that starts one.
 NODE_SETTINGS = (
@@ -30,8 +40,33 @@ NODE_SETTINGS = (
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json`, wherever data is shown."""
-    return click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")(command)
+    """`--json`, wherever data is shown. Errors are JSON then, too: eager, so that whatever is wrong
+    with other options is told so.
+    """
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        is_eager=True,
+        callback=_told_as_json,
+        help="Write JSON to stdout, and an error as one JSON object, the last line of stderr.",
+    )(command)
+
+
+def is_json_asked(arguments: Sequence[str], command: click.Command) -> bool:
+    """Whether a command line that could not be parsed asks its command for JSON."""
+    has_it = any(
+        isinstance(one, click.Option) and one.is_flag and "--json" in one.opts
+        for one in command.params
+    )
+    return has_it and "--json" in arguments
+
+
+def _told_as_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    manner = context.find_root().obj
+    if isinstance(manner, Manner):
+        manner.as_json = value
+    return value
 
 
 def urls_argument(command: Callable[..., Any]) -> Callable[..., Any]:

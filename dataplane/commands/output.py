@@ -172,9 +172,25 @@ def write_error(error: BaseException) -> None:
         console.print(f"  {'what to do:':<12} {escape(advice)}", soft_wrap=True)
 
 
-def write_traceback() -> None:
-    """Of the exception that is handled, on stderr: those of libraries may tell a whole url."""
-    stderr().print(redacted(traceback.format_exc()), markup=False, soft_wrap=True)
+def write_error_as_json(error: BaseException, status: int, *, with_traceback: bool) -> None:
+    """The same for programs: one JSON object on one line of stderr."""
+    known = isinstance(error, errors.DataplaneError)
+    told: dict[str, object] = {
+        "error": type(error).__name__,
+        "message": redacted(str(error)),
+        "nouns": dict(error.nouns) if isinstance(error, errors.DataplaneError) else {},
+        "what_to_do": _first(_ADVICE, error) if known else None,
+        "exit_status": status,
+    }
+    if with_traceback:
+        told["traceback"] = redacted("".join(traceback.format_exception(error)))
+    sys.stderr.write(json.dumps(told, default=str, ensure_ascii=False) + "\n")
+
+
+def write_traceback(error: BaseException) -> None:
+    """On stderr: those of libraries may tell a whole url."""
+    told = "".join(traceback.format_exception(error))
+    stderr().print(redacted(told), markup=False, soft_wrap=True)
 
 
 def exit_code(error: BaseException) -> int:

@@ -38,8 +38,8 @@ class Explanation:
     is the dataset's own order, 1 is perfect, also where samples by chance went further.
     `blocks_per_batch` and `shards_per_batch` are how many different ones meet in a global batch,
     beside what a perfect shuffle would give; of a batch that is too long to look at, or opens too
-    many long windows, only the first `probed_per_batch` samples are meant. `quality` is the product of displacement and the share of blocks, each at
-    most 1.
+    many long windows, only the first `probed_per_batch` samples are meant. `quality` is the product
+    of displacement and the share of blocks, each at most 1.
     """
 
     step_count: int
