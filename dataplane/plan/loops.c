@@ -14,7 +14,10 @@ enum {
     WORD_BITS = 64,
     NEAR_BITS = 10,      /* about 2**10 words are in a first bucket, in the nearest cache */
     DEALT_BITS_MAX = 12, /* and 2**12 first buckets there are at most */
-    INSERTED_MAX = 64    /* a second bucket that has more is sorted in another way */
+    INSERTED_MAX = 64,   /* a second bucket that has more is sorted in another way */
+    WALKED_MAX = 8,      /* a part with more intervals is searched before it is walked over */
+    PARTS_AHEAD = 32,    /* places whose part is asked for before it is needed, */
+    STARTS_AHEAD = 16    /* and whose interval is, once the part is there */
 };
 
 static int rising(const void *a, const void *b)
@@ -95,14 +98,32 @@ EXPORT void sort_words(uint64_t *words, int64_t rows, int64_t count, uint64_t *s
 }
 
 /*
- * `first[p]` is the interval of the first of the 2**shift places of part p, `starts` are those of
- * the intervals and where the last one ends. Every place must be in one of them.
+ * `first[p]` is the interval of the first of the 2**shift places of part p, and one more entry is
+ * that of the last place; `starts` are those of the intervals and where the last one ends. Every
+ * place must be in one of them. Of millions of intervals neither table fits into a cache: both are
+ * asked for before they are needed, so that the waits of many places pass at the same time.
  */
-EXPORT void find_places(const int64_t *places, int64_t count, const int64_t *first, int64_t shift,
+EXPORT void find_places(const int64_t *places, int64_t count, const int32_t *first, int64_t shift,
                         const int64_t *starts, int64_t *found, int64_t *within)
 {
+    for (int64_t i = 0; i < count && i < PARTS_AHEAD; i++)
+        __builtin_prefetch(first + (places[i] >> shift));
+    for (int64_t i = 0; i < count && i < STARTS_AHEAD; i++)
+        __builtin_prefetch(starts + first[places[i] >> shift]);
     for (int64_t i = 0; i < count; i++) {
-        int64_t place = places[i], interval = first[place >> shift];
+        if (i + PARTS_AHEAD < count)
+            __builtin_prefetch(first + (places[i + PARTS_AHEAD] >> shift));
+        if (i + STARTS_AHEAD < count)
+            __builtin_prefetch(starts + first[places[i + STARTS_AHEAD] >> shift]);
+        const int32_t *part = first + (places[i] >> shift);
+        int64_t place = places[i], interval = part[0], last = part[1];
+        while (last - interval > WALKED_MAX) {
+            int64_t middle = interval + (last - interval + 1) / 2;
+            if (place < starts[middle])
+                last = middle - 1;
+            else
+                interval = middle;
+        }
         /* Nobody can foresee the first step, so it must be no jump; few places need another. */
         interval += place >= starts[interval + 1];
         __asm__("" : "+r"(interval));

@@ -17,6 +17,7 @@ from dataplane import compiled
 SOURCE = Path(__file__).with_name("loops.c")
 LIBRARY = Path(__file__).with_name("libloops.so")
 
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -55,18 +56,19 @@ def sort_rows(words: NDArray[np.uint64], library: ctypes.CDLL | None) -> None:
 
 
 def find_places(
-    places: Int64, first: Int64, shift: int, starts: Int64, library: ctypes.CDLL | None
+    places: Int64, first: Int32, shift: int, starts: Int64, library: ctypes.CDLL | None
 ) -> tuple[Int64, Int64]:
     """The interval of each place, and the place within it. `first[p]` is the interval that the
-    place p << shift lies in.
+    place p << shift lies in, or the last place if that is none.
 
     Shapes:  places: int64[m], each in an interval.   starts: int64[n + 1], rising, from 0.
-    result: int64[m], int64[m].
+    first: int32[p + 2], where p is the part of the last place.   result: int64[m], int64[m].
     """
     if library is None:
         found = np.searchsorted(starts, places, side="right") - 1
         return found, places - starts[found]
-    places, first, starts = (np.ascontiguousarray(one, np.int64) for one in (places, first, starts))
+    places, starts = (np.ascontiguousarray(one, np.int64) for one in (places, starts))
+    first = np.ascontiguousarray(first, np.int32)
     found, within = np.empty_like(places), np.empty_like(places)
     library.find_places(
         places.ctypes.data, len(places), first.ctypes.data, shift, starts.ctypes.data,

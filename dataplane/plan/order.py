@@ -76,6 +76,8 @@ class Order:
                 field="window",
             )
         self._windows = Windows(seed, epoch, self.lanes, self.window, self.sample_count)
+        # The block at each place of the order, and the place of each block: both are made here, in
+        # a thread, as the first who asks for one may be the node's event loop.
         self._blocks: NDArray[np.integer] | None = None
         self._ranks: NDArray[np.integer] | None = None
         self._starts = np.zeros(len(block_rows) + 1, np.int64)
@@ -85,6 +87,8 @@ class Order:
             self._blocks = order.astype(np.min_scalar_type(-len(order)))
             del order
             block_rows = block_rows[self._blocks]
+            self._ranks = np.empty_like(self._blocks)
+            self._ranks[self._blocks] = np.arange(len(self._blocks), dtype=self._blocks.dtype)
         np.cumsum(block_rows, out=self._starts[1:])
         self._finder = Finder(self._starts)
 
@@ -226,12 +230,8 @@ class Order:
 
     def _placed(self, blocks: Int64) -> tuple[Int64, Int64]:
         """Where each block begins and ends in the concatenation of the blocks in their order."""
-        if self._blocks is None:
-            return self._starts[blocks], self._starts[blocks + 1]
         if self._ranks is None:
-            ranks = np.empty_like(self._blocks)
-            ranks[self._blocks] = np.arange(len(ranks), dtype=ranks.dtype)
-            self._ranks = ranks
+            return self._starts[blocks], self._starts[blocks + 1]
         found = self._ranks[blocks].astype(np.int64)
         return self._starts[found], self._starts[found + 1]
 

@@ -34,3 +34,20 @@ def test_equal_intervals_with_a_short_one_at_every_tenth_are_found(count: int, l
     assert (starts[found] + within == places).all()
     assert (within >= 0).all()
     assert (places < starts[found + 1]).all()
+
+
+@pytest.mark.parametrize("count", [100_000, 300_001])
+def test_intervals_that_crowd_into_one_part_are_found(count: int) -> None:
+    lengths = np.ones(count, np.int64)
+    lengths[count // 2] = 1 << 40
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    expected = np.random.default_rng(0).integers(0, count, 1000)
+    found, within = Finder(starts).find(starts[expected] + lengths[expected] - 1)
+    assert found.tolist() == expected.tolist()
+    assert within.tolist() == (lengths[expected] - 1).tolist()
+
+
+@pytest.mark.parametrize("count", [1 << 15, 1 << 20])
+def test_a_part_has_few_intervals_however_many_there_are(count: int) -> None:
+    finder = Finder(np.arange(count + 1, dtype=np.int64) * 1000)
+    assert int(np.diff(finder._first).max()) <= 2

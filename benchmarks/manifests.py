@@ -1,0 +1,255 @@
+"""Does a dataset's size show? A manifest of a million shards and three million blocks.
+
+    python benchmarks/manifests.py [--json]
+
+How long loading and opening it take, the peak memory of a process that does nothing else, and the
+longest time for which its event loop could not run; then CPU per call with manifests of several
+sizes. Each part is measured in a process of its own. "cold" is after 64 MiB of other memory were
+written, as a node does between two plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.config import JobSpec, NodeConfig
+from dataplane.model import End, Region
+from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.datasets import Datasets
+from dataplane.plan.identity import identity_of
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import Order, default_lanes_window
+from dataplane.plan.shard import Shard
+
+_SIZES = (1_000, 300_000, 3_000_000)
+_BLOCKS_A_SHARD = 3
+_SAMPLE_BYTES = 8192
+_ROWS = 1000
+_STEP = 1024
+_CALLS = 300
+_TICK_S = 0.001
+_OTHER_BYTES = 64 << 20
+_CONFIG = NodeConfig("", "", 4 << 30, 1 << 30, 16 << 20, 2, 16, 30.0, 60.0, 30.0)
+_SCHEMA = pa.schema([("tokens", pa.list_(pa.int32(), 2048)), ("id", pa.int64())])
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One line of the table."""
+
+    name: str
+    value: float
+    unit: str
+
+
+def manifest_of(shards: int, blocks: int) -> Manifest:
+    """Shards as training data has them: numbered names, hashes as etags, blocks of uneven sizes."""
+    random = np.random.default_rng(7)
+    etags = random.bytes(16 * shards).hex()
+    block_shard = (np.arange(blocks) * shards // blocks).astype(np.int32)
+    rows = random.integers(_ROWS // 2, 3 * _ROWS // 2, blocks)
+    length = rows * _SAMPLE_BYTES
+    offset = np.cumsum(length) - length
+    offset -= offset[np.searchsorted(block_shard, block_shard)]
+    counts = np.bincount(block_shard, minlength=shards).tolist()
+    footer = Region((1 << 30) - 4096, 4096)
+    made = tuple(
+        Shard(
+            f"s3://training-data/corpus/v3/{each % 1000:04d}/part-{each:08d}.parquet",
+            1 << 30,
+            f'"{etags[32 * each : 32 * each + 32]}"',
+            count,
+            footer,
+            zero_copy=False,
+        )
+        for each, count in enumerate(counts)
+    )
+    schema = _SCHEMA.serialize().to_pybytes()
+    return Manifest(
+        ("s3://training-data/corpus/v3/",), "parquet", schema, made, block_shard, rows, offset,
+        length, length,
+    )  # fmt: skip
+
+
+def spec_of(manifest: Manifest) -> JobSpec:
+    lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
+    return JobSpec(manifest.fingerprint, 7, True, lanes, window, _STEP, End.RAGGED)
+
+
+def loaded(path: Path) -> Iterator[Measure]:
+    before = _rss_mb()
+    began, cpu = time.perf_counter(), time.process_time()
+    manifest = Manifest.from_bytes(path.read_bytes(), str(path))
+    took, used = time.perf_counter() - began, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    yield Measure("manifest, size of its file", path.stat().st_size / 1e6, "MB")
+    yield Measure("manifest, loaded", took, "s")
+    yield Measure("manifest, loaded, CPU", used, "s")
+    yield Measure("the process before", before, "MB")
+    yield Measure("the process at its peak", peak, "MB")
+    yield Measure("the process with the manifest", _rss_mb(), "MB")
+    began = time.perf_counter()
+    identity_of(manifest)
+    yield Measure("identity of the dataset", time.perf_counter() - began, "s")
+
+
+def _rss_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / (1 << 20)
+
+
+def opened(path: Path) -> Iterator[Measure]:
+    yield from asyncio.run(_opened(path))
+
+
+async def _opened(path: Path) -> list[Measure]:
+    ticking = asyncio.create_task(_longest_gap())
+    began = time.perf_counter()
+    manifest = await asyncio.to_thread(lambda: Manifest.from_bytes(path.read_bytes()))
+    await asyncio.to_thread(identity_of, manifest)
+    spec = await asyncio.to_thread(spec_of, manifest)
+    dataset = await Datasets(_CONFIG).open(manifest, spec, {})
+    rows = dataset.manifest.block_rows
+    order = await asyncio.to_thread(
+        Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, 0
+    )
+    order.block_span(np.arange(10))
+    took = time.perf_counter() - began
+    ticking.cancel()
+    gap = await ticking
+    return [
+        Measure("dataset, opened", took, "s"),
+        Measure("event loop, longest hold meanwhile", gap * 1e3, "ms"),
+        Measure(
+            "the process at its peak, opened",
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "MB",
+        ),
+    ]
+
+
+async def _longest_gap() -> float:
+    """Until it is cancelled: the longest time between two turns of the loop, beyond its sleep."""
+    longest, before = 0.0, time.perf_counter()
+    try:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.perf_counter()
+            longest, before = max(longest, now - before - _TICK_S), now
+    except asyncio.CancelledError:
+        return longest
+
+
+def called(path: Path) -> Iterator[Measure]:
+    manifest = Manifest.from_bytes(path.read_bytes())
+    spec = spec_of(manifest)
+    dataset = dataset_of(1, manifest, spec)
+    # Windows so long that nearly every row of a step is of another block.
+    order = Order(manifest.block_rows, 7, True, 64, 1 << 16, 0)
+    random = np.random.default_rng(1)
+    blocks = random.integers(0, manifest.block_count, _CALLS).tolist()
+    other = np.zeros(_OTHER_BYTES, np.uint8)
+    for name, between in (("", lambda: None), (", cold", lambda: other.fill(1))):
+        yield Measure(f"locate of {_STEP:,} rows{name}", _locate_us(order, between), "us")
+    for name, call in _calls(dataset):
+        yield Measure(name, _cpu_us(call, blocks), "us")
+
+
+def _calls(dataset: Dataset) -> list[tuple[str, Callable[[int], object]]]:
+    return [
+        ("block_in_shard", dataset.manifest.block_in_shard),
+        ("raw_block", lambda block: dataset.raw_block(block, Region(0, 1))),
+        ("place", dataset.place),
+        ("needs_fetch and needs_decode",
+         lambda block: (dataset.needs_fetch(block), dataset.needs_decode(block))),
+    ]  # fmt: skip
+
+
+def _cpu_us(call: Callable[[int], object], blocks: list[int]) -> float:
+    call(blocks[0])
+    began = time.thread_time()
+    for block in blocks:
+        call(block)
+    return (time.thread_time() - began) / len(blocks) * 1e6
+
+
+def _locate_us(order: Order, between: Callable[[], None]) -> float:
+    """The median step of those whose windows are open: a new window is made in the same time."""
+    found = []
+    count = order.sample_count // _STEP
+    for each in range(_CALLS // 3):
+        begin = each * (count // _CALLS) * _STEP
+        positions = np.arange(begin, begin + _STEP)
+        order.locate(positions)
+        between()
+        began = time.thread_time()
+        order.locate(positions)
+        found.append(time.thread_time() - began)
+    return float(np.median(found)) * 1e6
+
+
+def written(path: Path, shards: int, blocks: int) -> Iterator[Measure]:
+    manifest = manifest_of(shards, blocks)
+    began = time.perf_counter()
+    path.write_bytes(manifest.to_bytes())
+    yield Measure("manifest, written", time.perf_counter() - began, "s")
+
+
+def in_process(part: str, path: Path, *numbers: int) -> list[Measure]:
+    command = [sys.executable, __file__, "--part", part, "--path", str(path), *map(str, numbers)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return [Measure(**each) for each in json.loads(done.stdout)]
+
+
+def measure(sizes: list[int]) -> list[Measure]:
+    found: list[Measure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for blocks in sizes:
+            path = Path(folder) / f"{blocks}.manifest"
+            shards = max(blocks // _BLOCKS_A_SHARD, 1)
+            made = in_process("written", path, shards, blocks)
+            if blocks == max(sizes):
+                found = [*made, *in_process("loaded", path), *in_process("opened", path), *found]
+            found += [
+                Measure(f"{each.name}, of {blocks:,} blocks", each.value, each.unit)
+                for each in in_process("called", path)
+            ]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--blocks", type=int, nargs="+", default=list(_SIZES))
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("numbers", type=int, nargs="*", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.part:
+        parts = {"written": written, "loaded": loaded, "opened": opened, "called": called}
+        print(json.dumps([asdict(each) for each in parts[asked.part](asked.path, *asked.numbers)]))
+        return 0
+    measures = measure(asked.blocks)
+    if asked.json:
+        print(json.dumps({"measures": [asdict(each) for each in measures]}))
+    else:
+        for each in measures:
+            print(f"{each.name:<60}{each.value:>12,.3f} {each.unit}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
