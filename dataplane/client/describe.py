@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any, TypeVar
 
 from dataplane.client.mount import Mount
 from dataplane.client.session import Session
+from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer
 from dataplane.errors import DataStallError, PeerLost
 from dataplane.rpc.messages import (
@@ -20,8 +19,6 @@ from dataplane.rpc.messages import (
     DescribedColumn,
     ReadCategories,
 )
-
-_PAUSE_S_MAX = 1.0
 
 T = TypeVar("T")
 
@@ -52,22 +49,25 @@ def _told(session: Session, ask: Callable[[Mount, float], T]) -> T:
     mount = session.mount()
     stall_s = session.stall_timeout_s(mount.job)
     deadline = time.monotonic() + stall_s
+    patience = Patience(deadline, deadline)
+    notice = Notice("a node that describes its columns", job=mount.job_id)
     while True:
         try:
-            return ask(mount, deadline)
-        except NoAnswer as error:
+            found = ask(mount, deadline)
+        except NoAnswer:
             raise DataStallError(
                 f"the node did not describe its columns within {stall_s:g} s",
                 stage="describe",
                 node=mount.node_id,
-            ) from error
-        except PeerLost:
+            ) from None
+        except PeerLost as error:
             session.lost(mount)
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if not patience.pause(notice, error):
                 raise
-            threading.Event().wait(min(random.uniform(0, _PAUSE_S_MAX), left_s))  # noqa: S311
             mount = session.mount(deadline)
+        else:
+            notice.over()
+            return found
 
 
 def _columns(mount: Mount, deadline: float) -> tuple[DescribedColumn, ...]:

@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from dataplane import suffixes
 from dataplane.errors import ClosedError, ConfigError, SchemaMismatch
-from dataplane.formats import registry
+from dataplane.formats import not_shards, registry
 from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.conform import same_type
 from dataplane.formats.inferred import contradicts, is_closed, is_inferred
@@ -195,10 +195,17 @@ def choose_shards(
         return chosen, shards
     shards = [s for s, f in by_suffix if f is not None or s.url in literal]
     if not shards:
-        some = ", ".join(s.url for s in listed[:_NAMES_SHOWN])
+        urls = [s.url for s in listed]
+        why = not_shards.said_of(urls[0], urls) or (
+            f"known endings are {', '.join(registry.shard_suffixes())}; name the format if yours "
+            "are others"
+        )
         raise ConfigError(
-            f"none of the {len(listed)} objects has the name of a shard: {some}. Known endings are "
-            f"{', '.join(registry.shard_suffixes())}; name the format if yours are others"
+            f"none of the {len(listed)} objects has the name of a shard "
+            f"({', '.join(urls[:_NAMES_SHOWN])}{', …' if len(urls) > _NAMES_SHOWN else ''}); "
+            f"of the first one: {why}",
+            field="format",
+            shard=urls[0],
         )
     return registry.dataset_format(s.url for s in shards), shards
 

@@ -238,7 +238,7 @@ def test_other_files_of_a_folder_are_no_shards(dataset: Path) -> None:
     (dataset / "README.md").write_text("read me")
     (dataset / "state.json").write_text(json.dumps({}))
     assert len(index_dataset(dataset).shards) == 12
-    with pytest.raises(ConfigError, match="known endings"):
+    with pytest.raises(ConfigError, match=r"README\.md: this is not a shard, but 000\.parquet"):
         index_dataset([dataset / "000.parquet", dataset / "README.md"])
 
 
@@ -251,8 +251,12 @@ def test_several_formats_or_none_are_refused(dataset: Path, tmp_path: Path) -> N
         index_dataset(dataset, format_name="lance")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"notes\.txt.*Known endings"):
+    with pytest.raises(ConfigError, match=r"notes\.txt.*of a format that is not read"):
         index_dataset(tmp_path / "empty")
+    (tmp_path / "images" / "n01").mkdir(parents=True)
+    (tmp_path / "images" / "n01" / "a.JPEG").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"a\.JPEG.*torchvision\.datasets\.ImageFolder"):
+        index_dataset(tmp_path / "images")
 
 
 def test_a_named_format_reads_files_without_an_ending(tmp_path: Path) -> None:

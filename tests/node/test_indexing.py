@@ -111,7 +111,7 @@ def test_a_shard_that_takes_too_much_memory_is_named_and_the_node_is_not_harmed(
     assert own_peak_bytes() < before + 32 * MIB
     assert (caught.value.shard, caught.value.budget) == (bomb.as_uri(), LIMIT)
     assert "256 MiB" in str(caught.value)
-    assert "raise worker_memory_bytes (--worker-memory-bytes" in str(caught.value)
+    assert "DATAPLANE_WORKER_MEMORY_BYTES=512MiB" in str(caught.value)
     assert index_dataset(str(sound), index_shard=processes.index).sample_count == 1
 
 

@@ -49,7 +49,7 @@ def test_a_shard_that_unpacks_to_too_much_is_named_with_the_limit_and_others_go_
         assert isinstance(error, BudgetTooSmall)
         assert (error.shard, error.block, error.budget) == (bench.dataset.url(0), 0, LIMIT)
         assert "256 MiB" in str(error)
-        assert "raise worker_memory_bytes (--worker-memory-bytes" in str(error)
+        assert "DATAPLANE_WORKER_MEMORY_BYTES=" in str(error)
         assert isinstance(await bench.decode(1, ROOM), tasks.Decoded)
 
     on_bench(f"{tmp_path}/*", scene, arena_bytes=2 << 30, memory_bytes=LIMIT)
