@@ -5,9 +5,17 @@ reorders; the coordinator crashes and its clock jumps. Numbers are those of coor
 import dataclasses
 import itertools
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from membership import SPEC, VERSION, beat, join, leave, progress
 
 from dataplane.config import PROTOCOL_VERSION
@@ -305,4 +313,9 @@ class Membership(RuleBasedStateMachine):
 
 
 TestMembership = Membership.TestCase
-TestMembership.settings = settings(max_examples=200, stateful_step_count=50)
+TestMembership.settings = settings(max_examples=60, stateful_step_count=50)
+
+
+@pytest.mark.slow
+def test_many_more_histories():
+    run_state_machine_as_test(Membership, settings=settings(max_examples=400))

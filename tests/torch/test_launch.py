@@ -84,7 +84,10 @@ def torchrun(shards: str, out: Path, when: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(out.iterdir())]
 
 
-@pytest.mark.parametrize(("when", "loaders"), [("never", 1), ("after", 1), ("both", 2)])
+@pytest.mark.parametrize(
+    ("when", "loaders"),
+    [("never", 1), pytest.param("after", 1, marks=pytest.mark.slow), ("both", 2)],
+)
 def test_the_ranks_of_a_launch_share_one_node_with_and_without_a_group(
     shards, tmp_path, when, loaders
 ) -> None:
