@@ -11,16 +11,22 @@ import pyarrow as pa
 
 from dataplane.commands import output
 from dataplane.commands.stores import STORES
+from dataplane.config import NodeConfig
 from dataplane.formats import registry
 from dataplane.formats.base import RawBlock
 from dataplane.model import Region
 from dataplane.node.index import Connect, IndexProgress, open_dataset
+from dataplane.node.indexing import IndexProcesses
 from dataplane.plan.manifest import Manifest
 
 
-def opened(urls: Sequence[str], format_name: str, workers: int, cache_dir: str) -> Manifest:
-    """The dataset's manifest, with a progress bar while it is made."""
-    with output.progress() as bar:
+def opened(urls: Sequence[str], format_name: str, workers: int, config: NodeConfig) -> Manifest:
+    """The dataset's manifest, with a progress bar while it is made.
+
+    Shards are indexed as a node does it, in processes with a limit on their memory and a deadline:
+    what is in a shard ends none of ours.
+    """
+    with output.progress() as bar, IndexProcesses.of(config) as processes:
         task = bar.add_task("indexing", total=None, note="")
 
         def show(done: IndexProgress) -> None:
@@ -34,10 +40,11 @@ def opened(urls: Sequence[str], format_name: str, workers: int, cache_dir: str) 
         return open_dataset(
             urls,
             format_name=format_name,
-            cache_dir=cache_dir,
+            cache_dir=config.cache_dir,
             workers=workers,
             progress=show,
             connect=STORES.connect,
+            index_shard=processes.index,
         )
 
 

@@ -63,8 +63,9 @@ def index(
     if target is not None:
         _check_target(Path(target))
     from dataplane.commands.datasets import facts, opened
+    from dataplane.settings import node_config
 
-    manifest = opened(urls, format_name, workers, str(settings["cache_dir"].value))
+    manifest = opened(urls, format_name, workers, node_config(settings))
     if codes is not None:
         from dataplane.commands.codes import with_codes
 

@@ -62,8 +62,9 @@ def inspect(
     """
     from dataplane.commands.datasets import facts, opened, schema_of
     from dataplane.formats.unsupported import unsupported
+    from dataplane.settings import node_config
 
-    manifest = opened(urls, format_name, workers, str(settings["cache_dir"].value))
+    manifest = opened(urls, format_name, workers, node_config(settings))
     schema = schema_of(manifest)
     refused = {field.name: why for field in schema if (why := unsupported(field))}
     rows = first_rows(manifest, row_count)

@@ -91,9 +91,10 @@ def plan(
       dataplane plan train.manifest --global-batch 32 --no-shuffle --end drop
     """
     from dataplane.commands.datasets import opened
+    from dataplane.settings import node_config
 
     question = Question(end=End(end), **asked)  # type: ignore[arg-type]
-    manifest = opened(urls, format_name, workers, str(settings["cache_dir"].value))
+    manifest = opened(urls, format_name, workers, node_config(settings))
     order, cluster, found = explained(manifest, question)
     hosts = _hosts(manifest, order, cluster, question.global_batch)
     if as_json:

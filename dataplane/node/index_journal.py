@@ -199,7 +199,8 @@ def _read_log(content: bytes) -> dict[str, ShardIndex]:
         numbers, count = np.frombuffer(body, "<i8"), facts["blocks"]
         end = len(numbers) - facts["nulls"]
         table = numbers[: 4 * count].reshape(-1, 4).tolist()
-        columns = numbers[4 * count : end].reshape(count, -1) if count else numbers
+        per_block = (count, -1) if count else (0, 0)
+        columns = numbers[4 * count : end].reshape(per_block)
         found[facts["shard"]] = ShardIndex(
             schemas[facts["of"]],
             tuple(

@@ -191,7 +191,9 @@ class PoolWorker:
 
 
 def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
-    """The schema in pieces, then the rest: neither need leave room for the other."""
+    """The schema in pieces, then the rest. In one piece that of 100,000 columns, 12 MB, would hold
+    the node's event loop for a tenth of a second, for each worker.
+    """
     schema, step = dataset.schema, _SCHEMA_PART_BYTES
     parts = [
         tasks.OpenDataset(dataset.dataset_id, dataset.format, schema[at : at + step], more=True)

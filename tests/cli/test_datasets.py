@@ -12,10 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from bombs import long_line
 from dataplane_torch import DataLoader
 from small_nodes import alone_and_small
 
 from dataplane.cli import run
+from dataplane.formats.parquet import Parquet
 from dataplane.plan.manifest import Manifest
 
 SHARDS = 3
@@ -171,6 +173,9 @@ def test_a_shard_without_samples_is_no_fault(shards, capsys):
     assert (found["samples"], found["empty"]) == (300, [f"file://{shards}/s9.parquet"])
     assert run(["verify", str(shards)]) == 0
     assert "1 shard without samples: file://" in capsys.readouterr().err
+    for _ in ("indexed in another process", "remembered"):
+        assert asked(capsys, "inspect", str(shards))["samples"] == 300
+        (shards / "s0.parquet").touch()
 
 
 @pytest.mark.parametrize("command", ["verify", "index", "inspect"])
@@ -224,6 +229,33 @@ def test_a_folder_without_shards_is_exit_status_2(tmp_path, capsys):
     (tmp_path / "README.txt").write_text("no shard")
     assert run(["inspect", str(tmp_path)]) == 2
     assert "of a format that is not read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("plan", "--global-batch", "8"), ("index",)], ids=lambda each: each[0]
+)
+def test_what_is_in_a_shard_is_parsed_in_another_process(
+    command, shards, small_node, monkeypatch, capsys
+):
+    def parsed_here(*_: object) -> None:
+        pytest.fail("a shard was parsed in the process of the command")
+
+    monkeypatch.setattr(Parquet, "index", parsed_here)
+    assert run([command[0], str(shards), *command[1:]]) == 0
+    assert f"{SHARDS * ROWS}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_shard_that_takes_too_much_memory_is_told_and_harms_no_command(
+    small_node, monkeypatch, tmp_path, capsys
+):
+    long_line(tmp_path)
+    bomb = min(tmp_path.glob("*.gz"))
+    monkeypatch.setenv("DATAPLANE_WORKER_MEMORY_BYTES", "256MiB")
+    assert run(["inspect", str(bomb)]) == 2
+    told = capsys.readouterr().err
+    assert "takes more memory than the 256 MiB" in told
+    assert bomb.name in told
 
 
 def test_ctrl_c_ends_a_command_at_once_though_the_store_is_silent():

@@ -193,7 +193,7 @@ def _looked_at(
     from dataplane.machine import this_machine
     from dataplane.plan.order import BlockSizes, default_lanes_window
 
-    manifest = opened(urls, format_name, workers, config.cache_dir)
+    manifest = opened(urls, format_name, workers, config)
     probe = checks.probe(manifest, config.fetch_count)
     found = [*checks.environment(config, manifest), checks.storage(probe)]
     lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
