@@ -31,10 +31,10 @@ from dataplane.formats.arrow_size import decoded_estimate
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
     batch_of,
-    check_columns,
     check_rows,
     check_shard,
     dataset_schema,
+    is_as_stored,
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
@@ -87,7 +87,6 @@ class ArrowIpc:
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
         url, start = block.url, block.place.offset
-        check_columns(schema, columns)
         _check_claims(block)
         with foreign_faults(url, start, "the record batch cannot be decoded"):
             batches = _read(block, schema, columns)
@@ -95,6 +94,8 @@ class ArrowIpc:
         batches = [validated(batch, url, start) for batch in batches]
         rows = sum(batch.num_rows for batch in batches)
         check_rows(url, start, block.rows, rows)
+        if len(batches) == 1 and is_as_stored(batches[0].schema, schema, columns):
+            return batches[0]
         with foreign_faults(url, start, "the record batches cannot be joined"):
             arrays = {
                 name: _joined([b.column(name) for b in batches], name, url) for name in columns
@@ -231,15 +232,18 @@ def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
 def _read(block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> list[pa.RecordBatch]:
     source = _readable(block)
     is_file = bytes(block.body[:6]) == MAGIC and not len(block.preamble)
-    found = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).schema
-    check_shard(dataset_schema(found, block.url), schema, columns, block.url)
-    fields = sorted(found.get_field_index(name) for name in columns)
-    options = pa.ipc.IpcReadOptions(included_fields=fields or [0], use_threads=False)
-    source.seek(0)
+    open_ = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    opened = open_(source, options=pa.ipc.IpcReadOptions(use_threads=False))
+    if not is_as_stored(opened.schema, schema, columns):
+        found = opened.schema
+        check_shard(dataset_schema(found, block.url), schema, columns, block.url)
+        fields = sorted(found.get_field_index(name) for name in columns)
+        options = pa.ipc.IpcReadOptions(included_fields=fields or [0], use_threads=False)
+        source.seek(0)
+        opened = open_(source, options=options)
     if is_file:
-        opened = pa.ipc.open_file(source, options=options)
         return [opened.get_batch(i) for i in range(opened.num_record_batches)]
-    return list(pa.ipc.open_stream(source, options=options))
+    return list(opened)
 
 
 def _readable(block: RawBlock) -> pa.NativeFile:
@@ -271,7 +275,7 @@ def _check_claims(block: RawBlock) -> None:
             if not message.head.compressed:
                 continue
             body = message.offset - base + message.metadata_length
-            for offset, length in message.head.buffers:
+            for offset, length in zip(message.head.starts, message.head.sizes, strict=True):
                 claimed += max(0, _claim(piece, body + offset, length))
             if claimed > limit:
                 raise corrupt(

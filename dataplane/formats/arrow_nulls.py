@@ -27,6 +27,8 @@ def null_counts(schema: pa.Schema, heads: Sequence[Head]) -> array[int]:
                 return array("q", nulls.declared(schema))
             totals += np.array(head.nulls, np.int64)
     counts = np.where(totals > 0, totals, declared).tolist()
+    if nulls.is_flat(schema):
+        return array("q", counts)
     # A dictionary may hold nulls that its indices do not show.
     of_values = any(head.kind == DICTIONARY and any(head.nulls) for head in heads)
     _settle(schema, counts, 0, of_values=of_values)
@@ -34,9 +36,8 @@ def null_counts(schema: pa.Schema, heads: Sequence[Head]) -> array[int]:
 
 
 def _is_possible(head: Head, node_count: int) -> bool:
-    return len(head.nulls) == node_count and all(
-        0 <= found <= length for found, length in zip(head.nulls, head.nodes, strict=True)
-    )
+    found, lengths = np.array(head.nulls, np.int64), np.array(head.nodes, np.int64)
+    return len(found) == node_count and bool(((found >= 0) & (found <= lengths)).all())
 
 
 def _settle(

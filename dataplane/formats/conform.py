@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
 from dataplane.errors import ConfigError, SchemaMismatch
 from dataplane.formats.faults import corrupt, foreign_faults
+from dataplane.formats.nulls import is_flat
 
 _NAMES_SHOWN = 100
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -20,13 +22,16 @@ def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
     """
     # A name that is no UTF-8 shows itself only when it is asked for.
     with foreign_faults(url, 0, "the schema of the shard is damaged"):
-        for name in schema.names:
-            if len(schema.get_all_field_indices(name)) > 1:
-                raise ConfigError(
-                    f"{url}: not supported: two columns are named {name!r}; rename one",
-                    shard=url,
-                    field=name,
-                )
+        names = schema.names
+        if len(set(names)) < len(names):
+            name = next(name for name, count in Counter(names).items() if count > 1)
+            raise ConfigError(
+                f"{url}: not supported: two columns are named {name!r}; rename one",
+                shard=url,
+                field=name,
+            )
+        if is_flat(schema) and all(field.nullable for field in schema):
+            return schema
         return pa.schema([_nullable(field) for field in schema], metadata=schema.metadata)
 
 
@@ -109,6 +114,15 @@ def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url
             raise mismatch(url, name, str(expected), "no such column")
         if not same_type(expected, found.field(at).type):
             raise mismatch(url, name, str(expected), str(found.field(at).type))
+
+
+def is_as_stored(found: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -> bool:
+    """Whether all columns of a shard are wanted, in their order, and of the types that they have:
+    then no column needs to be looked at, which takes seconds where there are 100,000.
+    """
+    return (
+        0 < len(columns) == len(schema) and found.equals(schema) and list(columns) == schema.names
+    )
 
 
 def batch_of(

@@ -8,12 +8,14 @@ Source:  https://flatbuffers.dev/internals and Message.fbs, File.fbs of the Arro
 from __future__ import annotations
 
 import struct
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 BLOCK_STRUCT = struct.Struct("<qi4xq")
-NODE_STRUCT = struct.Struct("<qq")
-BUFFER_STRUCT = struct.Struct("<qq")
+_PAIR_BYTES = 16
+"""Of an array its length and its nulls, of a buffer its offset and its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +51,26 @@ class Table:
 
     def structs(self, field: int, form: struct.Struct) -> list[tuple[int, ...]]:
         """A vector of structs, empty where it is absent."""
+        return list(form.iter_unpack(self._vector(field, form.size)))
+
+    def pairs(self, field: int) -> tuple[Sequence[int], Sequence[int]]:
+        """A vector of structs of two 64-bit numbers: the first ones, and the second ones. Of a wide
+        table there are hundreds of thousands.
+        """
+        numbers = array("q")
+        numbers.frombytes(self._vector(field, _PAIR_BYTES))
+        return numbers[::2], numbers[1::2]
+
+    def _vector(self, field: int, size: int) -> memoryview:
         place = self._place(field)
         if not place:
-            return []
+            return self.buffer[:0]
         start = place + self._unpack("<I", place)
         count = self._unpack("<I", start)
-        end = start + 4 + count * form.size
+        end = start + 4 + count * size
         if end > len(self.buffer):
             raise ValueError(f"a vector of {count} does not fit in {len(self.buffer)} bytes")
-        return list(form.iter_unpack(self.buffer[start + 4 : end]))
+        return self.buffer[start + 4 : end]
 
 
 def root(buffer: memoryview) -> Table:
@@ -69,16 +82,17 @@ def root(buffer: memoryview) -> Table:
 @dataclass(frozen=True, slots=True)
 class Head:
     """What a message's metadata says. `nodes` are the lengths of the arrays in depth-first order,
-    `nulls` how many nulls each has; `buffers` are (offset, length) in the body.
+    `nulls` how many nulls each has; `starts` and `sizes` are those of buffers in the body.
     """
 
     kind: int
     body_length: int
     rows: int = 0
-    nodes: tuple[int, ...] = ()
-    buffers: tuple[tuple[int, int], ...] = ()
+    nodes: Sequence[int] = ()
+    starts: Sequence[int] = ()
+    sizes: Sequence[int] = ()
     compressed: bool = False
-    nulls: tuple[int, ...] = ()
+    nulls: Sequence[int] = ()
     is_big_endian: bool = False
 
 
@@ -103,17 +117,17 @@ def message_head(metadata: memoryview) -> Head:
     if batch is None:
         raise ValueError("a dictionary without values")
     rows = batch.number(0, "<q")
-    nodes = batch.structs(1, NODE_STRUCT)
-    if rows < 0 or (nodes and nodes[0][0] != rows):
+    nodes, nulls = batch.pairs(1)
+    if rows < 0 or (nodes and nodes[0] != rows):
         raise ValueError(f"a batch of {rows} rows, whose first array has another length")
     return Head(
         kind,
         body_length,
         rows,
-        tuple(length for length, _ in nodes),
-        tuple((offset, length) for offset, length in batch.structs(2, BUFFER_STRUCT)),
+        nodes,
+        *batch.pairs(2),
         batch.table(3) is not None,
-        tuple(nulls for _, nulls in nodes),
+        nulls,
     )
 
 

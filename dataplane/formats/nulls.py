@@ -12,9 +12,29 @@ import pyarrow as pa
 
 from dataplane.plan.null_counts import NEVER, UNKNOWN
 
+_CHILDLESS = frozenset(
+    kind.id
+    for kind in (
+        *(pa.null(), pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64()),
+        *(pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+        *(pa.float16(), pa.float32(), pa.float64(), pa.decimal128(1), pa.decimal256(1)),
+        *(pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.binary(1)),
+        *(pa.date32(), pa.date64(), pa.time32("s"), pa.time64("us")),
+        *(pa.timestamp("s"), pa.duration("s")),
+    )
+)
+"""Types without fields of their own, by id: wide tables have tens of thousands of such columns."""
+
+
+def is_flat(schema: pa.Schema) -> bool:
+    """Whether each field is known to be one field node, and no dictionary."""
+    return all(kind.id in _CHILDLESS for kind in schema.types)
+
 
 def children(kind: pa.DataType) -> Sequence[pa.Field]:
     """The fields directly below a type."""
+    if kind.id in _CHILDLESS:
+        return ()
     if isinstance(kind, pa.BaseExtensionType):
         return children(kind.storage_type)
     if pa.types.is_dictionary(kind):
@@ -24,6 +44,8 @@ def children(kind: pa.DataType) -> Sequence[pa.Field]:
 
 def node_count(fields: Sequence[pa.Field] | pa.Schema) -> int:
     """How many field nodes there are."""
+    if isinstance(fields, pa.Schema) and is_flat(fields):
+        return len(fields)
     return sum(1 + node_count(children(field.type)) for field in fields)
 
 

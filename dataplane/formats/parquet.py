@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
     batch_of,
-    check_columns,
     check_rows,
     check_shard,
     dataset_schema,
+    is_as_stored,
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
@@ -90,7 +90,6 @@ class Parquet:
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
         url, start = block.url, block.place.offset
-        check_columns(schema, columns)
         with foreign_faults(url, block.preamble_place.offset, "the Parquet footer is damaged"):
             metadata, group = _located(bytes(block.preamble), block.index)
         pieces = [*_pieces(block), (block.preamble_place.offset, block.preamble)]
@@ -102,9 +101,16 @@ class Parquet:
                 pre_buffer=False,  # in threads of Arrow's, which may outlive the interpreter
                 page_checksum_verification=True,
             )
-            check_shard(opened.schema_arrow, schema, columns, url)
-            leaves = _leaves(opened.schema_arrow, columns, metadata.num_columns)
+            found = opened.schema_arrow
+            as_stored, leaves = is_as_stored(found, schema, columns), None
+            if not as_stored:
+                check_shard(found, schema, columns, url)
+                leaves = _leaves(found, columns, metadata.num_columns)
             table = opened.reader.read_row_group(group, column_indices=leaves, use_threads=False)
+            batches = table.to_batches() if as_stored and table.schema.equals(schema) else []
+            if len(batches) == 1:
+                check_rows(url, start, block.rows, table.num_rows)
+                return validated(batches[0], url, start)
             arrays = {name: _one_array(table, name, url, start) for name in columns}
             check_rows(url, start, block.rows, table.num_rows if columns else block.rows)
             batch = batch_of(arrays, schema, columns, block.rows)

@@ -93,6 +93,22 @@ def row_bytes(spec: ColumnSpec) -> int:
     return element_bytes(spec) * math.prod(spec.shape)
 
 
+def row_sizes(specs: Sequence[ColumnSpec]) -> list[int]:
+    """The size of one row of each column, 0 of those that are not FIXED."""
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    found = []
+    for spec in specs:
+        if spec.kind is not Kind.FIXED:
+            found.append(0)
+            continue
+        form = (spec.dtype, spec.shape)
+        size = known.get(form)
+        if size is None:
+            size = known[form] = row_bytes(spec)
+        found.append(size)
+    return found
+
+
 def open_block(
     batch: pa.RecordBatch,
     specs: Sequence[ColumnSpec],

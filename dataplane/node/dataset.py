@@ -175,19 +175,31 @@ def _path_of(url: str) -> str | None:
     return None if found is None else str(found)
 
 
+def _fixed_bytes(schema: pa.Schema) -> int:
+    """What a row takes of all columns whose rows have one size."""
+    of_id: dict[int, int] = {}
+    size = 0
+    for kind in schema.types:
+        known = of_id.get(kind.id)
+        if known is None:
+            known = _row_bytes(kind)
+            if not pa.types.is_fixed_size_list(kind):  # whose size its id does not tell
+                of_id[kind.id] = known
+        size += known
+    return size
+
+
 def _row_bytes(kind: pa.DataType) -> int:
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size) * _row_bytes(kind.value_type)
     return int(kind.bit_width) // 8 if pa.types.is_primitive(kind) else 0
 
 
-def _sample_bytes(manifest: Manifest, columns: StackedPlan, projection: Projection | None) -> int:
+def _sample_bytes(manifest: Manifest, columns: Columns, projection: Projection | None) -> int:
     size = int(_whole_bytes(manifest, projection).sum())
     mean = size // max(manifest.sample_count, 1)
-    fixed = sum(_row_bytes(f.type) for f in columns.schema)
-    if all(spec.kind is Kind.FIXED for spec in columns.specs):
-        return max(fixed, 1)
-    return max(mean, fixed, 1)
+    fixed = columns.fixed_bytes
+    return max(fixed, 1) if columns.is_fixed else max(mean, fixed, 1)
 
 
 def _projection(manifest: Manifest, columns: StackedPlan) -> Projection | None:
@@ -208,18 +220,17 @@ def _whole_bytes(manifest: Manifest, projection: Projection | None) -> Ints:
 
 def _decoded_bytes(
     manifest: Manifest,
-    columns: StackedPlan,
+    columns: Columns,
     packing: Packing | None,
     projection: Projection | None = None,
 ) -> Ints:
     """What each block takes once decoded, as far as the index knows."""
-    fixed = sum(_row_bytes(field.type) for field in columns.schema)
     size = _whole_bytes(manifest, projection)
-    if packing is not None and all(spec.kind is Kind.FIXED for spec in columns.specs):
-        size = manifest.block_rows * fixed  # not of the columns that nobody asked for
+    if packing is not None and columns.is_fixed:
+        size = manifest.block_rows * columns.fixed_bytes  # not of what nobody asked for
     if packing is not None:
         size = size + manifest.block_rows * packing.padding_bytes
-    return size + _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.specs)
+    return size + _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.plan.specs)
 
 
 def _marks(
@@ -244,12 +255,16 @@ def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The columns of a dataset as a job reads them, `schema` that of the shards. `is_canonical`:
-    zero-copy blocks have them in canonical form.
+    zero-copy blocks have them in canonical form. `is_fixed`: all rows have one size, `fixed_bytes`,
+    which is otherwise that of the columns whose rows have. `packing` is how they would be packed.
     """
 
     schema: pa.Schema
     plan: StackedPlan
     is_canonical: bool
+    is_fixed: bool
+    fixed_bytes: int
+    packing: Packing | None
 
 
 def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
@@ -259,12 +274,19 @@ def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
     """
     schema = _schema(manifest, spec)
     plan = plan_stacked(schema, spec.column_options, manifest.shards[0].url)
-    stored = {field.name: field.type for field in schema}
     options = spec.column_options
-    is_canonical = not (options.stack or options.codes) and all(
-        stored.get(field.name) == field.type for field in plan.schema
-    )
-    return Columns(schema, plan, is_canonical)
+    is_canonical = not (options.stack or options.codes) and _has_all(schema, plan.schema)
+    is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
+    packing, fixed_bytes = plan_packing(plan.specs), _fixed_bytes(plan.schema)
+    return Columns(schema, plan, is_canonical, is_fixed, fixed_bytes, packing)
+
+
+def _has_all(schema: pa.Schema, wanted: pa.Schema) -> bool:
+    """Whether there are columns of these names and types."""
+    if schema.equals(wanted):
+        return True
+    stored = {field.name: field.type for field in schema}
+    return all(stored.get(field.name) == field.type for field in wanted)
 
 
 def can_pack(
@@ -276,12 +298,12 @@ def can_pack(
     Raises:  ConfigError: a column that is not there.
     """
     columns = known or columns_of(manifest, spec)
-    packing = plan_packing(columns.plan.specs) if spec.shuffle else None
+    packing = columns.packing if spec.shuffle else None
     if packing is None:
         return False
     if not (columns.is_canonical and any(shard.zero_copy for shard in manifest.shards)):
         return True
-    sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns.plan, packing))
+    sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, packing))
     if sizes.sample_bytes > (1 + _OTHERS_MAX) * packing.row_bytes:
         return False
     needed = sizes.open_window_bytes(spec.window) * spec.lanes
@@ -305,10 +327,10 @@ def dataset_of(
     """
     found = known or columns_of(manifest, spec)
     columns, schema = found.plan, found.schema
-    packing = plan_packing(columns.specs) if packed else None
+    packing = found.packing if packed else None
     direct = found.is_canonical and packing is None
     projection = _projection(manifest, columns)
-    decoded = _decoded_bytes(manifest, columns, packing, projection)
+    decoded = _decoded_bytes(manifest, found, packing, projection)
     marks = _marks(manifest, decoded, projection, direct=direct)
     kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
     trails = trail_bytes(int(np.where(kept > 0, kept, manifest.block_length).sum()))
@@ -324,7 +346,7 @@ def dataset_of(
     )
     return Dataset(
         dataset_id, manifest, columns, message, direct, marks, projection, size,
-        row_bytes=_sample_bytes(manifest, columns, projection),
+        row_bytes=_sample_bytes(manifest, found, projection),
         has_bytes=any(spec.kind is Kind.BYTES for spec in columns.specs),
         categories=categories or {},
     )  # fmt: skip

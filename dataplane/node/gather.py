@@ -26,7 +26,7 @@ from dataplane.node.columns import (
     RowIndex,
     by_block,
     element_bytes,
-    row_bytes,
+    row_sizes,
 )
 from dataplane.node.rows import Open, Rows, rows_of
 from dataplane.rpc.messages import Batch, Column
@@ -81,7 +81,7 @@ class Gather:
         pictures: Pictures | None = None,
         lists: Mapping[int, ListForm] | None = None,
     ) -> None:
-        self._specs, self._lists = specs, lists or {}
+        self._specs, self._sizes, self._lists = specs, row_sizes(specs), lists or {}
         self._pictures, self._blocks = pictures, blocks
         self._packing = blocks[0].packing if blocks else None
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
@@ -116,9 +116,11 @@ class Gather:
             slab, self._rows, self._batch_rows[:count], self._draw, self._packing, self._lists
         )
         columns = tuple(
-            out.write(at, spec, pieces, begin)
-            for at, (spec, pieces, begin) in enumerate(
-                zip(self._specs, self._pieces, begins[:, count].tolist(), strict=True)
+            out.write_fixed(at, size, begin)
+            if spec.kind is Kind.FIXED
+            else out.write(at, spec, self._pieces[at], begin)
+            for at, (spec, size, begin) in enumerate(
+                zip(self._specs, self._sizes, begins[:, count].tolist(), strict=True)
             )
         )
         out.write_packed()
@@ -133,7 +135,7 @@ class Gather:
 
     def _of(self, at: int, spec: ColumnSpec) -> _Pieces:
         if spec.kind is Kind.FIXED:
-            return self._fixed(row_bytes(spec))
+            return self._fixed(self._sizes[at])
         spans = _cut(self._rows.spans(at), self._lists.get(at, AS_THEY_ARE))
         size, rows = element_bytes(spec), self._batch_rows
         if spec.kind is Kind.PADDED:
@@ -202,9 +204,7 @@ class _Slab:
         return batch, np.arange(self._bounds[-1]) - self._bounds[batch]
 
     def write(self, at: int, spec: ColumnSpec, pieces: _Pieces, begin: int) -> Column:
-        """One column, from `begin` on."""
-        if spec.kind is Kind.FIXED:
-            return self._write_fixed(at, row_bytes(spec), begin)
+        """One column that is not FIXED, from `begin` on."""
         count = len(self._batch_rows)
         values, sides = begin + pieces.values[:count], begin + pieces.sides[:count]
         width = pieces.width[:count]
@@ -215,7 +215,8 @@ class _Slab:
             self._write_runs(at, spec, pieces.spans, values, sides, width)
         return Column(tuple(values.tolist()), tuple(sides.tolist()), tuple(width.tolist()))
 
-    def _write_fixed(self, at: int, size: int, begin: int) -> Column:
+    def write_fixed(self, at: int, size: int, begin: int) -> Column:
+        """One FIXED column, whose rows have this size, from `begin` on."""
         *starts, end = [begin + bound * size for bound in self._row_bounds]
         if at in self._begins:
             self._begins[at] = begin

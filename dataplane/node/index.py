@@ -329,7 +329,7 @@ class _Run:
 
 def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:
     """A shard's blocks, their columns in the order of the dataset's schema, not of the shard's."""
-    if index.schema.names == schema.names:
+    if index.schema is schema or index.schema.names == schema.names:
         return index.blocks
     places = [3 * index.schema.get_field_index(name) for name in schema.names]
     return [
@@ -358,6 +358,8 @@ def check_same(found: pa.Schema, url: str, expected: pa.Schema, first_url: str) 
 
     Raises:  SchemaMismatch: shard, field, expected, found.
     """
+    if found.equals(expected):
+        return
     inferred = is_inferred(expected)
     for field in expected:
         at = found.get_field_index(field.name)

@@ -27,7 +27,7 @@ from typing_extensions import Buffer
 from dataplane.errors import CorruptShard, DataplaneError, PeerLost
 from dataplane.formats import registry
 from dataplane.formats.faults import is_out_of_memory
-from dataplane.machine import limit_memory
+from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
 from dataplane.node.index_journal import encode_index
 from dataplane.rpc import local, tasks
@@ -119,6 +119,7 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
     faulthandler.enable()
     threading.stack_size(_STACK_BYTES)
     limit_memory(memory_bytes)
+    collect_rarely()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     asked: dict[int, _AskedShard] = {}

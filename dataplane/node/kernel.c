@@ -50,6 +50,25 @@ struct field {
     char *column;  /* the same of all rows, one after the other */
 };
 
+/* As the C data interface of Arrow has it: a record batch, whose columns are its children. */
+struct exported {
+    int64_t length;
+    int64_t null_count;
+    int64_t offset;
+    int64_t buffers_count;
+    int64_t children_count;
+    const void *const *buffers;
+    const struct exported *const *children;
+};
+
+/* Of one of its columns. */
+struct placed {
+    int64_t length;
+    int64_t null_count; /* 0 of what has no validity, -1 of what nobody counted */
+    int64_t offset;     /* in rows */
+    const void *values; /* the second buffer, or NULL */
+};
+
 INLINE int64_t word(const char *words, int64_t at)
 {
     int64_t found;
@@ -359,6 +378,18 @@ EXPORT void gather_packed(const struct source *sources, int64_t stride, const in
                 ask_packed_row(row_at(sources, stride, index, i + TILE_ROWS, row_bytes), row_bytes);
         }
         turn(rows, tile, fields, fields_count, first, 0);
+    }
+}
+
+EXPORT void place_columns(const struct exported *batch, struct placed *out)
+{
+    for (int64_t at = 0; at < batch->children_count; at++) {
+        const struct exported *column = batch->children[at];
+        int has_validity = column->buffers_count > 0 && column->buffers[0];
+        out[at].length = column->length;
+        out[at].null_count = has_validity ? column->null_count : 0;
+        out[at].offset = column->offset;
+        out[at].values = column->buffers_count > 1 ? column->buffers[1] : NULL;
     }
 }
 

@@ -28,6 +28,8 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "gather_packed": (None, (*_SOURCES, _I64, _POINTER, _I64)),
     # fields, fields_count, rows, row_bytes, out
     "pack_rows": (None, (_POINTER, _I64, _I64, _I64, _POINTER)),
+    # an ArrowArray; out: int64[columns, 4]
+    "place_columns": (None, (_POINTER, _POINTER)),
 }
 
 

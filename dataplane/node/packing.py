@@ -14,17 +14,19 @@ import pyarrow as pa
 
 from dataplane.compiled import Compiled
 from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model import ColumnSpec
 from dataplane.node.columns import (
     NOTHING,
     BlockColumns,
     Bytes,
+    Ints,
     Packing,
     Part,
     open_block,
-    row_bytes,
+    row_sizes,
 )
 from dataplane.node.kernel import kernel
+from dataplane.node.placed import OFFSET, VALUES, placed_columns
 from dataplane.node.rows import fields_of
 
 _LINE_BYTES = 64
@@ -38,18 +40,16 @@ _PADDING_SHARE = 8
 
 def plan_packing(specs: Sequence[ColumnSpec]) -> Packing | None:
     """Which columns are worth it, or None where they are too few."""
-    sizes = {
-        at: row_bytes(spec)
-        for at, spec in enumerate(specs)
-        if spec.kind is Kind.FIXED and 0 < row_bytes(spec) <= _SMALL_BYTES
-    }
+    every = row_sizes(specs)
+    sizes = {at: size for at, size in enumerate(every) if 0 < size <= _SMALL_BYTES}
     if len(sizes) < _COLUMNS_MIN:
         return None
     # Equal ones side by side: the kernel turns several of them at once.
     columns = sorted(sizes, key=lambda at: -sizes[at])
-    ends = np.cumsum([sizes[at] for at in columns])
-    fields = np.array([(end - sizes[at], sizes[at]) for at, end in zip(columns, ends, strict=True)])
-    return Packing(tuple(columns), fields.astype(np.int64), _padded(int(ends[-1])))
+    widths = np.array([sizes[at] for at in columns], np.int64)
+    ends = np.cumsum(widths)
+    fields = np.stack([ends - widths, widths], axis=1)
+    return Packing(tuple(columns), fields, _padded(int(ends[-1])))
 
 
 def _padded(size: int) -> int:
@@ -77,8 +77,10 @@ def store(
     packing: Packing | None,
     region: memoryview,
     how: Compiled | None = None,
+    places: Ints | None = None,
 ) -> None:
-    """Write a canonical block, with the kernel of this installation if no other is given.
+    """Write a canonical block, with the kernel of this installation if no other is given. `places`
+    are those of `placed_columns`, if they are known.
 
     Shapes:  region: uint8[stored_bytes], writable; padding keeps what it holds.
     Raises:  RowOutOfBounds: a buffer ends before its column does.
@@ -92,7 +94,7 @@ def store(
     if packing is not None and batch.num_rows:
         start = len(region) - _packed_bytes(batch, packing)
         length = batch.num_rows * packing.row_bytes
-        pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start), how)
+        pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start), how, places)
 
 
 def open_stored(
@@ -131,23 +133,44 @@ def pack(
     packing: Packing,
     out: Bytes,
     how: Compiled | None = None,
+    places: Ints | None = None,
 ) -> None:
-    """Write the packed rows of a canonical block.
+    """Write the packed rows of a canonical block; `places` as `store` has them.
 
     Shapes:  out: uint8[rows * row_bytes], of one row at least; padding keeps what it holds.
+    Raises:  RowOutOfBounds: a buffer ends before its column does.
     """
     library = (how or kernel()).library
-    chosen = [specs[at] for at in packing.columns]
-    columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
     if library is not None:
-        fields = fields_of(packing, np.array([column.address for column in columns]))
+        places = placed_columns(batch, how) if places is None else places
+        assert places is not None
+        fields = fields_of(packing, _addresses(batch, specs, packing, places))
         library.pack_rows(
             fields.ctypes.data, len(fields), batch.num_rows, packing.row_bytes, out.ctypes.data
         )
         return
+    chosen = [specs[at] for at in packing.columns]
+    columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
     rows = out.reshape(-1, packing.row_bytes)
     for (at, size), column in zip(packing.fields.tolist(), columns, strict=True):
         rows[:, at : at + size] = column.view.reshape(-1, size)
+
+
+def _addresses(
+    batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing, places: Ints
+) -> Ints:
+    """Where the values of each packed column start."""
+    try:
+        batch.validate()
+    except pa.ArrowInvalid as fault:
+        raise RowOutOfBounds(f"a column is shorter than its block: {fault}", row=0) from fault
+    own = places[list(packing.columns)]
+    found = own[:, VALUES] + own[:, OFFSET] * packing.fields[:, 1]
+    for i, at in enumerate(packing.columns):
+        if specs[at].shape:  # its values are those of the lists
+            part = open_block(batch.select([at]), [specs[at]]).values[0]
+            found[i] = part.address
+    return found
 
 
 def _packed_bytes(batch: pa.RecordBatch, packing: Packing) -> int:

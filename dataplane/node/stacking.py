@@ -17,7 +17,12 @@ from dataplane.model import ColumnOptions, ColumnSpec, StackSpec
 from dataplane.node import packing
 from dataplane.node.columns import Packing
 from dataplane.transforms.canonical import canonical
-from dataplane.transforms.columns import ColumnPlan, is_null_name, plan_columns
+from dataplane.transforms.columns import (
+    ColumnPlan,
+    is_null_name,
+    is_plain_schema,
+    plan_columns,
+)
 from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.lists import ListForm, list_forms
 from dataplane.transforms.stacks import stacked_columns
@@ -28,7 +33,8 @@ class StackedPlan:
     """How blocks become batch columns: first the leaves, then what the stacks make of them.
 
     `specs` and `schema` are those of batches, in their order. `lists` are the forms of list columns
-    that do not come as they are, by place.
+    that do not come as they are, by place. `is_plain`: all columns of the dataset come as they are
+    stored, and are numbers: a block without nulls is in canonical form.
     """
 
     leaves: ColumnPlan
@@ -36,6 +42,7 @@ class StackedPlan:
     specs: tuple[ColumnSpec, ...]
     schema: pa.Schema
     lists: Mapping[int, ListForm]
+    is_plain: bool = False
 
 
 def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> StackedPlan:
@@ -51,9 +58,8 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
         options = replace(options, columns=(*options.columns, *unnamed))
     leaves = plan_columns(schema, options, url)
     if not stacks:
-        return StackedPlan(
-            leaves, (), leaves.specs, leaves.schema, list_forms(leaves.specs, options)
-        )
+        lists, is_plain = list_forms(leaves.specs, options), is_plain_schema(schema, leaves)
+        return StackedPlan(leaves, (), leaves.specs, leaves.schema, lists, is_plain)
     names = {spec.name for spec in leaves.specs}
     for name in members:
         if name not in names:

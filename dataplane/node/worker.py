@@ -29,12 +29,13 @@ from dataplane.arena.memfd import Arena, populate
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
 from dataplane.formats import base, registry
 from dataplane.formats.faults import is_out_of_memory
-from dataplane.machine import limit_memory
+from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
 from dataplane.node import packing
-from dataplane.node.columns import BlockColumns, Bytes, Packing, RowIndex, open_block
+from dataplane.node.columns import BlockColumns, Bytes, Ints, Packing, RowIndex, open_block
 from dataplane.node.gather import Gather
 from dataplane.node.mapped import MappedShard, MappedShards
+from dataplane.node.placed import may_have_nulls, placed_columns
 from dataplane.node.stacking import StackedPlan, canonical_stacked, plan_stacked
 from dataplane.rpc import local, tasks
 from dataplane.rpc.convert import encode
@@ -88,6 +89,7 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     limit_memory(memory_bytes)
+    collect_rarely()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     # Every mapped shard takes two descriptors, and blocks may lie in thousands of shards.
@@ -178,19 +180,22 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
 
 def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     dataset = state.datasets[body.dataset_id]
-    batch = _canonical_batch(state, dataset, body.raw)
+    batch, places = _canonical_batch(state, dataset, body.raw)
     size = packing.stored_bytes(batch, dataset.packing)
     if size > body.into.length:
         return tasks.Decoded(size, stored=False)
     into = state.arenas[0].view(body.into.offset, size)
     state.arenas[0].populate_once(body.into.offset, size)
-    packing.store(batch, dataset.plan.specs, dataset.packing, into)
+    packing.store(batch, dataset.plan.specs, dataset.packing, into, places=places)
     if body.raw.path is not None:
         state.shards.of(body.raw)  # it may have been written while it was read
     return tasks.Decoded(size, stored=True)
 
 
-def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> pa.RecordBatch:
+def _canonical_batch(
+    state: _State, dataset: _Dataset, raw: tasks.RawBlock
+) -> tuple[pa.RecordBatch, Ints | None]:
+    """A block in canonical form, and where its columns lie if that was looked at."""
     preamble, body = _raw_views(state, raw, is_whole=dataset.is_whole)
     block = base.RawBlock(
         raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
@@ -205,7 +210,10 @@ def _canonical_batch(state: _State, dataset: _Dataset, raw: tasks.RawBlock) -> p
             expected=raw.rows,
             found=batch.num_rows,
         )
-    return canonical_stacked(batch, dataset.plan, raw.url)
+    places = placed_columns(batch) if dataset.plan.is_plain else None
+    if places is not None and not may_have_nulls(places):
+        return batch, places
+    return canonical_stacked(batch, dataset.plan, raw.url), None
 
 
 def _raw_views(
@@ -247,7 +255,7 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
 def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> BlockColumns:
     specs = dataset.plan.specs
     if source.raw is not None:
-        columns = open_block(_canonical_batch(state, dataset, source.raw), specs)
+        columns = open_block(_canonical_batch(state, dataset, source.raw)[0], specs)
         if source.raw.path is not None and not dataset.is_whole:
             state.shards.of(source.raw).populate(columns)
         return columns

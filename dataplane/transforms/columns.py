@@ -21,7 +21,14 @@ from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy
 from dataplane.transforms.annotations import required_nodes
 from dataplane.transforms.codes import CODE_TYPE, categories_in, check_codes
-from dataplane.transforms.leaves import Leaf, canonical_type, leaves_of, spec_of
+from dataplane.transforms.leaves import (
+    Leaf,
+    are_numbers,
+    canonical_type,
+    is_number,
+    leaves_of,
+    spec_of,
+)
 
 _NO_OPTIONS = ColumnOptions()
 _NAMES_SHOWN = 100
@@ -106,6 +113,16 @@ def plan_columns(
     )
 
 
+def is_plain_schema(schema: pa.Schema, plan: ColumnPlan) -> bool:
+    """Whether a plan takes all columns of a schema as they are, and they are numbers."""
+    return (
+        schema.equals(plan.schema)
+        and are_numbers(schema)
+        and not plan.options.codes
+        and plan.options.nulls is NullPolicy.FILL
+    )
+
+
 def is_null_name(column: str) -> str:
     """The column that says where this one was null."""
     return f"{column}.is_null"
@@ -130,11 +147,11 @@ def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -
 
 
 def _spec(leaf: Leaf, part: Part, options: ColumnOptions) -> ColumnSpec:
+    if part is Part.VALUES:
+        return spec_of(leaf, options.lists)
     if part is Part.IS_NULL:
         return ColumnSpec(is_null_name(leaf.name), Kind.FIXED, "bool")
-    if part is Part.CODES:
-        return ColumnSpec(leaf.name, Kind.FIXED, CODE_TYPE)
-    return spec_of(leaf, options.lists)
+    return ColumnSpec(leaf.name, Kind.FIXED, CODE_TYPE)
 
 
 def _type(leaf: Leaf, part: Part) -> pa.DataType:
@@ -166,7 +183,9 @@ def shown(names: Iterable[str]) -> str:
     return ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _twins(names: Iterable[str]) -> list[str]:
+def _twins(names: Sequence[str]) -> list[str]:
+    if len(set(names)) == len(names):
+        return []
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
@@ -178,15 +197,19 @@ def _refuse_twins(names: Sequence[str]) -> None:
 def _refuse_unsupported(
     schema: pa.Schema, leaves: Sequence[Leaf], chosen: Sequence[Leaf], url: str
 ) -> None:
-    reasons = {field.name: mark for field in schema if (mark := unsupported_mark(field))}
+    reasons = {
+        field.name: mark for field in schema if field.metadata and (mark := unsupported_mark(field))
+    }
     reasons |= {name: f"occurs twice ({name!r})" for name in _twins(schema.names)}
-    twins = set(_twins(leaf.name for leaf in leaves))
+    twins = set(_twins([leaf.name for leaf in leaves]))
 
     def reason(leaf: Leaf) -> str:
         if leaf.name in twins:
             return "occurs twice"
         return reasons.get(leaf.top) or unsupported_type(leaf.type)
 
+    if not reasons and not twins:
+        chosen = [leaf for leaf in chosen if not is_number(leaf.type)]
     refused = {leaf.name: why for leaf in chosen if (why := reason(leaf))}
     if refused:
         raise refusal(refused, [leaf.name for leaf in leaves if not reason(leaf)], url)

@@ -183,6 +183,16 @@ def canonical_type(kind: pa.DataType) -> pa.DataType:
     return object_type(plain)
 
 
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of this type has one plain number a row."""
+    return kind.id in _NUMBERS
+
+
+def are_numbers(schema: pa.Schema) -> bool:
+    """Whether each column has one plain number a row."""
+    return all(kind.id in _NUMBERS for kind in schema.types)
+
+
 # Plain numbers, by the id of their type: wide tables have tens of thousands of them.
 _NUMBERS = {
     kind.id: (_dtype(kind), _numeric(_dtype(kind)))

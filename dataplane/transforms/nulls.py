@@ -100,7 +100,7 @@ def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Sequence[str])
 
     Raises:  ConfigError: names all of them, with the fill_null to pass.
     """
-    if nulls is None:
+    if nulls is None or not (nulls.shards >= 0).any():
         return
     fills = Fills.of(plan.options)
     found = NullsFound(plan)

@@ -10,16 +10,23 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from kernels import without
 from raw_trainer import Node, Trainer
 
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
+from dataplane.formats import registry
+from dataplane.formats.base import RawBlock
 from dataplane.formats.conform import check_columns, check_shard
 from dataplane.model import ColumnOptions
 from dataplane.node.dataset import dataset_of
 from dataplane.node.datasets import Datasets
 from dataplane.node.index import open_dataset
+from dataplane.node.kernel import kernel
+from dataplane.node.packing import open_stored, plan_packing, store, stored_bytes
+from dataplane.node.placed import may_have_nulls, placed_columns
 from dataplane.plan.manifest import Manifest
 from dataplane.settings import default_node_config
 from dataplane.transforms.columns import plan_columns
@@ -33,12 +40,17 @@ def table(columns: int) -> pa.Table:
     return pa.Table.from_arrays([pa.array(np.arange(8, dtype=np.float32))] * columns, names)
 
 
+def shard_of(path: Path, wide: pa.Table) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(wide, path, use_dictionary=False)
+    else:
+        with pa.ipc.new_file(str(path), wide.schema) as writer:
+            writer.write_table(wide)
+    return path
+
+
 def manifest_of(folder: Path, columns: int) -> Manifest:
-    path = folder / f"{columns}.arrow"
-    wide = table(columns)
-    with pa.ipc.new_file(str(path), wide.schema) as writer:
-        writer.write_table(wide)
-    return open_dataset(str(path))
+    return open_dataset(str(shard_of(folder / f"{columns}.arrow", table(columns))))
 
 
 def calls(work: Callable[[], object]) -> int:
@@ -97,6 +109,92 @@ def test_checking_a_shard_takes_as_many_calls_more_as_it_has_columns_more() -> N
         return lambda: check_shard(schema, schema, schema.names, "a")
 
     assert calls(checked(4 * FEW)) < 5 * calls(checked(FEW))
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_a_block_of_numbers_is_decoded_without_a_look_at_each_column(
+    tmp_path: Path, form: str
+) -> None:
+    def stored(columns: int) -> Callable[[], object]:
+        wide = table(columns)
+        shard = shard_of(tmp_path / f"{columns}.{form}", wide)
+        manifest = open_dataset(str(shard))
+        dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint), packed=True)
+        schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
+        chosen, plan = registry.by_name(form), dataset.columns
+        packing = plan_packing(plan.specs)
+        raw, content = dataset.raw_block(0, None), memoryview(shard.read_bytes())
+        preamble, body = raw.preamble_place, raw.place
+        block = RawBlock(
+            raw.url, 0, raw.rows, body, raw.shard_bytes, preamble,
+            content[preamble.offset : preamble.offset + preamble.length],
+            content[body.offset : body.offset + body.length],
+        )  # fmt: skip
+
+        def decoded() -> memoryview:
+            batch = chosen.decode(block, schema, plan.leaves.top_level)
+            places = placed_columns(batch)
+            assert places is not None
+            assert plan.is_plain
+            assert not may_have_nulls(places)
+            region = memoryview(bytearray(stored_bytes(batch, packing)))
+            store(batch, plan.specs, packing, region, places=places)
+            return region
+
+        rows = open_stored(decoded(), plan.specs, packing).values[-1].view.reshape(8, -1)
+        values = rows[:, : 4 * columns].reshape(-1).view(np.float32).reshape(8, columns)
+        assert (values == np.arange(8)[:, None]).all()
+        return decoded
+
+    if kernel().library is None:
+        without(kernel().missing)
+    stored(FEW)()  # what is done once in a process
+    # pyarrow itself asks for the path and the pages of each column of a Parquet file.
+    own = 12 * 3 * FEW if form == "parquet" else FEW
+    assert calls(stored(4 * FEW)) < calls(stored(FEW)) + own
+
+
+def test_indexing_a_shard_of_numbers_takes_two_calls_for_each_column_at_most(
+    tmp_path: Path,
+) -> None:
+    def indexed(columns: int) -> Callable[[], object]:
+        shard = shard_of(tmp_path / f"{columns}.arrow", table(columns))
+        return lambda: open_dataset(str(shard))
+
+    indexed(FEW)()
+    assert calls(indexed(4 * FEW)) < calls(indexed(FEW)) + 2 * 3 * FEW
+
+
+def test_places_of_columns_are_those_that_pyarrow_tells() -> None:
+    if kernel().library is None:
+        without(kernel().missing)
+    plain, some = pa.array([1.0, 2.0, 3.0, 4.0]), pa.array([1, None, 3, None], pa.int32())
+    batch = pa.record_batch({"a": plain, "b": some, "c": pa.nulls(4)})
+    for part in (batch, batch.slice(1, 2)):
+        places = placed_columns(part)
+        assert places is not None
+        assert places[:, :3].tolist() == [
+            [len(array), places[at, 1], array.offset] for at, array in enumerate(part.columns)
+        ]
+        assert places[0, 1] == 0  # no validity, no nulls
+        assert places[1, 1] in {part.column(1).null_count, -1}
+        assert places[:2, 3].tolist() == [part.column(i).buffers()[1].address for i in range(2)]
+        assert may_have_nulls(places)
+
+
+def test_a_table_of_numbers_with_nulls_is_filled_as_any_other(tmp_path: Path) -> None:
+    """The way for blocks without nulls is not taken."""
+    columns = {f"c{i}": pa.array([i, None, 3, 4], pa.int32()) for i in range(6)}
+    shard = shard_of(tmp_path / "nulls.arrow", pa.table(columns))
+    fills = tuple((name, 9.0) for name in columns)
+    with Node(tmp_path, worker_count=1) as node, Trainer(node) as trainer:
+        options = ColumnOptions(fill_null=fills)
+        trainer.open(str(shard), shuffle=True, global_batch=4, column_options=options)
+        first = trainer.values(next(trainer.slabs()))[0]
+        assert [sorted(map(int, column)) for column in first] == [
+            sorted([i, 9, 3, 4]) for i in range(6)
+        ]
+        trainer.close()
 
 
 def test_the_names_of_all_columns_are_not_listed_for_each_of_them() -> None:
@@ -164,10 +262,8 @@ def test_a_table_that_cannot_be_planned_is_planned_anew(tmp_path: Path) -> None:
 
 def test_a_table_with_more_columns_than_a_packet_can_tell_is_read(tmp_path: Path) -> None:
     """The names of 8,000 columns alone are more than a packet has."""
-    path = tmp_path / "a.arrow"
     wide = table(WIDE)
-    with pa.ipc.new_file(str(path), wide.schema) as writer:
-        writer.write_table(wide)
+    path = shard_of(tmp_path / "a.arrow", wide)
     with Node(tmp_path, worker_count=1) as node, Trainer(node) as trainer:
         columns = trainer.open(str(path)).columns
         assert [column.name for column in columns] == wide.schema.names
