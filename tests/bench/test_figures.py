@@ -13,7 +13,7 @@ from dataplane_bench.model import Case, Mode, Store
 from dataplane_bench.report import results
 from dataplane_bench.report.figures import Spread, Standing, case_figures, known, ratio_of, spread
 from dataplane_bench.report.results import Bound, CaseResult, Tried
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
@@ -232,6 +232,7 @@ cases = st.builds(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(cases, max_size=3), mappings)
 def test_any_report_is_the_same_after_being_written_and_read(found, machine):
     report = bench_report.report(bench_report.scenario(*found), machine=machine)
