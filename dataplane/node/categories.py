@@ -24,21 +24,22 @@ import pyarrow as pa
 
 from dataplane import background
 from dataplane.arena.memfd import Arena
-from dataplane.arena.slots import Slots, plan_slots
+from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy, Stream
 from dataplane.node.columns import TEXTS
 from dataplane.node.dataset import Dataset, WorkerBytes, dataset_of
+from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.index_journal import cache_faults, digest, publish
-from dataplane.node.walk import Walk, slab_sizes
-from dataplane.node.work import Delivery
+from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.sealed import sealed, unsealed
 from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import Column, EndOfStream, FromNodeBody, Layout, Slab
+from dataplane.scheduler.walk import Walk
 from dataplane.trace import Trace
 from dataplane.transforms.columns import is_null_name
 
@@ -157,11 +158,13 @@ class CategoryReader:
         order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
         layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
         arena = Arena.create("dataplane-categories", layout.arena_bytes)
-        delivery = Delivery(next(self._arena_ids), arena, Slots(layout), dataset)
+        delivery = DeliveryArena(next(self._arena_ids), arena, layout, dataset)
+        self._engine.open_delivery(delivery)
+        holder = delivery.delivery_id
         inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()
         walk = Walk(spec, order, Stream(0, 0, 0, 1), sizes)
         stream = self._engine.open_stream(
-            delivery, walk, lambda _, body: inbox.put_nowait(body), holder := object()
+            delivery, walk, lambda _, body: inbox.put_nowait(body), holder
         )
         try:
             while True:
@@ -179,7 +182,7 @@ class CategoryReader:
             self._engine.close_stream(stream)
             self._engine.release_all(delivery, holder)
             self._engine.close_delivery(delivery)
-            self._engine.blocks.forget_dataset(dataset)
+            self._engine.forget_dataset(dataset)
 
     def _path(self, manifest: Manifest, column: str) -> Path:
         name = digest(_VERSION, manifest.fingerprint, column)

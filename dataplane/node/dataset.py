@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.model import Kind, Region
-from dataplane.node.account import Account
 from dataplane.node.columns import Ints, Packing
 from dataplane.node.death import Place
 from dataplane.node.packing import plan_packing
 from dataplane.node.projection import Projection
 from dataplane.node.stacking import StackedPlan, plan_stacked
-from dataplane.node.trails import trail_bytes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import BlockSizes
 from dataplane.plan.shard import Shard
+from dataplane.redact import redacted
 from dataplane.rpc import tasks
+from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.store.urls import local_path
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import with_categories
+from dataplane.transforms.trails import trail_bytes
 
 # Blocks that would need no memory as they lie are packed if those of open windows take no more than
 # this part of the arena, and what is copied along with packed rows is at most so much larger.
 _ROOM_PARTS = 2
 _OTHERS_MAX = 4
+# Of the arena, that blocks which stay may fill with their trails.
+_STAYING_SHARE = 0.9
 # What an Arrow stream adds to its columns: a schema message, headers and padding.
 _MIB = 1 << 20
 _STREAM_BYTES = 4096
@@ -60,39 +62,14 @@ class WorkerBytes:
         return max(self.base, min(wanted, self.most))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Marks:
-    """What the block table keeps of each block, where it is asked of hundreds of them a slab.
-
-    Shapes:  all: int64[blocks], but fetched: float64[blocks].   keys: that of the block while rows
-    can be gathered from it, or 0.   pins: how many need it to stay.   touched: when it was needed
-    last.   raw: bytes as fetched, 0 of what lies in a local file.   decoded: bytes once decoded, as
-    far as is known, 0 of what needs no decoding.   fetched: when it was read from storage last.
-    """
-
-    keys: Ints
-    pins: Ints
-    touched: Ints
-    raw: Ints
-    decoded: Ints
-    fetched: npt.NDArray[np.float64]
-
-    @classmethod
-    def of(cls, raw: Ints, decoded: Ints) -> Self:
-        """Of blocks that are not there yet."""
-        keys, pins, touched = np.zeros((3, len(raw)), np.int64)
-        return cls(keys, pins, touched, raw, decoded, np.zeros(len(raw)))
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Dataset:
     """One manifest read in one way. Two jobs that read it alike share its blocks.
 
     `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding. It is
-    decoded all the same where its small columns are packed. `bytes_with_trails` is what all of its
-    blocks take together, with their trails; `row_bytes` about what one sample takes in a slab, at
-    least one. `has_bytes`: a column may hold images. `categories` are the values of columns that
-    come as codes.
+    decoded all the same where its small columns are packed. `blocks` is what the scheduler knows of
+    it; `row_bytes` about what one sample takes in a slab, at least one. `has_bytes`: a column may
+    hold images. `categories` are the values of columns that come as codes.
     """
 
     dataset_id: int
@@ -100,21 +77,11 @@ class Dataset:
     columns: StackedPlan
     message: tasks.OpenDataset
     direct: bool
-    marks: Marks
+    blocks: DatasetBlocks
     projection: Projection | None
-    bytes_with_trails: int
     row_bytes: int
     has_bytes: bool
     categories: Mapping[str, pa.Array]
-    account: Account = field(default_factory=Account)
-
-    def needs_fetch(self, block: int) -> bool:
-        """Whether the block's bytes must come through the store into the arena."""
-        return self.path(block) is None
-
-    def needs_decode(self, block: int) -> bool:
-        """Whether a worker must decode it before rows can be gathered from it."""
-        return not (self.direct and self._shard(block).zero_copy)
 
     def path(self, block: int) -> str | None:
         """The local file that holds the block, if it is one."""
@@ -243,7 +210,7 @@ def _marks(
     fetched = preamble[manifest.block_shard]
     length = manifest.block_length - (0 if projection is None else projection.skipped)
     raw = np.where(fetched < 0, 0, fetched + length)
-    return Marks.of(raw, np.where(is_decoded[manifest.block_shard], decoded, 0))
+    return Marks.of(raw, np.where(is_decoded[manifest.block_shard], decoded, 0), fetched >= 0)
 
 
 def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
@@ -317,11 +284,12 @@ def dataset_of(
     *,
     packed: bool = False,
     worker_bytes: WorkerBytes | None = None,
+    arena_bytes: int = 0,
     known: Columns | None = None,
     categories: Mapping[str, pa.Array] | None = None,
 ) -> Dataset:
-    """How a job with this spec reads the manifest, with workers that may take `worker_bytes`. Codes
-    are of `categories`.
+    """How a job with this spec reads the manifest, with workers that may take `worker_bytes` and a
+    block arena of `arena_bytes`. Codes are of `categories`.
 
     Raises:  ConfigError: a column that is not there.
     """
@@ -334,7 +302,6 @@ def dataset_of(
     marks = _marks(manifest, decoded, projection, direct=direct)
     kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
     trails = trail_bytes(int(np.where(kept > 0, kept, manifest.block_length).sum()))
-    size = int(kept.sum()) + trails
     largest = int(marks.decoded.max(initial=0))
     message = tasks.OpenDataset(
         dataset_id,
@@ -344,9 +311,18 @@ def dataset_of(
         column_options=spec.column_options,
         memory_bytes=0 if worker_bytes is None else worker_bytes.for_blocks_of(largest),
     )
+    has_bytes = any(spec.kind is Kind.BYTES for spec in columns.specs)
+    blocks = DatasetBlocks(
+        dataset_id,
+        redacted(manifest.urls[0]),
+        marks,
+        manifest.block_length,
+        url=lambda block: manifest.shards[int(manifest.block_shard[block])].url,
+        keeps_trails=has_bytes and int(kept.sum()) + trails <= arena_bytes * _STAYING_SHARE,
+    )
     return Dataset(
-        dataset_id, manifest, columns, message, direct, marks, projection, size,
+        dataset_id, manifest, columns, message, direct, blocks, projection,
         row_bytes=_sample_bytes(manifest, found, projection),
-        has_bytes=any(spec.kind is Kind.BYTES for spec in columns.specs),
+        has_bytes=has_bytes,
         categories=categories or {},
     )  # fmt: skip

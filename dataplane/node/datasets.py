@@ -90,6 +90,7 @@ class Datasets:
             spec,
             packed=can_pack(manifest, spec, config.block_arena_bytes, columns),
             worker_bytes=WorkerBytes.of(config),
+            arena_bytes=config.block_arena_bytes,
             known=columns,
             categories=categories,
         )

@@ -1,19 +1,13 @@
-"""Plans -> blocks -> slabs -> trainers: what is loaded, made and handed over next.
+"""Carries out what the scheduler decides: plans, fetches, tasks of workers, memory, answers.
 
-One thread, no waiting: everything here is called by the event loop, and every end of a fetch, a
-decoding or an assembly leads to one `pump`.
+It decides nothing itself. One thread, no waiting: everything here is called by the event loop, and
+every end of a plan, a fetch, a decoding or an assembly is an event for the scheduler.
 
 Invariants:
-1. A stream's slabs are handed over in the order of its walk, one a request.
-2. Only the first work that lacks blocks and could have a slot (the head) keeps blocks pinned while
-   it waits for others, and takes memory from whatever is not pinned; every other work pins all of
-   its blocks at once, and then ends without needing memory. So no two works can wait for each
-   other's memory, and no work that waits for its trainer takes memory from one that does not.
-3. A stream that waits gets a slot: slabs that nobody asked for yet are made again later.
-4. A slab has one consumer, who may write into it: two streams that walk alike get equal slabs,
-   each its own, from blocks that were loaded once; of a group, copies of what was made once.
-5. Consumers may hold slabs for ever: where they hold too many together, the next are theirs only to
-   copy (`copy_out`).
+1. Events are decided one after the other, and the effects of each are carried out, in their order,
+   before the next is decided.
+2. Memory is reserved before anybody writes into it. Where the machine refuses it, what needed it
+   ends with that error.
 """
 
 from __future__ import annotations
@@ -21,28 +15,34 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
-from dataplane.node.block import Spare
-from dataplane.node.blocks import BlockTable
+from dataplane.model import Region
 from dataplane.node.dataset import Dataset
+from dataplane.node.death import Place
+from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
-from dataplane.node.shared import SharedSlabs
+from dataplane.node.pool_worker import Job
+from dataplane.node.served import Send, ServedStream
 from dataplane.node.stall import stall_error
-from dataplane.node.walk import Plan, Walk
-from dataplane.node.work import Delivery, Loan, Phase, Send, SharedSlab, StreamState, Work
-from dataplane.node.works import Works
-from dataplane.plan.order import Order
-from dataplane.rpc import messages
+from dataplane.rpc import tasks
+from dataplane.scheduler import events
+from dataplane.scheduler.scheduler import Scheduler
+from dataplane.scheduler.walk import Plan, Walk
+from dataplane.store.unreachable import UNREACHABLE
 from dataplane.trace import Trace
 
-# Works planned beyond the slabs in the making: their blocks are fetched meanwhile.
-_PLANS_AHEAD = 16
-_PLANS_TOGETHER = 8
+_BLOCK_ARENA_ID = 0
+_COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1
 
 
 class Engine:
@@ -50,320 +50,350 @@ class Engine:
 
     def __init__(
         self,
+        scheduler: Scheduler,
         arena: Arena,
         fetcher: Fetcher,
         pool: WorkerPool,
-        fetch_count: int,
         trace: Trace,
+        node_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._scheduler = scheduler
         self._arena = arena
         self._fetcher = fetcher
         self._pool = pool
         self._trace = trace
+        self._node_id = node_id
         self._clock = clock
-        self._streams: dict[int, StreamState] = {}
-        self.blocks = BlockTable(arena, fetcher, pool, fetch_count, self)
-        self._shared = SharedSlabs(self.blocks, self._streams.values, self._soon, trace)
-        self._works = Works(arena, self.blocks, pool, self._soon, self._shared)
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="dataplane-plan")
-        self._numbers = itertools.count(1)
-        self._head: Work | None = None
-        self._emptied_for: Work | None = None
-        self._pump_is_due = False
+        self._datasets: dict[int, Dataset] = {}
+        self._deliveries: dict[int, DeliveryArena] = {}
+        self._streams: dict[int, ServedStream] = {}
+        self._sources: dict[int, tasks.BlockSource] = {}
+        self._without_trails: set[int] = set()
+        self._stream_ids = itertools.count(1)
+        self._events: deque[events.Event] = deque()
+        self._is_deciding = False
+        self._is_due = False
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            events.PlanSteps: self._plan,
+            events.Fetch: self._fetch,
+            events.DecodeBlock: self._decode,
+            events.ClearTrails: self._clear_trails,
+            events.AssembleSlab: self._assemble,
+            events.CopyKept: self._copy,
+            events.Send: self._send,
+            events.Stalled: self._tell_stalled,
+            events.AllPlanned: self._all_planned,
+            events.ForgetBlock: self._forget_block,
+            events.DropDelivery: self._drop_delivery,
+            events.Resize: lambda effect: self._pool.resize(effect.count),
+            events.Note: self._note,
+        }
 
     def close(self) -> None:
         """Make nothing more."""
         self._planner.shutdown(wait=False, cancel_futures=True)
 
-    # -- streams ---------------------------------------------------------------------------------
+    # -- what happens ----------------------------------------------------------------------------
+
+    def open_delivery(self, delivery: DeliveryArena) -> None:
+        """Slabs may be made in this arena from now on."""
+        dataset = delivery.dataset
+        self._datasets[dataset.dataset_id] = dataset
+        self._deliveries[delivery.delivery_id] = delivery
+        self._tell(
+            events.DeliveryOpened(
+                delivery.delivery_id,
+                delivery.layout,
+                dataset.blocks,
+                delivery.group,
+                delivery.is_declared,
+            )
+        )
+
+    def close_delivery(self, delivery: DeliveryArena) -> None:
+        """Nobody here uses this arena any more: it is closed when no worker writes into it."""
+        self._tell(events.DeliveryClosed(delivery.delivery_id))
+
+    def forget_dataset(self, dataset: Dataset) -> None:
+        """Nobody reads this dataset any more: its blocks go as soon as they are not in use."""
+        self._tell(events.DatasetForgotten(dataset.blocks))
 
     def open_stream(
         self,
-        delivery: Delivery,
+        delivery: DeliveryArena,
         walk: Walk,
         send: Send,
-        holder: object,
-        after: StreamState | None = None,
-    ) -> StreamState:
+        holder: int,
+        after: ServedStream | None = None,
+    ) -> ServedStream:
         """A consumer starts to walk; `holder` will have its slabs. Until `after` is closed it comes
         last: what it would have is made of what that one leaves.
         """
-        stream = StreamState(
-            next(self._numbers), delivery, walk, send, holder, walk.position, after=after
-        )
+        stream = ServedStream(next(self._stream_ids), walk, send)
         self._streams[stream.stream_id] = stream
-        delivery.streams.append(stream)
-        self._plan_more(stream)
+        before = None if after is None else after.stream_id
+        self._tell(
+            events.StreamOpened(stream.stream_id, delivery.delivery_id, walk, holder, before)
+        )
         return stream
 
-    def request(self, stream: StreamState, request_id: int) -> None:
-        """The consumer wants its next slab."""
-        stream.requests.append((request_id, self._clock()))
-        self._deliver(stream)
-        self._soon()
+    def adopt_stream(self, stream: ServedStream) -> None:
+        """A stream that came after another is the one that its consumer reads."""
+        self._tell(events.StreamAdopted(stream.stream_id))
 
-    def release(self, delivery: Delivery, slab_ids: Sequence[int]) -> None:
-        """Nobody at that trainer holds these slabs any more; unknown ones were released before."""
-        for slab_id in slab_ids:
-            loan = delivery.lent.pop(slab_id, None)
-            if loan is not None:
-                self._works.drop(loan.work)
-        self._soon()
-
-    def release_all(self, delivery: Delivery, holder: object) -> None:
-        """A holder is gone: whatever it had is free."""
-        self.release(delivery, [i for i, loan in delivery.lent.items() if loan.holder is holder])
-
-    def close_stream(self, stream: StreamState) -> None:
+    def close_stream(self, stream: ServedStream) -> None:
         """The consumer is gone, or has enough. May be called twice."""
-        if stream.closed:
+        if not stream.is_closed:
+            stream.is_closed = True
+            self._tell(events.StreamClosed(stream.stream_id))
+
+    def refuse_stream(self, stream: ServedStream, error: DataplaneError) -> None:
+        """The consumer gets this error if it waits for a slab."""
+        self._tell(events.StreamRefused(stream.stream_id, error))
+
+    def when_planned(self, stream: ServedStream, call: Callable[[], None]) -> None:
+        """Have it called, once, when the last step of a stream is planned; at once if it is."""
+        stream.on_planned = call
+        if stream.is_planned:
+            _tell_planned(stream)
+
+    def request(self, stream: ServedStream, request_id: int) -> None:
+        """The consumer wants its next slab."""
+        self._tell(events.Requested(stream.stream_id, request_id))
+
+    def release(self, delivery: DeliveryArena, slab_ids: Sequence[int]) -> None:
+        """Nobody at that trainer holds these slabs any more; unknown ones were released before."""
+        self._tell(events.Released(delivery.delivery_id, slab_ids))
+
+    def release_all(self, delivery: DeliveryArena, holder: int) -> None:
+        """A holder is gone: whatever it had is free."""
+        self._tell(events.HolderGone(delivery.delivery_id, holder))
+
+    def tick(self) -> None:
+        """Time has passed: to be called twice a second or so."""
+        busy, bytes_per_s = self._pool.look()
+        self._tell(events.Ticked(busy, bytes_per_s))
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def _tell(self, event: events.Event) -> None:
+        self._events.append(event)
+        if self._is_deciding:
             return
-        stream.closed = True
-        del self._streams[stream.stream_id]
-        stream.delivery.streams.remove(stream)
-        for work in stream.works:
-            self._works.drop(work)
-        stream.works.clear()
-        self._soon()
+        self._is_deciding = True
+        try:
+            while self._events:
+                self._decide(self._events.popleft())
+        finally:
+            self._is_deciding = False
+        if not self._scheduler.is_settled and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._settle)
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a trainer has asked for a slab that is not ready."""
-        return any(stream.requests for stream in self._streams.values())
+    def _settle(self) -> None:
+        self._is_due = False
+        self._tell(events.Settled())
 
-    def close_delivery(self, delivery: Delivery) -> None:
-        """Nobody here uses this arena any more."""
-        self._works.close_delivery(delivery)
+    def _decide(self, event: events.Event) -> None:
+        for effect in self._scheduler.decide(event, self._clock()):
+            self._carry_out[type(effect)](effect)
+        if isinstance(event, events.StreamClosed):
+            self._streams.pop(event.stream_id, None)
 
-    def check_deadlines(self, stall_timeout_s: float, node_id: str) -> None:
-        """Answer requests that have waited too long with what they wait for."""
-        for stream in list(self._streams.values()):
-            while stream.requests and self._clock() - stream.requests[0][1] > stall_timeout_s:
-                request_id, since = stream.requests.popleft()
-                waited_s = self._clock() - since
-                error = stall_error(stream, waited_s, node_id, self._fetcher, self._shared)
-                stream.send(request_id, error)
+    # -- plans -----------------------------------------------------------------------------------
 
-    # -- planning --------------------------------------------------------------------------------
-
-    def _plan_more(self, stream: StreamState) -> None:
-        room = _PLANS_AHEAD + stream.delivery.slots.layout.ahead_slots - len(stream.works)
-        if stream.planning or stream.planned_all or stream.closed:
-            return
-        # Several at a time, since each call wakes two threads; the first ones alone, to be early.
-        count = min(max(len(stream.works), 1), _PLANS_TOGETHER)
-        if room < count:
-            return
-        stream.planning = True
-        future = self._planner.submit(stream.walk.next_plans, count)
+    def _plan(self, effect: events.PlanSteps) -> None:
+        future = self._planner.submit(effect.walk.next_plans, effect.count)
         loop = asyncio.get_running_loop()
         future.add_done_callback(
             lambda done: (
                 None
                 if done.cancelled() or loop.is_closed()
-                else loop.call_soon_threadsafe(self._on_planned, stream, count, done)
+                else loop.call_soon_threadsafe(self._on_planned, effect.stream_id, done)
             )
         )
 
-    def _on_planned(self, stream: StreamState, count: int, done: Future[list[Plan]]) -> None:
-        stream.planning = False
-        if stream.closed:
-            return
+    def _on_planned(self, stream_id: int, done: Future[list[Plan]]) -> None:
         error = done.exception()
-        if error is not None:
-            self._trace.failed("plan", error=error)
-            stream.planned_all = True
-            stream.error = (
-                error
-                if isinstance(error, DataplaneError)
-                else DataplaneError(f"planning failed: {type(error).__name__}: {error}")
-            )
-        else:
-            plans = done.result()
-            stream.planned_all = len(plans) < count
-            for plan in plans:
-                self._works.add(stream, plan)
-            stream.planned_to = stream.walk.position
-            if stream.planned_all:
-                self._tell_planned(stream)
-        self._plan_more(stream)
-        self._soon()
+        if error is None:
+            self._tell(events.Planned(stream_id, done.result()))
+            return
+        self._trace.failed("plan", error=error)
+        if not isinstance(error, DataplaneError):
+            error = DataplaneError(f"planning failed: {type(error).__name__}: {error}")
+        self._tell(events.Planned(stream_id, error=error))
 
-    def when_planned(self, stream: StreamState, call: Callable[[], None]) -> None:
-        """Have it called, once, when the last work of a stream is planned; at once if it is."""
-        stream.when_planned = call
-        if stream.planned_all:
-            self._tell_planned(stream)
-
-    def _tell_planned(self, stream: StreamState) -> None:
-        call, stream.when_planned = stream.when_planned, None
-        if call is not None and stream.error is None:
-            call()
+    def _all_planned(self, effect: events.AllPlanned) -> None:
+        stream = self._streams[effect.stream_id]
+        stream.is_planned, stream.has_failed = True, effect.has_failed
+        _tell_planned(stream)
 
     # -- blocks ----------------------------------------------------------------------------------
 
-    def walks(self, dataset: Dataset) -> Sequence[tuple[Order, int]]:
-        """As blocks.Listener."""
-        return [
-            (stream.walk.order, self._shared.position(stream))
-            for stream in self._streams.values()
-            if stream.delivery.dataset is dataset
-        ]
-
-    def crops(self, dataset: Dataset) -> bool:
-        """As blocks.Listener."""
-        return any(
-            stream.delivery.dataset is dataset and stream.walk.crops
-            for stream in self._streams.values()
+    def _fetch(self, effect: events.Fetch) -> None:
+        into, key = effect.into, effect.key
+        try:
+            self._reserve(into)
+        except BudgetTooSmall as error:
+            self._tell(events.Fetched(key, error))
+            return
+        raw = self._datasets[effect.dataset_id].raw_block(effect.block, into)
+        self._fetcher.fetch(
+            raw.url,
+            raw.etag,
+            raw.preamble_place,
+            raw.pieces or (raw.place,),
+            self._arena.view(into.offset, into.length),
+            partial(self._on_fetched, key),
         )
 
-    def block_ready(self, dataset: Dataset, index: int) -> None:
-        """As blocks.Listener."""
-        self._works.block_ready(dataset, index)
-        self._soon()
+    def _on_fetched(self, key: int, error: DataplaneError | None) -> None:
+        self._tell(events.Fetched(key, error, is_away=isinstance(error, UNREACHABLE)))
 
-    def block_gone(self, dataset: Dataset, index: int) -> None:
-        """As blocks.Listener."""
-        self._works.block_gone(dataset, index)
-        self._soon()
+    def _decode(self, effect: events.DecodeBlock) -> None:
+        dataset, key = self._datasets[effect.dataset_id], effect.key
+        try:
+            self._reserve(effect.into)
+        except BudgetTooSmall as error:
+            self._tell(events.Decoded(key, error, 0.0))
+            return
+        raw = dataset.raw_block(effect.block, effect.raw)
+        job = Job(
+            body=tasks.Decode(dataset.dataset_id, raw, effect.into),
+            dataset=dataset.message,
+            arenas=((_BLOCK_ARENA_ID, self._arena.fd),),
+            report=lambda result: self._tell(events.Decoded(key, result, job.started)),
+            place=partial(dataset.place, effect.block),
+        )
+        self._pool.submit(job, _DECODE_URGENCY)
 
-    def block_failed(self, dataset: Dataset, index: int, error: DataplaneError) -> None:
-        """As blocks.Listener."""
-        self._works.block_failed(dataset, index, error)
+    def _clear_trails(self, effect: events.ClearTrails) -> None:
+        region = effect.region
+        try:
+            self._reserve(region)
+        except BudgetTooSmall:
+            self._without_trails.add(effect.key)
+            return
+        np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)[:] = 0
 
-    def spare(self) -> Sequence[SharedSlab]:
-        """As blocks.Listener."""
-        return self._shared.spare()
+    def _forget_block(self, effect: events.ForgetBlock) -> None:
+        self._pool.forget_block(effect.key)
+        self._sources.pop(effect.key, None)
+        self._without_trails.discard(effect.key)
 
-    def evict_spare(self, spare: Spare) -> None:
-        """As blocks.Listener."""
-        assert isinstance(spare, SharedSlab)
-        self._shared.evict(spare)
+    def _source(self, dataset: Dataset, key: int) -> tasks.BlockSource:
+        """What a worker must know to gather from the block with this key, which is ready."""
+        source = self._sources.get(key)
+        if source is None:
+            block = self._scheduler.block(key)
+            raw = dataset.raw_block(block.index, block.raw) if block.decoded is None else None
+            trails = None if key in self._without_trails else block.trails
+            origin = dataset.origin(block.index)
+            source = tasks.BlockSource(key, raw, block.decoded, origin, trails)
+            self._sources[key] = source
+        return source
 
-    # -- the pump --------------------------------------------------------------------------------
+    def _place(self, dataset: Dataset, key: int) -> Place:
+        return dataset.place(self._scheduler.block(key).index)
 
-    def _soon(self) -> None:
-        if not self._pump_is_due:
-            self._pump_is_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
-
-    def _pump(self) -> None:
-        self._pump_is_due = False
-        lacking, full = [], set()
-        for work in self._in_order():
-            is_full = work.stream.stream_id in full
-            if is_full and not work.missing:
-                continue
-            slab = self._shared.find(work)
-            if slab is not None and slab.made is None:
-                continue
-            if work.missing and slab is None:
-                lacking.append(work)
-            elif not is_full and not self._works.assemble(work, slab):
-                # Whatever comes after it in its stream has no slot either; the zone is another.
-                full |= set() if work.oversize else {work.stream.stream_id}
-        head = next((work for work in lacking if self._works.may_have_slot(work)), None)
-        self._become_head(head)
-        loading = head is None or self._load(head, greedy=True)
-        for work in lacking:
-            # A head for which the arena was emptied must find it empty.
-            loading = loading and self._emptied_for is None
-            loading = loading and (work is head or self._load(work, greedy=False))
-        idle = not self.blocks.in_flight_count and not self._works.assembling_count
-        if head is not None and head.missing and idle:
-            self._unstick(head)
-        for stream in list(self._streams.values()):
-            self._deliver(stream)
-            self._plan_more(stream)
-
-    def _in_order(self) -> list[Work]:
-        """Works without a slab: those that are needed first come first."""
-        ranked = [
-            (depth, work.number, work)
-            for stream in self._streams.values()
-            for depth, work in enumerate(stream.works, _works_before(stream))
-            if work.phase is Phase.WAITING
-        ]
-        return [work for _, _, work in sorted(ranked, key=lambda rank: rank[:2])]
-
-    def _become_head(self, work: Work | None) -> None:
-        if work is not self._emptied_for:
-            self._emptied_for = None
-        if self._head is not None and self._head is not work:
-            if self._head.phase is Phase.WAITING:
-                self._works.unpin(self._head)
-            self._head = None
-        if work is not None:
-            self._head = work
-            self._works.pin(work)
-
-    def _load(self, work: Work, *, greedy: bool) -> bool:
-        """Start what is missing: False when there was no room for something."""
-        for index in sorted(work.idle):
-            try:
-                if not self.blocks.start(work.dataset, index, greedy=greedy):
-                    return False
-                work.idle.discard(index)
-            except BudgetTooSmall as error:
-                self._works.fail(work, error)
-                return False
-        return True
-
-    def _unstick(self, head: Work) -> None:
-        """Nothing is on its way and the head still lacks blocks: gaps, or too small a budget."""
-        if self._emptied_for is not head:
-            self._emptied_for = head
-            self._works.unpin(head)
-            self._head = None
-            self.blocks.drop_unpinned()
-        elif self._works.halve(head):
-            self._emptied_for = None
-        else:
-            self._works.fail_for_memory(head)
-        self._soon()
+    def _reserve(self, region: Region) -> None:
+        """Raises:  BudgetTooSmall: the machine has no memory left for it."""
+        self._arena.reserve(region.offset + region.length)
 
     # -- slabs -----------------------------------------------------------------------------------
 
-    def _deliver(self, stream: StreamState) -> None:
-        while stream.requests:
-            if not stream.works:
-                if stream.planning or not stream.planned_all:
-                    return
-                request_id, _ = stream.requests.popleft()
-                stream.send(request_id, stream.error or messages.EndOfStream(stream.stream_id))
-                continue
-            work = stream.works[0]
-            if work.phase is Phase.FAILED:
-                assert work.error is not None
-                stream.send(stream.requests.popleft()[0], work.error)
-                return
-            if work.phase is not Phase.READY:
-                return
-            self._lend(stream, work)
-
-    def _lend(self, stream: StreamState, work: Work) -> None:
-        assert work.assembled is not None
-        assert work.slot is not None
-        slab_id = next(self._numbers)
-        stream.works.popleft()
-        now = time.monotonic()
-        times = work.dataset.account.told(work.stamps.stages(now), self._pool.worker_count, now)
-        work.delivery.lent[slab_id] = Loan(work, stream.holder)
-        stream.send(
-            stream.requests.popleft()[0],
-            messages.Slab(
-                stream.stream_id,
-                slab_id,
-                work.slot,
-                work.plan.batches,
-                work.assembled.layout,
-                copy_out=work.oversize or work.delivery.is_held_up,
-                times=times,
-            ),
+    def _assemble(self, effect: events.AssembleSlab) -> None:
+        arena, index = self._deliveries[effect.delivery_id].arena, effect.row_index
+        keep = effect.keep
+        if keep is not None:
+            try:
+                self._reserve(keep)
+            except BudgetTooSmall:
+                keep = None
+        try:
+            arena.reserve(index.offset + index.length)
+        except BudgetTooSmall as error:
+            self._tell(events.Assembled(effect.number, error, 0.0, is_kept=False))
+            return
+        into = np.frombuffer(arena.view(index.offset, index.length), np.int32)
+        into[:] = effect.plan.row_index.reshape(-1)
+        body = tasks.Assemble(
+            effect.dataset_id,
+            effect.keys,
+            index,
+            effect.plan.batches,
+            effect.delivery_id,
+            effect.slab,
+            effect.render,
+            keep=keep,
         )
+        self._submit(effect, body, _ASSEMBLE_URGENCY, is_kept=keep is not None)
+
+    def _copy(self, effect: events.CopyKept) -> None:
+        arena = self._deliveries[effect.delivery_id].arena
+        try:
+            arena.reserve(effect.slab.offset + effect.slab.length)
+        except BudgetTooSmall as error:
+            self._tell(events.Assembled(effect.number, error, 0.0))
+            return
+        body = tasks.CopySlab(effect.kept, effect.delivery_id, effect.slab)
+        self._submit(effect, body, _COPY_URGENCY, is_kept=True)
+
+    def _submit(
+        self,
+        effect: events.AssembleSlab | events.CopyKept,
+        body: tasks.Assemble | tasks.CopySlab,
+        urgency: int,
+        *,
+        is_kept: bool,
+    ) -> None:
+        dataset, delivery = self._datasets[effect.dataset_id], self._deliveries[effect.delivery_id]
+        number = effect.number
+        job = Job(
+            body=body,
+            dataset=dataset.message,
+            arenas=(
+                (_BLOCK_ARENA_ID, self._arena.fd),
+                (delivery.delivery_id, delivery.arena.fd),
+            ),
+            source=partial(self._source, dataset),
+            report=lambda result: self._tell(
+                events.Assembled(number, result, job.started, is_kept)
+            ),
+            place=partial(_first_place, dataset, effect.plan),
+            place_of=partial(self._place, dataset),
+        )
+        self._pool.submit(job, urgency)
+
+    def _drop_delivery(self, effect: events.DropDelivery) -> None:
+        self._pool.detach_arena(effect.delivery_id)
+        delivery = self._deliveries.pop(effect.delivery_id)
+        delivery.arena.close()
+        if not any(each.dataset is delivery.dataset for each in self._deliveries.values()):
+            del self._datasets[delivery.dataset.dataset_id]
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def _send(self, effect: events.Send) -> None:
+        self._streams[effect.stream_id].send(effect.request_id, effect.body)
+
+    def _tell_stalled(self, effect: events.Stalled) -> None:
+        dataset = self._datasets[effect.dataset_id]
+        error = stall_error(effect, dataset, self._node_id, self._fetcher.trouble)
+        self._streams[effect.stream_id].send(effect.request_id, error)
+
+    def _note(self, effect: events.Note) -> None:
+        say = self._trace.failed if effect.is_failure else self._trace.noted
+        say(effect.event, **effect.facts)
 
 
-def _works_before(stream: StreamState) -> int:
-    """How many its consumer takes before the first of it."""
-    return len(stream.after.works) if stream.after is not None else 0
+def _tell_planned(stream: ServedStream) -> None:
+    call, stream.on_planned = stream.on_planned, None
+    if call is not None and not stream.has_failed:
+        call()
+
+
+def _first_place(dataset: Dataset, plan: Plan) -> Place:
+    return dataset.place(int(plan.blocks[0])) if len(plan.blocks) else Place("a batch without rows")

@@ -12,6 +12,7 @@ import time
 
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
+from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
 from dataplane.node.joining import pause, unanswered
 from dataplane.node.member import Member, progress_of
@@ -37,6 +38,7 @@ class Heartbeat:
         config: NodeConfig,
         coordination: Coordination,
         jobs: Jobs,
+        engine: Engine,
         node_id: str,
         trace: Trace,
         outages: Outages,
@@ -44,6 +46,7 @@ class Heartbeat:
         self._coordination = coordination
         self._outages = outages
         self._jobs = jobs
+        self._engine = engine
         self._trace = trace
         self._is_embedded = config.embedded
         self._stall_timeout_s = config.stall_timeout_s
@@ -154,9 +157,7 @@ class Heartbeat:
         member.error = error
         # A copy: to send may find the trainer gone, which closes its streams.
         for stream in list(member.streams.values()):
-            while stream.requests:
-                request_id, _ = stream.requests.popleft()
-                stream.send(request_id, error)
+            self._engine.refuse_stream(stream, error)
 
 
 def _away(outages: Outages) -> tuple[membership.StoreOutage, ...]:

@@ -20,20 +20,19 @@ from collections.abc import Callable
 from functools import partial
 
 from dataplane.arena.memfd import Arena
-from dataplane.arena.slots import SlotLayout, Slots, plan_slots
+from dataplane.arena.slots import SlotLayout, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, DataplaneError, PeerLost
 from dataplane.model import ColumnOptions, DatasetIdentity
-from dataplane.node import budgets
 from dataplane.node.categories import CategoryReader
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import Datasets, shown
+from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.joining import patiently
 from dataplane.node.member import Member, progress_of
+from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
-from dataplane.node.walk import SlabSizes, slab_sizes
-from dataplane.node.work import Delivery, Group
 from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import default_lanes_window
@@ -41,6 +40,8 @@ from dataplane.plan.slices import Slice
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.bounds import check_name
+from dataplane.scheduler import budgets
+from dataplane.scheduler.walk import SlabSizes
 from dataplane.trace import Trace
 from dataplane.transforms.images import delivered
 
@@ -71,8 +72,7 @@ class Jobs:
         self._open_manifest = open_manifest
         self._manifests: OrderedDict[_ManifestKey, asyncio.Future[_Opened]] = OrderedDict()
         self._datasets = Datasets(config)
-        self._deliveries: dict[object, Delivery] = {}
-        self._groups: dict[object, Group] = {}
+        self._deliveries: dict[object, DeliveryArena] = {}
         self._numbers = itertools.count(1)
         self._category_reader = CategoryReader(config, engine, self._numbers, self._datasets.new_id)
         self.streams = Streams(engine)
@@ -109,7 +109,7 @@ class Jobs:
             took_s=round(time.monotonic() - began, 3),
         )
         delivery = member.delivery
-        layout = delivery.slots.layout
+        layout = delivery.layout
         return member, messages.JobOpened(
             spec,
             spec.digest(),
@@ -147,21 +147,24 @@ class Jobs:
             await self._tell_left(request, lost=False)
             raise
         delivery.users += 1
-        return Member(request, spec, delivery, sizes, joined.generation, pixels)
+        return Member(
+            request, spec, delivery, sizes, joined.generation, next(self._numbers), pixels
+        )
 
     def close(self, member: Member) -> None:
         """The rank is gone: free what only it used. May be called twice."""
         if self.members.get(member.member_id) is member:
             del self.members[member.member_id]
+        if member.closed:
+            return
         member.closed = True
         self.streams.close_all(member)
         delivery = member.delivery
-        self._engine.release_all(delivery, member)
+        self._engine.release_all(delivery, member.holder)
         delivery.users -= 1
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
             self._engine.close_delivery(delivery)
-            self._groups = {k: g for k, g in self._groups.items() if not g.is_closed}
             self._forget_unread(delivery.dataset)
 
     def forget_manifest(self, job_id: str) -> None:
@@ -173,7 +176,7 @@ class Jobs:
     def _forget_unread(self, dataset: Dataset) -> None:
         """Free a dataset's blocks, unless somebody reads it."""
         if not any(delivery.dataset is dataset for delivery in self._deliveries.values()):
-            self._engine.blocks.forget_dataset(dataset)
+            self._engine.forget_dataset(dataset)
             self._datasets.forget(dataset)
 
     async def leave(self, member: Member, *, lost: bool) -> None:
@@ -235,7 +238,8 @@ class Jobs:
 
     def _check_budget(self, dataset: Dataset) -> None:
         """One block must fit: raw and decoded together, while it is decoded."""
-        needs, budget = dataset.marks.raw + dataset.marks.decoded, self._config.block_arena_bytes
+        marks, budget = dataset.blocks.marks, self._config.block_arena_bytes
+        needs = marks.raw + marks.decoded
         largest = int(needs.argmax())
         need = int(needs[largest])
         if need > budget:
@@ -266,7 +270,7 @@ class Jobs:
 
     def _delivery(
         self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec, sizes: SlabSizes
-    ) -> Delivery:
+    ) -> DeliveryArena:
         place = request.topology
         key = (
             request.job_id, request.incarnation, request.sharing, spec,
@@ -283,23 +287,29 @@ class Jobs:
             except BudgetTooSmall:
                 arena.close()
                 raise
-            group = self._group(request, spec)
-            delivery = Delivery(next(self._numbers), arena, Slots(layout), dataset, group=group)
+            number = next(self._numbers)
+            delivery = DeliveryArena(
+                number,
+                arena,
+                layout,
+                dataset,
+                group=_group(request, spec, alone=number),
+                is_declared=bool(request.sharing),
+            )
             self._deliveries[key] = delivery
+            self._engine.open_delivery(delivery)
         return delivery
 
-    def _group(self, request: messages.OpenJob, spec: JobSpec) -> Group | None:
-        if not spec.transforms:
-            return None
-        if not request.sharing:
-            return Group(users=1)
-        place = request.topology
-        key = (request.sharing, spec, place.dp_rank, place.dp_size)
-        group = self._groups.get(key)
-        if group is None or group.is_closed:
-            group = self._groups[key] = Group(is_declared=True)
-        group.users += 1
-        return group
+
+def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
+    """The name of those who share slabs with this rank: all of a declared group that are equal in
+    spec and place, or those of its delivery alone; None where making a slab costs no more than
+    copying it.
+    """
+    place = request.topology
+    if not spec.transforms:
+        return None
+    return (request.sharing, spec, place.dp_rank, place.dp_size) if request.sharing else alone
 
 
 def _check_names(request: messages.OpenJob) -> None:

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
-from dataplane.node.walk import SlabSizes
-from dataplane.node.work import Delivery, StreamState
+from dataplane.node.delivery import DeliveryArena
+from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
 from dataplane.rpc.membership import MemberProgress
+from dataplane.scheduler.walk import SlabSizes
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One rank of one job, as this node serves it. `error` ends it: its requests get it. `pixels`
-    names what makes them here; "" without images. `is_leaving`: its process ends in order.
+    """One rank of one job, as this node serves it. `error` ends it: its requests get it. `holder`
+    is what has its slabs. `pixels` names what makes them here; "" without images. `is_leaving`: its
+    process ends in order.
 
     `next_epoch` is what its only stream will be followed by, if all goes on as it does: it is made
     while the last slabs of this epoch are consumed.
@@ -24,12 +26,13 @@ class Member:
 
     request: messages.OpenJob
     spec: JobSpec
-    delivery: Delivery
+    delivery: DeliveryArena
     sizes: SlabSizes
     generation: int
+    holder: int
     pixels: str = ""
-    streams: dict[int, StreamState] = field(default_factory=dict)
-    next_epoch: StreamState | None = None
+    streams: dict[int, ServedStream] = field(default_factory=dict)
+    next_epoch: ServedStream | None = None
     epoch: int = 0
     cursor: int = 0
     stall_s: float = 0.0

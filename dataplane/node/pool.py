@@ -30,7 +30,6 @@ from dataplane.node.death import Cause, End, blame, nobody_alive
 from dataplane.node.job_queue import JobQueue
 from dataplane.node.pool_worker import Job, PoolWorker
 from dataplane.node.process import MEMORY_BYTES, WorkerProcess
-from dataplane.node.staffing import Look
 from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 
@@ -109,14 +108,16 @@ class WorkerPool:
             self._send_next(worker)
         self._retire()
 
-    def look(self, *, is_awaited: bool) -> Look:
-        """What the workers did since it was asked last."""
+    def look(self) -> tuple[float, float]:
+        """Since it was asked last: how many workers were at work on average, and how many bytes of
+        slabs they made a second.
+        """
         now, made = time.monotonic(), self._made_bytes
         under_way_s = sum(now - worker.job.started for worker in self._workers if worker.job)
         (then, before_s, made_before), busy_s = self._looked, self._busy_s + under_way_s
         self._looked = (now, busy_s, made)
         seconds = max(now - then, 1e-6)
-        return Look((busy_s - before_s) / seconds, (made - made_before) / seconds, is_awaited)
+        return (busy_s - before_s) / seconds, (made - made_before) / seconds
 
     def submit(self, job: Job, urgency: int) -> None:
         """Queue a job; the smallest urgency goes first, then the oldest, but for jobs that take

@@ -19,7 +19,6 @@ from dataplane import background
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
-from dataplane.node.blocks import SMALL_FETCHES
 from dataplane.node.described import describe
 from dataplane.node.door import Door
 from dataplane.node.engine import Engine
@@ -30,11 +29,13 @@ from dataplane.node.jobs import Jobs
 from dataplane.node.kernel import kernel
 from dataplane.node.member import Member
 from dataplane.node.pool import WorkerPool
-from dataplane.node.staffing import Staffing
 from dataplane.node.stopping import done_before, wait_stop
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.convert import encode
+from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.blocks import SMALL_FETCHES
+from dataplane.scheduler.scheduler import Scheduler
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
@@ -298,12 +299,19 @@ class NodeServer:
         self._fetcher = Fetcher(fetches, self._stores.connect, self._stores.trouble)
         self._pool = pool or WorkerPool.of(config, self.trace)
         least = config.worker_count
-        self._staffing = Staffing(least, max(config.worker_count_max, least), least)
-        self.engine = Engine(self._arena, self._fetcher, self._pool, config.fetch_count, self.trace)
+        scheduler = Scheduler(
+            self._arena.size_bytes,
+            config.fetch_count,
+            Autoscaler(least, max(config.worker_count_max, least), least),
+            config.stall_timeout_s,
+        )
+        self.engine = Engine(
+            scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id
+        )
         opening = partial(open_manifest, config, self._stores.connect)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, opening)
         self.heartbeat = Heartbeat(
-            config, coordination, self.jobs, self.node_id, self.trace, self.outages
+            config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages
         )
 
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
@@ -319,9 +327,8 @@ class NodeServer:
                 beating = background.start("heartbeat", self.heartbeat.run())
                 ready()
             while beating is not None and not self._is_done(stop):
-                self._man()
                 self.door.look()
-                self.engine.check_deadlines(self.config.stall_timeout_s, self.node_id)
+                self.engine.tick()
                 await wait_stop(stop, _TICK_S, is_draining=self.draining)
                 if stop.is_set() and not self.draining:
                     self._drain()
@@ -338,14 +345,6 @@ class NodeServer:
             self._stores.close()
             self.engine.close()
             self._arena.close()
-
-    def _man(self) -> None:
-        """More workers where they help, fewer where they are idle."""
-        staffing = self._staffing.after(self._pool.look(is_awaited=self.engine.is_awaited))
-        if staffing.count != self._staffing.count:
-            self.trace.noted("workers", count=staffing.count, before=self._staffing.count)
-            self._pool.resize(staffing.count)
-        self._staffing = staffing
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something to its end beside everything else."""

@@ -16,10 +16,10 @@ from dataplane.errors import ConfigError, DataplaneError
 from dataplane.model import Stream
 from dataplane.node.engine import Engine
 from dataplane.node.member import Member
-from dataplane.node.walk import Walk
-from dataplane.node.work import Send, StreamState
+from dataplane.node.served import Send, ServedStream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages
+from dataplane.scheduler.walk import Walk
 
 _ORDERS_MAX = 8
 
@@ -34,7 +34,7 @@ class Streams:
 
     async def open(
         self, member: Member, request: messages.OpenStream, send: Send
-    ) -> tuple[StreamState, messages.StreamOpened]:
+    ) -> tuple[ServedStream, messages.StreamOpened]:
         """Start a walk of this member.
 
         Raises:  ConfigError: no such cursor or step.
@@ -54,43 +54,43 @@ class Streams:
         if stream is None:
             order = await self._order(member, request.epoch)
             walk = _walk(member, order, at)
-            stream = self._engine.open_stream(member.delivery, walk, send, member)
+            stream = self._engine.open_stream(member.delivery, walk, send, member.holder)
         member.streams[stream.stream_id] = stream
         member.epoch, member.cursor = request.epoch, request.cursor
         if request.step_stride == 1:
             self._engine.when_planned(stream, partial(self._follow, member, stream))
         return stream, messages.StreamOpened(stream.stream_id, stream.walk.step_count)
 
-    def _made_ahead(self, member: Member, at: Stream) -> StreamState | None:
+    def _made_ahead(self, member: Member, at: Stream) -> ServedStream | None:
         """The stream that was made for whoever would ask for this, if it is this that is asked."""
         stream, member.next_epoch = member.next_epoch, None
         if stream is None:
             return None
-        if stream.walk.stream != at or stream.error is not None:
+        if stream.walk.stream != at or stream.has_failed:
             self._engine.close_stream(stream)
             return None
-        stream.after = None
+        self._engine.adopt_stream(stream)
         return stream
 
-    def _follow(self, member: Member, stream: StreamState) -> None:
+    def _follow(self, member: Member, stream: ServedStream) -> None:
         """All of this epoch is planned: begin with the next, which the trainer will ask for."""
         task = background.start("next epoch", self._open_next_epoch(member, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _open_next_epoch(self, member: Member, stream: StreamState) -> None:
+    async def _open_next_epoch(self, member: Member, stream: ServedStream) -> None:
         now = stream.walk.stream
         try:
             order = await self._order(member, now.epoch + 1)
         except DataplaneError:
             return  # whoever asks for it will be told
         is_only = [*member.streams.values()] == [stream] and member.next_epoch is None
-        if stream.closed or not is_only or member.closed:
+        if stream.is_closed or not is_only or member.closed:
             return
         at = Stream(now.epoch + 1, 0, now.dp_rank, now.dp_size, 0, 1)
         walk = _walk(member, order, at, is_ahead=True)
         member.next_epoch = self._engine.open_stream(
-            member.delivery, walk, stream.send, member, after=stream
+            member.delivery, walk, stream.send, member.holder, after=stream
         )
 
     def close_all(self, member: Member) -> None:

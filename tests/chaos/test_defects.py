@@ -36,7 +36,7 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     [
         ("dataplane.node.heartbeat:Heartbeat._beat", "heartbeat"),
         pytest.param(
-            "dataplane.node.engine:Engine._pump", "Engine._pump", marks=pytest.mark.slow
+            "dataplane.node.engine:Engine._settle", "Engine._settle", marks=pytest.mark.slow
         ),  # a callback: test_background.py has it small
     ],
 )

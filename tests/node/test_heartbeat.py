@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +17,18 @@ def test_a_member_that_is_fenced_may_be_gone_by_the_time_it_is_told() -> None:
     """To send finds the trainer gone, and that closes all of its streams."""
     coordinator = Coordinator(CoordinatorConfig(""))
     jobs: Any = SimpleNamespace(members={})
-    config = default_node_config()
-    beat = Heartbeat(config, coordinator, jobs, "node", Trace("test"), Outages())
-    streams: dict[int, Any] = {}
+    streams: dict[int, Any] = {0: "first", 1: "second"}
     told = []
 
-    def gone(request_id: int, error: Exception) -> None:
-        told.append((request_id, error))
+    def gone(stream: object, error: Exception) -> None:
+        told.append((stream, error))
         streams.clear()
 
-    streams |= {i: SimpleNamespace(requests=deque([(i, 0.0)]), send=gone) for i in range(2)}
+    engine: Any = SimpleNamespace(refuse_stream=gone)
+    config = default_node_config()
+    beat = Heartbeat(config, coordinator, jobs, engine, "node", Trace("test"), Outages())
     member: Any = SimpleNamespace(streams=streams, error=None)
     error = LeaseFenced("a newer launch runs")
     beat._end(member, error)
     assert member.error is error
-    assert told[0] == (0, error)
+    assert told[0] == ("first", error)

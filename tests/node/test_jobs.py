@@ -23,6 +23,8 @@ from dataplane.node.jobs import Jobs
 from dataplane.node.pool import WorkerPool
 from dataplane.rpc.membership import JoinRequest, JoinResponse
 from dataplane.rpc.messages import DatasetSource, OpenJob
+from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.scheduler import Scheduler
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores
 from dataplane.trace import Trace
@@ -55,7 +57,8 @@ def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(
     async def play() -> None:
         arena, stores, trace = Arena.create("blocks", MIB), Stores(), Trace("test")
         fetcher, pool = Fetcher(1, stores.connect), WorkerPool(1, trace)
-        engine = Engine(arena, fetcher, pool, 1, trace)
+        scheduler = Scheduler(MIB, 1, Autoscaler(1, 1, 1), 60.0)
+        engine = Engine(scheduler, arena, fetcher, pool, trace)
         coordinator = SlowCoordinator()
         await coordinator.start()
         running = Jobs(

@@ -226,10 +226,10 @@ def test_a_packed_block_is_decoded_where_another_lies_in_its_file(tmp_path: Path
     manifest = _manifest(tmp_path, "int64")
     spec = JobSpec(manifest.fingerprint, shuffle=True)
     plain, packed = dataset_of(1, manifest, spec), dataset_of(2, manifest, spec, packed=True)
-    assert not plain.needs_decode(0)
-    assert plain.marks.decoded.tolist() == [0]
-    assert packed.needs_decode(0)
-    assert int(packed.marks.decoded[0]) >= 64 * 8 * 8
+    assert not plain.blocks.needs_decode(0)
+    assert plain.blocks.marks.decoded.tolist() == [0]
+    assert packed.blocks.needs_decode(0)
+    assert int(packed.blocks.marks.decoded[0]) >= 64 * 8 * 8
 
 
 @pytest.mark.parametrize("how", BOTH)

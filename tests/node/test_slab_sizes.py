@@ -12,7 +12,7 @@ from dataplane.config import JobSpec
 from dataplane.model import ColumnOptions
 from dataplane.node.dataset import dataset_of
 from dataplane.node.index import index_dataset
-from dataplane.node.walk import slab_sizes
+from dataplane.node.slab_sizes import slab_sizes
 from dataplane.transforms.images import CenterCrop, ToDtype, image_specs
 
 STORED = 6000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,19 +12,24 @@ from hypothesis import strategies as st
 from kernels import without
 from pictures import drawn, encoded
 
-from dataplane.arena.memfd import Arena
+from dataplane.arena.allocator import Allocator
 from dataplane.config import JobSpec
 from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, Region
-from dataplane.node.blocks import BlockTable
 from dataplane.node.columns import open_block
-from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.node.dataset import dataset_of
 from dataplane.node.pictures import Pictures
 from dataplane.node.rows import rows_of
-from dataplane.node.trails import places, trail_bytes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.rpc import tasks
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.events import ClearTrails, Effect
+from dataplane.scheduler.records import Moment
+from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.streams import StreamTable
 from dataplane.transforms.pixels_library import maker
+from dataplane.transforms.trails import places, trail_bytes
 
 BLOCK_BYTES = 1 << 20
 COUNT = 8
@@ -97,29 +101,18 @@ def test_crops_find_what_crops_of_other_epochs_and_columns_left() -> None:
             assert 0 < kept[first : first + 4].view(np.uint32)[0] * 11 < length
 
 
-class Wanting:
-    """An engine over one dataset, and workers, who do nothing."""
+class Streams(StreamTable):
+    """Of consumers who crop, or do not."""
 
     def __init__(self, *, crops: bool) -> None:
+        super().__init__()
         self._crops = crops
 
-    def crops(self, dataset: object) -> bool:
+    def crops(self, dataset: DatasetBlocks) -> bool:
         return self._crops
 
-    def walks(self, dataset: object) -> tuple[()]:
-        return ()
 
-    def spare(self) -> tuple[()]:
-        return ()
-
-    def block_ready(self, dataset: object, index: int) -> None: ...
-
-    def block_gone(self, dataset: object, index: int) -> None: ...
-
-    def forget_block(self, key: int) -> None: ...
-
-
-def _dataset(column: pa.DataType, url: str) -> Dataset:
+def _blocks(column: pa.DataType, url: str, arena_bytes: int) -> DatasetBlocks:
     sizes = np.full(COUNT, BLOCK_BYTES)
     manifest = Manifest(
         ("all",),
@@ -132,7 +125,8 @@ def _dataset(column: pa.DataType, url: str) -> Dataset:
         sizes,
         sizes,
     )
-    return dataset_of(1, manifest, JobSpec(manifest.fingerprint))
+    spec = JobSpec(manifest.fingerprint)
+    return dataset_of(1, manifest, spec, arena_bytes=arena_bytes).blocks
 
 
 @pytest.mark.parametrize(
@@ -147,22 +141,17 @@ def _dataset(column: pa.DataType, url: str) -> Dataset:
 def test_blocks_of_images_that_stay_have_trails_while_somebody_crops(
     column: pa.DataType, arena_bytes: int, crops: bool, expected: int
 ) -> None:
-    wanting: Any = Wanting(crops=crops)
-    with_arena = Arena.create("test", arena_bytes)
-    try:
-        with_arena.buffer[:] = b"x" * arena_bytes
-        blocks = BlockTable(with_arena, wanting, wanting, 4, wanting)
-        dataset = _dataset(column, "file:///shard")
-        for index in range(COUNT):
-            assert blocks.start(dataset, index, greedy=False)
-        found = [blocks.source(int(key)).trails for key in dataset.marks.keys]
-        given = [region for region in found if region is not None]
-        assert len(given) == expected
-        assert len({region.offset for region in given}) == expected
-        for region in given:
-            assert region.length == trail_bytes(BLOCK_BYTES)
-            assert not np.frombuffer(with_arena.view(region.offset, region.length), "u1").any()
-        blocks.forget_dataset(dataset)
-        assert blocks.room_for_slab(arena_bytes, ()) == Region(0, arena_bytes)
-    finally:
-        with_arena.close()
+    effects: list[Effect] = []
+    allocator, moment = Allocator(arena_bytes), Moment()
+    shared = SharedSlabs(allocator, Streams(crops=crops), moment)
+    table = BlockTable(allocator, 4, shared, effects.append, moment)
+    dataset = _blocks(column, "file:///shard", arena_bytes)
+    for index in range(COUNT):
+        assert table.start(dataset, index, greedy=False)
+    found = {int(key): table.block(int(key)).trails for key in dataset.marks.keys}
+    given = {key: region for key, region in found.items() if region is not None}
+    assert len({region.offset for region in given.values()}) == len(given) == expected
+    assert all(region.length == trail_bytes(BLOCK_BYTES) for region in given.values())
+    assert effects == [ClearTrails(key, region) for key, region in given.items()]
+    table.forget_dataset(dataset)
+    assert table.room_for_slab(arena_bytes, ()) == Region(0, arena_bytes)

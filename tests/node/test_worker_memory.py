@@ -60,7 +60,9 @@ def test_a_dataset_of_larger_blocks_gives_its_workers_more(tmp_path: Path) -> No
     BOMBS[1](tmp_path)
 
     async def scene(bench: Bench) -> None:
-        larger = WorkerBytes(LIMIT, 8 << 30).for_blocks_of(int(bench.dataset.marks.decoded.max()))
+        larger = WorkerBytes(LIMIT, 8 << 30).for_blocks_of(
+            int(bench.dataset.blocks.marks.decoded.max())
+        )
         bench.allow(larger)
         assert isinstance(await bench.decode(0, Region(0, 2 << 30)), tasks.Decoded)
 

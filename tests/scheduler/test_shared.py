@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 
-from engine_run import Run, several, simulate
-from engine_world import PAGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_run import Run, several, simulate
+from scheduler_world import PAGE
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import BudgetTooSmall, StoreDenied
-from dataplane.node.work import Group
 
 SEEDS = st.integers(0, 10**9)
 
@@ -21,9 +20,9 @@ def jobs(run: Run, count: int = 3) -> None:
     for world in run.worlds.values():
         dp_size = run.chance.randint(1, min(2, world.spec.global_batch))
         for dp_rank in range(dp_size):
-            group = Group(is_declared=True)
+            group = ("group", world.dataset_id, dp_rank)
             for _ in range(run.chance.randint(2, count)):
-                run.consume(run.deliver_to(world, group), world, dp_rank, dp_size)
+                run.consume(run.deliver_to(world, group, is_declared=True), dp_rank, dp_size)
 
 
 @settings(max_examples=40)
@@ -42,12 +41,12 @@ def together(run: Run, *, peers: bool) -> None:
     jobs that declared it, or peers of one rank.
     """
     run.worlds = {1: run.worlds[1]}
-    world, group = run.worlds[1], Group(is_declared=not peers)
+    world, group = run.worlds[1], "group"
     run.layout = SlotLayout(8 * PAGE, 6, run.layout.zone_bytes + 16 * PAGE)
-    delivery = run.deliver_to(world, group)
+    place = run.deliver_to(world, group, is_declared=not peers)
     for _ in range(run.chance.randint(2, 4)):
-        run.consume(delivery, world, 0, 1, steps=(0, 1))
-        delivery = delivery if peers else run.deliver_to(world, group)
+        run.consume(place, 0, 1, steps=(0, 1))
+        place = place if peers else run.deliver_to(world, group, is_declared=True)
 
 
 @settings(max_examples=60)

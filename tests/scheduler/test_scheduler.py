@@ -1,15 +1,15 @@
-"""The engine with workers and a store that end in any order: nothing is lost, wrong or stuck."""
+"""The scheduler with workers and a store that end in any order: nothing is lost, wrong or stuck."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 
-from engine_run import Run, several, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_run import STALL_S, Run, several, simulate
 
-from dataplane.errors import BudgetTooSmall, DataStallError, StoreDenied, StoreUnavailable
+from dataplane.errors import BudgetTooSmall, StoreDenied
+from dataplane.scheduler import events
 
 SEEDS = st.integers(0, 10**9)
 
@@ -63,7 +63,7 @@ def test_a_block_that_cannot_be_read_fails_those_who_need_it_and_no_one_else(see
             broken = {
                 b
                 for b in consumer.world.broken
-                if consumer.world.dataset.needs_fetch(b) or consumer.world.dataset.needs_decode(b)
+                if consumer.world.blocks.needs_fetch(b) or consumer.world.blocks.needs_decode(b)
             }
             assert not needed & broken
 
@@ -79,29 +79,31 @@ def test_a_store_that_is_away_costs_no_batch(seed: int) -> None:
     assert not [c.error for c in run.consumers if c.error is not None]
 
 
-def test_a_rank_that_waited_long_enough_gets_the_error_of_its_store_or_else_the_stage() -> None:
-    told = []
-    for trouble in (StoreUnavailable("s3://lab refuses", shard="url"), None):
+@settings(max_examples=60)
+@given(SEEDS)
+def test_a_machine_without_memory_fails_those_who_need_it_and_leaves_nothing(seed: int) -> None:
+    def scene(run: Run) -> None:
+        several(run)
+        run.outside.refused = 0.1
 
-        async def play(trouble: StoreUnavailable | None = trouble) -> None:
-            run = Run(random.Random(1), tight=False)
-            several(run)
-            consumer = run.consumers[0]
-            consumer.ask()
-            await run.settle()
-            if trouble is not None:
-                for work in consumer.stream.works:
-                    url = work.dataset.url(min(work.missing))
-                    run.outside.troubles[url] = trouble
-            run.engine.check_deadlines(-1.0, "node-7")
-            told.append(consumer.error)
-            await run.end()
+    run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
+    for consumer in run.consumers:
+        assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
 
-        asyncio.run(play())
-    unavailable, stall = told
-    assert type(unavailable) is StoreUnavailable
-    assert "s3://lab refuses" in str(unavailable)
-    assert "stall_timeout_s" in str(unavailable)
-    assert unavailable.node == "node-7"
-    assert type(stall) is DataStallError
-    assert stall.stage == "waiting for blocks"
+
+def test_a_rank_that_waited_long_enough_is_told_the_stage_and_what_is_missing() -> None:
+    run = Run(random.Random(1), tight=False)
+    several(run)
+    run.settle()
+    consumer = run.consumers[0]
+    consumer.ask()
+    run.settle()
+    run.now += STALL_S / 2
+    run.tell(events.Ticked(0.0, 0.0))
+    assert not consumer.stalled
+    run.now += STALL_S / 2
+    run.tell(events.Ticked(0.0, 0.0))
+    stalled = consumer.stalled[0]
+    assert stalled.waited_s > STALL_S
+    assert stalled.stage == "plan"
+    run.end()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from dataplane.config import JobSpec
 from dataplane.model import End, Stream
-from dataplane.node.walk import Plan, SlabSizes, Walk
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
+from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 
 
 @st.composite

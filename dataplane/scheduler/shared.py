@@ -21,16 +21,17 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
-from dataplane.node.blocks import BlockTable
-from dataplane.node.work import Group, SharedSlab, SlabKey, StreamState, Work
+from dataplane.plan.order import Order
 from dataplane.rpc import tasks
-from dataplane.trace import Trace
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.records import Group, Moment, SharedSlab, SlabKey, SlabTask, StreamState
+from dataplane.scheduler.streams import StreamTable
 
 _ARENA_PARTS = 2
 # Of what nobody is behind of less is kept: memory that is used again and again is warm.
@@ -72,43 +73,39 @@ class _Behind:
 
 
 class SharedSlabs:
-    """Those of all groups. `streams` are all that are open on this node, and `changed` is called
-    when whoever waits for a slab should look again.
-    """
+    """Those of all groups. `streams` are all that are open on this node."""
 
-    def __init__(
-        self,
-        blocks: BlockTable,
-        streams: Callable[[], Iterable[StreamState]],
-        changed: Callable[[], None],
-        trace: Trace,
-    ) -> None:
-        self._blocks, self._streams, self._trace = blocks, streams, trace
-        self._changed = changed
+    def __init__(self, allocator: Allocator, streams: StreamTable, time: Moment) -> None:
+        self._allocator, self.streams, self._time = allocator, streams, time
         self._slabs: dict[tuple[Group, SlabKey], SharedSlab] = {}
         self._bytes = 0
         self._count = 0
 
     # -- who wants what --------------------------------------------------------------------------
 
-    def find(self, work: Work) -> SharedSlab | None:
-        """The slab that this work needs only copy, or wait for."""
-        group = work.stream.delivery.group
-        if group is None or work.oversize or not self._slabs:
+    def find(self, task: SlabTask) -> SharedSlab | None:
+        """The slab that this task needs only copy, or wait for."""
+        group = task.stream.delivery.group
+        if group is None or task.oversize or not self._slabs:
             return None
-        return self._slabs.get((group, _key(work)))
+        return self._slabs.get((group, _key(task)))
+
+    def walks(self, dataset: DatasetBlocks) -> list[tuple[Order, int]]:
+        """The walks over this dataset: order, and the position from which each needs blocks."""
+        found = self.streams.of_dataset(dataset)
+        return [(stream.walk.order, self.position(stream)) for stream in found]
 
     def position(self, stream: StreamState) -> int:
         """The first position for which the stream needs blocks, as far as it is planned."""
         if stream.delivery.group is None:
             return stream.position
-        for work in stream.works:
-            if self.find(work) is None:
-                return work.plan.first_position
+        for task in stream.tasks:
+            if self.find(task) is None:
+                return task.plan.first_position
         return stream.planned_to
 
     def _behind(self, group: Group) -> list[_Behind]:
-        mine = [stream for stream in self._streams() if stream.delivery.group is group]
+        mine = self.streams.of_group(group)
         followed = {id(stream.after) for stream in mine}
         return [_Behind.of(stream, goes_on=id(stream) not in followed) for stream in mine]
 
@@ -117,50 +114,53 @@ class SharedSlabs:
 
     # -- making ----------------------------------------------------------------------------------
 
-    def begin(self, work: Work, slab_bytes: int) -> SharedSlab | None:
-        """A work is about to be assembled: the place for what is kept of it, if it is."""
-        group = work.delivery.group
-        if group is None or work.oversize:
+    def wanted(self, task: SlabTask, slab_bytes: int) -> SharedSlab | None:
+        """A slab is about to be assembled: what should be kept of it, if it should, with the length
+        of the room that it needs.
+        """
+        group = task.delivery.group
+        if group is None or task.oversize:
             return None
         self._count += 1
-        slab = SharedSlab(group, _key(work), self._count, Region(0, 0))
-        expected = work.stream.walk.sizes.batch_bytes * len(work.plan.batches)
+        expected = task.stream.walk.sizes.batch_bytes * len(task.plan.batches)
         if expected and not group.is_whole:
             slab_bytes = min(slab_bytes, expected)
+        slab = SharedSlab(group, _key(task), self._count, Region(0, slab_bytes))
         group.made_count += 1
-        if not group.is_declared and not self._is_wanted(slab):
-            return None
-        region = self._room(slab, slab_bytes)
-        if region is None:
-            return None
+        return slab if group.is_declared or self._is_wanted(slab) else None
+
+    def begin(self, slab: SharedSlab, region: Region) -> None:
+        """It is kept here as soon as it is made."""
         slab.region = region
         self._bytes += region.length
-        self._slabs[group, slab.key] = slab
-        return slab
+        self._slabs[slab.group, slab.key] = slab
 
     def begin_copy(self, slab: SharedSlab) -> None:
         """A worker is about to read it."""
         slab.readers += 1
         slab.group.copied_count += 1
 
-    def ended(self, slab: SharedSlab, result: tasks.ResultBody) -> tasks.ResultBody:
+    def ended(
+        self, slab: SharedSlab, result: tasks.ResultBody, *, is_kept: bool
+    ) -> tasks.ResultBody:
         """The worker that made it, or copied it, has answered: what it is as a slab."""
         if slab.made is None:
-            self._made(slab, result)
+            self._made(slab, result, is_kept=is_kept)
             return result
         self._copied(slab)
         return slab.made if isinstance(result, tasks.Done) else result
 
-    def _made(self, slab: SharedSlab, result: tasks.ResultBody) -> None:
-        if isinstance(result, tasks.Assembled):
-            slab.made, slab.made_at = dataclasses.replace(result, disk=0), time.monotonic()
+    def _made(self, slab: SharedSlab, result: tasks.ResultBody, *, is_kept: bool) -> None:
+        if isinstance(result, tasks.Assembled) and is_kept:
+            slab.made, slab.made_at = dataclasses.replace(result, disk=0), self._time.now
         used = 0 if slab.made is None else slab.made.bytes_used
         if not used or used > slab.region.length or slab.group.is_closed:
             slab.group.is_whole |= used > slab.region.length
             self.evict(slab)
             return
         self._bytes -= slab.region.length
-        slab.region = self._blocks.shrink(slab.region, used)
+        self._allocator.shrink(slab.region.offset, used)
+        slab.region = Region(slab.region.offset, used)
         self._bytes += slab.region.length
 
     def _copied(self, slab: SharedSlab) -> None:
@@ -190,43 +190,36 @@ class SharedSlabs:
         """Its memory is free; whoever wants it makes it again."""
         del self._slabs[slab.group, slab.key]
         self._bytes -= slab.region.length
-        self._blocks.free(slab.region)
-        self._changed()
+        self._allocator.free(slab.region.offset)
 
-    def leave(self, group: Group) -> None:
-        """One delivery fewer has it; with the last one its slabs go."""
-        group.users -= 1
-        if group.users:
-            return
+    def close(self, group: Group) -> None:
+        """Nobody has it any more: its slabs go."""
         group.is_closed = True
         for slab in self.spare():
             if slab.group is group:
                 self.evict(slab)
-        if group.copied_count:
-            self._trace.noted("shared", made=group.made_count, copied=group.copied_count)
 
-    def _room(self, slab: SharedSlab, length: int) -> Region | None:
-        """Of what no block needs, and of slabs that are needed less than this one."""
-        ranked = self._ranked(slab)
+    def make_way(self, slab: SharedSlab) -> list[SharedSlab] | None:
+        """Evict what is needed less than this one and is too much with it: what else may go for
+        it, least needed first; None if it would be too much all the same.
+        """
+        ranked, length = self._ranked(slab), slab.region.length
         unwanted = sum(other.region.length for (is_wanted, _), other in ranked if not is_wanted)
-        arena = self._blocks.arena_bytes
+        arena = self._allocator.size_bytes
         for place, ((is_wanted, _), other) in enumerate(ranked):
             is_beyond = not is_wanted and unwanted > arena // _UNWANTED_PARTS
             if not is_beyond and self._bytes + length <= arena // _ARENA_PARTS:
-                going = [other for _, other in ranked[place:]]
-                return self._blocks.room_for_slab(length, going)
+                return [other for _, other in ranked[place:]]
             self.evict(other)
             unwanted -= other.region.length
-        if self._bytes + length > arena // _ARENA_PARTS:
-            return None
-        return self._blocks.room_for_slab(length, ())
+        return [] if self._bytes + length <= arena // _ARENA_PARTS else None
 
 
-def _key(work: Work) -> SlabKey:
+def _key(task: SlabTask) -> SlabKey:
     """What decides the bytes of a slab beside its group."""
-    walk = work.stream.walk
+    walk = task.stream.walk
     at = walk.stream
-    return at.epoch, walk.position_of(work.plan), at.step_stride, len(work.plan.batches)
+    return at.epoch, walk.position_of(task.plan), at.step_stride, len(task.plan.batches)
 
 
 def _need(slab: SharedSlab, behind: Sequence[_Behind]) -> _Need:

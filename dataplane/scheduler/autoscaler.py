@@ -36,7 +36,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Staffing:
+class Autoscaler:
     """`count` workers, and what is remembered of the last looks. While `trial` is not 0 it shows
     whether more than `former` are of use, which made `rate_before`.
     """
@@ -54,7 +54,7 @@ class Staffing:
     pause: int = 0
     pause_next: int = _PAUSE_LOOKS
 
-    def after(self, look: Look) -> Staffing:
+    def after(self, look: Look) -> Autoscaler:
         """With what this look has shown."""
         is_hungry = look.is_awaited and look.busy >= _AT_WORK * self.count
         seen = replace(
@@ -75,7 +75,7 @@ class Staffing:
     def _rate(self) -> float:
         return sum(self.rates) / len(self.rates)
 
-    def _more(self) -> Staffing:
+    def _more(self) -> Autoscaler:
         count = min(self.count + max(self.count // 2, 1), self.most)
         return replace(
             self,
@@ -88,7 +88,7 @@ class Staffing:
             needed=0.0,
         )
 
-    def _tried(self) -> Staffing:
+    def _tried(self) -> Autoscaler:
         if self.trial > 1:
             return replace(self, trial=self.trial - 1)
         if self._rate >= _GAIN_MIN * self.rate_before:
@@ -103,7 +103,7 @@ class Staffing:
             needed=0.0,
         )
 
-    def _fewer(self) -> Staffing:
+    def _fewer(self) -> Autoscaler:
         # One more than were at work at once on average: it is there when the next slab needs it.
         wanted = max(min(math.ceil(self.needed) + 1, self.count), self.least)
         return replace(self, count=wanted, calm=0, needed=0.0)

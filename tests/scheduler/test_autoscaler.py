@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.node.staffing import CALM_LOOKS, HUNGRY_LOOKS, TRIAL_LOOKS, Look, Staffing
+from dataplane.scheduler.autoscaler import CALM_LOOKS, HUNGRY_LOOKS, TRIAL_LOOKS, Autoscaler, Look
 
 counts = st.integers(1, 64)
 looks = st.builds(Look, st.floats(0, 70), st.floats(0, 1e9), st.booleans())
@@ -22,21 +22,21 @@ def look_at(count: int, useful: float, demand: float) -> Look:
     return Look(float(count) if is_awaited else demand, min(made, demand), is_awaited)
 
 
-def settled(staffing: Staffing, useful: float, demand: float, looks: int = 1500) -> Staffing:
+def settled(autoscaler: Autoscaler, useful: float, demand: float, looks: int = 1500) -> Autoscaler:
     for _ in range(looks):
-        staffing = staffing.after(look_at(staffing.count, useful, demand))
-        assert staffing.least <= staffing.count <= staffing.most
-    return staffing
+        autoscaler = autoscaler.after(look_at(autoscaler.count, useful, demand))
+        assert autoscaler.least <= autoscaler.count <= autoscaler.most
+    return autoscaler
 
 
 @given(least=counts, more=st.integers(0, 64), seen=st.lists(looks, max_size=200))
 def test_there_are_never_more_or_fewer_than_allowed(least, more, seen):
-    staffing = Staffing(least, least + more, least)
+    autoscaler = Autoscaler(least, least + more, least)
     for look in seen:
-        staffing = staffing.after(look)
-        assert least <= staffing.count <= least + more
+        autoscaler = autoscaler.after(look)
+        assert least <= autoscaler.count <= least + more
         if not more:
-            assert staffing.count == least
+            assert autoscaler.count == least
 
 
 @settings(max_examples=50)
@@ -44,40 +44,40 @@ def test_there_are_never_more_or_fewer_than_allowed(least, more, seen):
 def test_a_trainer_gets_what_more_workers_can_make_and_no_more_of_them_stay(
     least, more, useful, demand
 ):
-    staffing = settled(Staffing(least, least + more, least), useful, demand)
-    best = min(useful, demand, staffing.most)
+    autoscaler = settled(Autoscaler(least, least + more, least), useful, demand)
+    best = min(useful, demand, autoscaler.most)
     assert (
-        min(max(staffing.count, staffing.former if staffing.trial else 0), useful, demand)
+        min(max(autoscaler.count, autoscaler.former if autoscaler.trial else 0), useful, demand)
         >= 0.9 * best
     )
-    if not staffing.trial:
+    if not autoscaler.trial:
         needed = max(least, math.ceil(min(useful, demand)))
-        assert staffing.count <= max(needed * 3 // 2 + 1, least)
+        assert autoscaler.count <= max(needed * 3 // 2 + 1, least)
 
 
 @settings(max_examples=30)
 @given(least=st.integers(1, 8), demand=st.floats(20, 40))
 def test_workers_that_nobody_needs_any_more_go(least, demand):
-    staffing = settled(Staffing(least, 64, least), 64, demand)
-    assert staffing.count >= 0.9 * demand
-    staffing = settled(staffing, 64, 0.5, looks=3 * CALM_LOOKS + TRIAL_LOOKS)
-    assert staffing.count <= max(least, 2)
+    autoscaler = settled(Autoscaler(least, 64, least), 64, demand)
+    assert autoscaler.count >= 0.9 * demand
+    autoscaler = settled(autoscaler, 64, 0.5, looks=3 * CALM_LOOKS + TRIAL_LOOKS)
+    assert autoscaler.count <= max(least, 2)
 
 
 def test_a_short_wait_changes_nothing():
-    staffing = Staffing(2, 8, 2)
+    autoscaler = Autoscaler(2, 8, 2)
     for _ in range(3):
         for _ in range(HUNGRY_LOOKS - 1):
-            staffing = staffing.after(look_at(2, 8, 8))
-        staffing = staffing.after(look_at(2, 8, 1))
-    assert staffing.count == 2
+            autoscaler = autoscaler.after(look_at(2, 8, 8))
+        autoscaler = autoscaler.after(look_at(2, 8, 1))
+    assert autoscaler.count == 2
 
 
 def test_what_does_not_help_is_tried_ever_more_rarely():
-    staffing, tries = Staffing(4, 16, 4), []
+    autoscaler, tries = Autoscaler(4, 16, 4), []
     for at in range(4000):
-        before, staffing = staffing, staffing.after(look_at(staffing.count, 4, 100))
-        if staffing.count > before.count:
+        before, autoscaler = autoscaler, autoscaler.after(look_at(autoscaler.count, 4, 100))
+        if autoscaler.count > before.count:
             tries.append(at)
     gaps = [b - a for a, b in itertools.pairwise(tries)]
     assert gaps == sorted(gaps)

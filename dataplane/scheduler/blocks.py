@@ -15,65 +15,65 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dataplane.arena.allocator import Allocator, rounded
-from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall, DataplaneError
+from dataplane.errors import DataplaneError
 from dataplane.model import Region
-from dataplane.node import budgets
-from dataplane.node.block import Block, Listener, Phase, Spare
-from dataplane.node.columns import Ints
-from dataplane.node.dataset import Dataset
-from dataplane.node.death import Place
-from dataplane.node.eviction import NEVER, uses_of, victims
-from dataplane.node.fetch import Fetcher
-from dataplane.node.pool import WorkerPool
-from dataplane.node.pool_worker import Job
-from dataplane.node.read_again import ReadAgain
-from dataplane.node.trails import trail_bytes
 from dataplane.rpc import tasks
-from dataplane.store.unreachable import UNREACHABLE
-
-BLOCK_ARENA_ID = 0
-DECODE_URGENCY = 1
+from dataplane.scheduler import budgets
+from dataplane.scheduler.block import Block, BlockChange, BlockPhase, Change
+from dataplane.scheduler.dataset import DatasetBlocks, Ints
+from dataplane.scheduler.events import (
+    ClearTrails,
+    DecodeBlock,
+    Decoded,
+    Effect,
+    Fetch,
+    Fetched,
+    ForgetBlock,
+)
+from dataplane.scheduler.eviction import NEVER, uses_of, victims
+from dataplane.scheduler.read_again import ReadAgain
+from dataplane.scheduler.records import Moment, SharedSlab
+from dataplane.scheduler.shared import SharedSlabs
+from dataplane.transforms.trails import trail_bytes
 
 # Enough must be on its way for a round trip: of smaller blocks, up to so many times as many.
 FETCH_BYTES_MIN = 2 << 20
 SMALL_FETCHES = 4
 
 _DIRECT_BLOCKS_MAX = 4096
-_STAYING_SHARE = 0.9
 
 
 class BlockTable:
-    """Every block of the node."""
+    """Every block of the node. `do` has an effect carried out; what has happened to blocks
+    is in `changes` until somebody takes it.
+    """
 
     def __init__(
         self,
-        arena: Arena,
-        fetcher: Fetcher,
-        pool: WorkerPool,
+        allocator: Allocator,
         fetch_count: int,
-        listener: Listener,
+        shared: SharedSlabs,
+        do: Callable[[Effect], None],
+        time: Moment,
     ) -> None:
-        self._arena = arena
-        self._allocator = Allocator(arena.size_bytes)
-        self._fetcher = fetcher
-        self._pool = pool
+        self._allocator = allocator
         self._fetch_count = fetch_count
-        self._listener = listener
+        self._shared = shared
+        self._do = do
+        self._time = time
+        self._changes: list[BlockChange] = []
         self._blocks: dict[tuple[int, int], Block] = {}
         self._by_key: dict[int, Block] = {}
         self._forgotten: set[int] = set()
-        self._again = ReadAgain(self.arena_bytes)
+        self._again = ReadAgain(self.arena_bytes, do)
         self._keys = itertools.count(1)
-        self._clock = itertools.count(1)
+        self._touches = itertools.count(1)
         self._fetching = 0
         self._fetching_bytes = 0
         self._decoding = 0
@@ -96,27 +96,31 @@ class BlockTable:
             and self._fetching_bytes < self._fetch_count * FETCH_BYTES_MIN
         )
 
-    def pin(self, dataset: Dataset, blocks: Ints) -> None:
+    def pin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
         """Keep these blocks where they are. All of them are ready, and each is named once."""
         dataset.marks.pins[blocks] += 1
-        dataset.marks.touched[blocks] = next(self._clock)
+        dataset.marks.touched[blocks] = next(self._touches)
 
-    def unpin(self, dataset: Dataset, blocks: Ints) -> None:
+    def unpin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
         """One holder fewer of each."""
         dataset.marks.pins[blocks] -= 1
         if dataset.dataset_id in self._forgotten:
             for index in blocks[dataset.marks.pins[blocks] == 0].tolist():
                 self._is_forgotten(self._blocks[dataset.dataset_id, index])
 
-    def source(self, key: int) -> tasks.BlockSource:
-        """What a worker must know to gather from the block with this key, which is ready."""
-        return self._by_key[key].source
+    def block(self, key: int) -> Block:
+        """The block with this key, which is in memory or on its way."""
+        return self._by_key[key]
 
-    def place(self, key: int) -> Place:
-        """Which block of which shard this is, in words for errors."""
-        return self._by_key[key].place
+    def take_changes(self) -> list[BlockChange]:
+        """What has happened since it was asked last."""
+        changes, self._changes = self._changes, []
+        return changes
 
-    def start(self, dataset: Dataset, index: int, *, greedy: bool) -> bool:
+    def _changed(self, change: Change, block: Block, error: DataplaneError | None = None) -> None:
+        self._changes.append(BlockChange(change, block.dataset, block.index, error))
+
+    def start(self, dataset: DatasetBlocks, index: int, *, greedy: bool) -> bool:
         """See that the block is on its way: False if there is no room for it now.
 
         `greedy`: somebody waits for it, so whatever is not pinned may be evicted.
@@ -124,26 +128,30 @@ class BlockTable:
         self._forgotten.discard(dataset.dataset_id)
         block = self._blocks.get((dataset.dataset_id, index))
         if block is not None:
-            return block.phase is not Phase.FETCHED or self._decode(block, greedy=greedy)
+            return block.phase is not BlockPhase.FETCHED or self._decode(block, greedy=greedy)
         block = Block(dataset, index, next(self._keys))
-        dataset.marks.touched[index] = next(self._clock)
+        dataset.marks.touched[index] = next(self._touches)
         if dataset.needs_fetch(index):
             return self._fetch(block, greedy=greedy)
         if dataset.needs_decode(index):
             return self._decode(block, greedy=greedy)
-        self._blocks[dataset.dataset_id, index] = block
+        self._add(block)
         self._become_ready(block)
         return True
+
+    def _add(self, block: Block) -> None:
+        self._blocks[block.dataset.dataset_id, block.index] = block
+        self._by_key[block.key] = block
 
     def drop_unpinned(self) -> None:
         """Evict all that can be evicted: the last resort against gaps."""
         for block in list(self._blocks.values()):
             if block.is_evictable:
                 self._evict(block)
-        for spare in self._listener.spare():
-            self._listener.evict_spare(spare)
+        for spare in self._shared.spare():
+            self._shared.evict(spare)
 
-    def forget_dataset(self, dataset: Dataset) -> None:
+    def forget_dataset(self, dataset: DatasetBlocks) -> None:
         """Nobody reads this dataset any more: what is in use still goes when it no longer is."""
         self._forgotten.add(dataset.dataset_id)
         self._again.forget(dataset.dataset_id)
@@ -167,66 +175,52 @@ class BlockTable:
         raw = self._room(block, int(dataset.marks.raw[index]), greedy=greedy)
         if raw is None:
             return False
-        block.raw, block.phase = raw, Phase.FETCHING
-        self._blocks[dataset.dataset_id, index] = block
+        block.raw, block.phase = raw, BlockPhase.FETCHING
+        self._add(block)
         self._fetching += 1
         self._fetching_bytes += raw.length
-        dataset.account.read_began(time.monotonic())
-        told = dataset.raw_block(index, raw)
-        self._fetcher.fetch(
-            told.url,
-            told.etag,
-            told.preamble_place,
-            told.pieces or (told.place,),
-            self._arena.view(raw.offset, raw.length),
-            lambda error: self._on_fetched(block, error),
-        )
+        dataset.account.read_began(self._time.now)
+        self._do(Fetch(block.key, dataset.dataset_id, index, raw))
         return True
 
-    def _on_fetched(self, block: Block, error: DataplaneError | None) -> None:
-        self._fetching -= 1
+    def fetched(self, event: Fetched) -> None:
+        """A fetch has ended."""
+        block = self._by_key[event.key]
         assert block.raw is not None
+        self._fetching -= 1
         self._fetching_bytes -= block.raw.length
-        dataset, now = block.dataset, time.monotonic()
-        dataset.account.read_ended(now, block.raw.length if block.raw is not None else 0)
-        dataset.marks.fetched[block.index] = now
+        dataset = block.dataset
+        dataset.account.read_ended(self._time.now, block.raw.length)
+        dataset.marks.fetched[block.index] = self._time.now
         if self._is_forgotten(block):
             return
-        if isinstance(error, UNREACHABLE):
-            self._evict(block)  # and fetch it again, for as long as the engine has trainers wait
-            return
-        if error is not None:
-            self._fail(block, error)
-            return
-        if not block.dataset.needs_decode(block.index):
+        if event.is_away:
+            self._evict(block)  # and fetch it again, for as long as trainers wait
+        elif event.error is not None:
+            self._fail(block, event.error)
+        elif not dataset.needs_decode(block.index):
             self._become_ready(block)
-            return
-        block.phase = Phase.FETCHED
-        self._listener.block_gone(block.dataset, block.index)
+        else:
+            block.phase = BlockPhase.FETCHED
+            self._changed(Change.GONE, block)
 
     def _decode(self, block: Block, *, greedy: bool) -> bool:
         dataset, index = block.dataset, block.index
         decoded = self._room(block, int(dataset.marks.decoded[index]), greedy=greedy)
         if decoded is None:
             return False
-        block.decoded, block.phase = decoded, Phase.DECODING
-        self._blocks[dataset.dataset_id, index] = block
+        block.decoded, block.phase = decoded, BlockPhase.DECODING
+        self._add(block)
         self._decoding += 1
-        raw = dataset.raw_block(index, block.raw)
-        job = Job(
-            body=tasks.Decode(dataset.dataset_id, raw, decoded),
-            dataset=dataset.message,
-            arenas=((BLOCK_ARENA_ID, self._arena.fd),),
-            report=lambda result: self._on_decoded(block, job, result),
-            place=lambda: block.place,
-        )
-        self._pool.submit(job, DECODE_URGENCY)
+        self._do(DecodeBlock(block.key, dataset.dataset_id, index, block.raw, decoded))
         return True
 
-    def _on_decoded(self, block: Block, job: Job, result: tasks.ResultBody) -> None:
+    def decoded(self, event: Decoded) -> None:
+        """A worker has decoded a block, or could not."""
+        block, result = self._by_key[event.key], event.result
         self._decoding -= 1
         account = block.dataset.account
-        account.decoding_s += time.monotonic() - (job.started or time.monotonic())
+        account.decoding_s += self._time.now - (event.started or self._time.now)
         if isinstance(result, tasks.Decoded):
             account.disk_us += result.disk
         if self._is_forgotten(block):
@@ -237,20 +231,7 @@ class BlockTable:
             return
         assert isinstance(result, tasks.Decoded)
         if not result.stored:
-            # The index guessed too low. From now on its true size is known.
-            block.dataset.marks.decoded[block.index] = result.bytes
-            if result.bytes > self.arena_bytes:
-                url = block.dataset.url(block.index)
-                need = result.bytes + int(block.dataset.marks.raw[block.index])
-                self._fail(block, budgets.block_too_large(url, need, self.arena_bytes))
-                return
-            self._allocator.free(block.decoded.offset)
-            block.decoded = None
-            if block.raw is None:
-                del self._blocks[block.dataset.dataset_id, block.index]
-            else:
-                block.phase = Phase.FETCHED
-            self._listener.block_gone(block.dataset, block.index)
+            self._grown(block, result.bytes)
             return
         self._allocator.shrink(block.decoded.offset, result.bytes)
         block.decoded = Region(block.decoded.offset, result.bytes)
@@ -259,79 +240,71 @@ class BlockTable:
             block.raw = None
         self._become_ready(block)
 
+    def _grown(self, block: Block, decoded_bytes: int) -> None:
+        """The index guessed too low. From now on its true size is known."""
+        assert block.decoded is not None
+        block.dataset.marks.decoded[block.index] = decoded_bytes
+        if decoded_bytes > self.arena_bytes:
+            url = block.dataset.url(block.index)
+            need = decoded_bytes + int(block.dataset.marks.raw[block.index])
+            self._fail(block, budgets.block_too_large(url, need, self.arena_bytes))
+            return
+        self._allocator.free(block.decoded.offset)
+        block.decoded = None
+        if block.raw is None:
+            self._drop(block)
+        else:
+            block.phase = BlockPhase.FETCHED
+        self._changed(Change.GONE, block)
+
     def _become_ready(self, block: Block) -> None:
-        block.phase = Phase.READY
+        block.phase = BlockPhase.READY
         block.dataset.marks.keys[block.index] = block.key
-        self._by_key[block.key] = block
         if not block.regions:
             self._trim(block)
         self._give_trails(block)
-        self._listener.block_ready(block.dataset, block.index)
+        self._changed(Change.READY, block)
 
     def _give_trails(self, block: Block) -> None:
         """Where every block stays until it is needed again, its images are cropped again, too."""
         dataset, kept = block.dataset, block.decoded or block.raw
-        length = kept.length if kept else int(dataset.manifest.block_length[block.index])
-        may_stay = dataset.bytes_with_trails <= self.arena_bytes * _STAYING_SHARE
-        if not (may_stay and dataset.has_bytes and self._listener.crops(dataset)):
+        if not (dataset.keeps_trails and self._shared.streams.crops(dataset)):
             return
-        length = trail_bytes(length)
+        length = trail_bytes(kept.length if kept else int(dataset.stored[block.index]))
         at = self._allocator.allocate(length)
-        if at is None:
-            return
-        with contextlib.suppress(BudgetTooSmall):
-            block.trails = self._reserved(at, length)
-            view = self._arena.view(at, length)
-            np.frombuffer(view, np.uint8)[:] = 0
+        if at is not None:
+            block.trails = Region(at, length)
+            self._do(ClearTrails(block.key, block.trails))
 
     def _fail(self, block: Block, error: DataplaneError) -> None:
         self._remove(block)
-        self._listener.block_failed(block.dataset, block.index, error)
+        self._changed(Change.FAILED, block, error)
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def room_for_slab(self, length: int, going: Sequence[Spare]) -> Region | None:
+    def room_for_slab(self, length: int, going: Sequence[SharedSlab]) -> Region | None:
         """Room for what is no block: what is free, what no block needs, and then `going`."""
         at = self._allocator.allocate(length)
         if at is None:
             unneeded = [block for block, use in self._evictable(None)[0] if use == NEVER]
             at = self._evict_until([*unneeded, *going], length)
-        try:
-            return None if at is None else self._reserved(at, length)
-        except BudgetTooSmall:
-            return None
-
-    def shrink(self, region: Region, length: int) -> Region:
-        """Only so much of it is needed."""
-        self._allocator.shrink(region.offset, length)
-        return Region(region.offset, length)
-
-    def free(self, region: Region) -> None:
-        """What was no block needs it no more."""
-        self._allocator.free(region.offset)
+        return None if at is None else Region(at, length)
 
     def _room(self, block: Block, length: int, *, greedy: bool) -> Region | None:
         at = self._allocator.allocate(length)
         if at is None:
             at = self._make_room(block, length, greedy=greedy)
-        return None if at is None else self._reserved(at, length)
-
-    def _reserved(self, at: int, length: int) -> Region:
-        try:
-            self._arena.reserve(min(self._allocator.high_water, self._arena.size_bytes))
-        except BudgetTooSmall:
-            self._allocator.free(at)
-            raise
-        return Region(at, length)
+        return None if at is None else Region(at, length)
 
     def _make_room(self, block: Block, length: int, *, greedy: bool) -> int | None:
         evictable, limit = self._evictable(block)
         unneeded = [other for other, use in evictable if use == NEVER]
         later = [other for other, use in evictable if use != NEVER and (greedy or use > limit)]
-        at = self._evict_until([*unneeded, *self._listener.spare(), *later], length)
+        at = self._evict_until([*unneeded, *self._shared.spare(), *later], length)
         if at is not None:
             # Evicted although their windows are open:
-            self._again.note(other for other, use in evictable if not use and not other.regions)
+            again = (other for other, use in evictable if not use and not other.regions)
+            self._again.note(again, self._time.now)
         return at
 
     def _evictable(self, block: Block | None) -> tuple[list[tuple[Block, int]], int]:
@@ -343,12 +316,12 @@ class BlockTable:
             for other in self._blocks.values()
             if other is not block and other.is_evictable and other.regions
         ]
-        use = uses_of([*found, *([] if block is None else [block])], self._listener.walks)
+        use = uses_of([*found, *([] if block is None else [block])], self._shared.walks)
         touched = np.array([other.touched for other in found], np.int64)
         order = victims(use[: len(found)], touched).tolist()
         return [(found[i], int(use[i])) for i in order], int(use[-1]) if block else NEVER
 
-    def _evict_until(self, going: Sequence[Block | Spare], length: int) -> int | None:
+    def _evict_until(self, going: Sequence[Block | SharedSlab], length: int) -> int | None:
         """Evict the first of these, as many as it takes, or none if that is not enough."""
         # Tried out first: to evict what leaves too little room would be to load it again in vain.
         trial = self._allocator.copy()
@@ -358,7 +331,7 @@ class BlockTable:
                     if isinstance(other, Block):
                         self._evict(other)
                     else:
-                        self._listener.evict_spare(other)
+                        self._shared.evict(other)
                 return self._allocator.allocate(length)
         return None
 
@@ -372,20 +345,21 @@ class BlockTable:
         if len(direct) <= _DIRECT_BLOCKS_MAX:
             return
         touched = np.array([block.touched for block in direct], np.int64)
-        for i in victims(uses_of(direct, self._listener.walks), touched)[
-            : len(direct) // 4
-        ].tolist():
+        for i in victims(uses_of(direct, self._shared.walks), touched)[: len(direct) // 4].tolist():
             self._evict(direct[i])
 
     def _evict(self, block: Block) -> None:
         self._remove(block)
-        self._listener.block_gone(block.dataset, block.index)
+        self._changed(Change.GONE, block)
 
     def _remove(self, block: Block) -> None:
-        self._pool.forget_block(block.key)
+        self._do(ForgetBlock(block.key))
         for region in block.regions:
             self._allocator.free(region.offset)
         block.raw = block.decoded = block.trails = None
         block.dataset.marks.keys[block.index] = 0
-        self._by_key.pop(block.key, None)
-        self._blocks.pop((block.dataset.dataset_id, block.index), None)
+        self._drop(block)
+
+    def _drop(self, block: Block) -> None:
+        del self._by_key[block.key]
+        del self._blocks[block.dataset.dataset_id, block.index]

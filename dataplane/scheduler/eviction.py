@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.node.block import Block
-from dataplane.node.dataset import Dataset
 from dataplane.plan.order import Order
+from dataplane.scheduler.block import Block
+from dataplane.scheduler.dataset import DatasetBlocks
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,7 +45,7 @@ def victims(use: Ints, last_touch: Ints) -> Ints:
 
 
 def uses_of(
-    blocks: Sequence[Block], walks: Callable[[Dataset], Sequence[tuple[Order, int]]]
+    blocks: Sequence[Block], walks: Callable[[DatasetBlocks], Sequence[tuple[Order, int]]]
 ) -> Ints:
     """The next use of blocks of several datasets, each of which has its own walks.
 

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.node.eviction import NEVER, next_use, victims
 from dataplane.plan.order import Order
+from dataplane.scheduler.eviction import NEVER, next_use, victims
 
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 

@@ -1,4 +1,4 @@
-"""One stream's way through its slice, cut into the works that become slabs. Pure.
+"""One stream's way through its slice, cut into the plans that become slabs. Pure.
 
 Invariants:
 1. The plans of a walk, one after the other, are the steps of its slice: none twice or left out.
@@ -12,31 +12,20 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dataplane.config import JobSpec
-from dataplane.model import Cut, End, Kind, Stream
-from dataplane.node.dataset import Dataset
+from dataplane.model import Cut, Stream
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
-from dataplane.transforms.images import delivered
 
-_BATCHES_MAX = 256
-# A slab is told in one packet: so much for all of its batches, so much for a batch of one column.
-_TOLD_BYTES_MAX = 128 << 10
-_TOLD_BYTES_A_PIECE = 16
 _ALIGN_BYTES = 64
-# A batch of rows of different lengths may well be larger than the mean says.
-_SPREAD = 1.25
-# Of how many parts of a stored sample are bytes, as large as images, for one that is text or lists.
-_BYTES_PARTS = 8
 
 
 @dataclass(slots=True)
@@ -68,42 +57,6 @@ class SlabSizes:
             self._batch_bytes = found
         fitting = int(slab_bytes / max(self._batch_bytes + 2 * self._spread_bytes, 1.0))
         self.batches = max(1, min(fitting, self.batches_max))
-
-
-def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -> SlabSizes:
-    """From the mean size of a sample: as many batches as fit into `slab_bytes`, one at least."""
-    samples = dataset.manifest.sample_count
-    largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
-    rows = -(-largest // dp_size)
-    padding = _ALIGN_BYTES * (len(dataset.columns.specs) + 1)
-    pixels, others = _row_bytes(dataset, spec)
-    batch_bytes = rows * pixels + int(rows * others * _SPREAD) + padding
-    exact = rows * (pixels + others) + padding
-    told_bytes = _TOLD_BYTES_A_PIECE * (len(dataset.columns.specs) + 1)
-    most = max(min(_BATCHES_MAX, _TOLD_BYTES_MAX // told_bytes), 1)
-    batches = max(min(most, slab_bytes // exact), 1)
-    index_bytes = row_index_bytes(batches * rows)
-    slot_bytes = max(slab_bytes, batch_bytes) + index_bytes
-    return SlabSizes(batches, most, slot_bytes, batch_bytes)
-
-
-def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
-    """What one sample takes in a slab: exactly, for its images; about, for all else."""
-    if not spec.transforms:
-        return 0, dataset.row_bytes
-    names = {image.column for image in spec.transforms}
-    pixels, others, stored_parts, other_parts = 0, 0, 0, 0
-    for column in delivered(dataset.columns.specs, spec.transforms):
-        size = math.prod(column.shape) * column.value_bytes
-        if column.name in names:
-            pixels += size
-            stored_parts += _BYTES_PARTS
-        elif column.kind is Kind.FIXED:
-            others += size
-        else:
-            other_parts += _BYTES_PARTS if column.kind is Kind.BYTES else 1
-    share = dataset.row_bytes * other_parts // (stored_parts + other_parts)
-    return pixels, others + share
 
 
 def row_index_bytes(rows: int) -> int:

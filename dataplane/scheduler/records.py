@@ -1,33 +1,35 @@
-"""What the engine keeps of each slab in the making, each stream and each delivery arena."""
+"""What the scheduler keeps of each slab in the making, each stream and each delivery arena."""
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
-from dataplane.node.account import Stamps
-from dataplane.node.columns import Ints
-from dataplane.node.dataset import Dataset
-from dataplane.node.walk import Plan, Walk
-from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Assembled
+from dataplane.scheduler.account import Stamps
+from dataplane.scheduler.dataset import DatasetBlocks, Ints
+from dataplane.scheduler.walk import Plan, Walk
 
 NONE = np.empty(0, np.int64)
 
-Send = Callable[[int, FromNodeBody], None]
 SlabKey = tuple[int, int, int, int]
 """Epoch, first position, stride of the steps, and how many."""
 
 
-class Phase(enum.Enum):
+@dataclass(slots=True)
+class Moment:
+    """The time of what is being decided, in seconds."""
+
+    now: float = 0.0
+
+
+class SlabPhase(enum.Enum):
     """How far a slab has come."""
 
     WAITING = "waiting for blocks"
@@ -38,7 +40,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class SlabTask:
     """One slab in the making, for one stream. `missing` are the blocks that are not ready, and
     `idle` those of them that nobody is loading, as far as is known. While it is assembled `shared`
     is what is kept of it, or what it is a copy of.
@@ -48,7 +50,7 @@ class Work:
     plan: Plan
     number: int
     stamps: Stamps
-    phase: Phase = Phase.WAITING
+    phase: SlabPhase = SlabPhase.WAITING
     missing: set[int] = field(default_factory=set)
     idle: set[int] = field(default_factory=set)
     pinned: Ints = field(default_factory=lambda: NONE)
@@ -79,9 +81,14 @@ class Work:
         return self.stream.delivery
 
     @property
-    def dataset(self) -> Dataset:
+    def dataset(self) -> DatasetBlocks:
         """Where its rows come from."""
         return self.delivery.dataset
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is the very next slab of a consumer that has asked."""
+        return bool(self.stream.requests) and self.stream.tasks[0] is self
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +97,7 @@ class Group:
     was declared is expected to grow. `is_whole`: its slabs were larger than thought.
     """
 
+    name: object
     is_declared: bool = False
     users: int = 0
     is_closed: bool = False
@@ -122,21 +130,19 @@ class SharedSlab:
 class Delivery:
     """The delivery arena of one dp_rank of a job, and the slabs that live in it."""
 
-    arena_id: int
-    arena: Arena
+    delivery_id: int
     slots: Slots
-    dataset: Dataset
+    dataset: DatasetBlocks
+    group: Group | None = None
     lent: dict[int, Loan] = field(default_factory=dict)
     streams: list[StreamState] = field(default_factory=list)
-    users: int = 0
     assembling_count: int = 0
     closing: bool = False
-    group: Group | None = None
 
     @property
     def is_held_up(self) -> bool:
         """Whether consumers hold more slots than are theirs to hold, all of them together."""
-        held = {loan.work.number for loan in self.lent.values() if not loan.work.oversize}
+        held = {loan.task.number for loan in self.lent.values() if not loan.task.oversize}
         layout = self.slots.layout
         return len(held) > layout.slot_count - layout.ahead_slots
 
@@ -145,32 +151,31 @@ class Delivery:
 class Loan:
     """A slab that a trainer has. `holder` is whose end gives it back."""
 
-    work: Work
-    holder: object
+    task: SlabTask
+    holder: int
 
 
 @dataclass(slots=True, eq=False)
 class StreamState:
-    """One consumer's stream: the works ahead of it, in order, and the requests it waits with.
+    """One consumer's stream: the slab tasks ahead of it, in order, and the requests it waits with.
 
-    `after` is the stream that its consumer takes before it; `when_planned` is called once, when the
-    last work is planned. `planned_to` is the position that its works come to.
+    `after` is the stream that its consumer takes before it. `planned_to` is the position that its
+    tasks come to.
     """
 
     stream_id: int
     delivery: Delivery
     walk: Walk
-    send: Send
-    holder: object
+    holder: int
     planned_to: int
-    works: deque[Work] = field(default_factory=deque)
+    tasks: deque[SlabTask] = field(default_factory=deque)
     requests: deque[tuple[int, float]] = field(default_factory=deque)
-    planning: bool = False
+    planning: int = 0
+    """How many plans were asked for that are not there yet."""
     planned_all: bool = False
     error: DataplaneError | None = None
     closed: bool = False
     after: StreamState | None = None
-    when_planned: Callable[[], None] | None = None
 
     @property
     def is_ahead(self) -> bool:
@@ -178,19 +183,24 @@ class StreamState:
         return self.after is not None and not self.after.closed
 
     @property
+    def tasks_before(self) -> int:
+        """How many slabs its consumer takes before the first of it."""
+        return len(self.after.tasks) if self.after is not None else 0
+
+    @property
     def position(self) -> int:
         """The first position of the epoch that is still to be made."""
-        return self.works[0].plan.first_position if self.works else self.planned_to
+        return self.tasks[0].plan.first_position if self.tasks else self.planned_to
 
     @property
     def wanted_position(self) -> int:
         """The first position of which it has no slab, and none is being made for it."""
-        for work in self.works:
-            if work.phase is Phase.WAITING:
-                return self.walk.position_of(work.plan)
+        for task in self.tasks:
+            if task.phase is SlabPhase.WAITING:
+                return self.walk.position_of(task.plan)
         return self.planned_to
 
     @property
     def made_count(self) -> int:
         """Slabs of this stream that have a slot."""
-        return sum(work.slot is not None for work in self.works)
+        return sum(task.slot is not None for task in self.tasks)

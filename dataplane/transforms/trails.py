@@ -8,8 +8,9 @@ part that it has of the block's bytes. So whoever has opened the block knows whe
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from dataplane.node.columns import Ints
+Ints = npt.NDArray[np.int64]
 
 PARTS = 16
 """There is room for a mark about every 32 pixels of each row of MCUs, which gains all there is to

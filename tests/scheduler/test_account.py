@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.node.account import Account, Stamps
+from dataplane.scheduler.account import Account, Stamps
 
 times = st.floats(0.0, 1e5)
 

@@ -1,0 +1,26 @@
+"""A stream that a node serves, as those see it who open it for a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dataplane.rpc.messages import FromNodeBody
+from dataplane.scheduler.walk import Walk
+
+Send = Callable[[int, FromNodeBody], None]
+
+
+@dataclass(slots=True, eq=False)
+class ServedStream:
+    """`send` answers a request of its consumer. `on_planned` is called once, when its last step is
+    planned; `is_planned` says that it was, `has_failed` that it could not be.
+    """
+
+    stream_id: int
+    walk: Walk
+    send: Send
+    on_planned: Callable[[], None] | None = None
+    is_planned: bool = False
+    has_failed: bool = False
+    is_closed: bool = False

@@ -1,0 +1,57 @@
+"""How large the slabs of a job are, from what is known of its samples before any is read."""
+
+from __future__ import annotations
+
+import math
+
+from dataplane.config import JobSpec
+from dataplane.model import End, Kind
+from dataplane.node.dataset import Dataset
+from dataplane.scheduler.walk import SlabSizes, row_index_bytes
+from dataplane.transforms.images import delivered
+
+_BATCHES_MAX = 256
+# A slab is told in one packet: so much for all of its batches, so much for a batch of one column.
+_TOLD_BYTES_MAX = 128 << 10
+_TOLD_BYTES_A_PIECE = 16
+_ALIGN_BYTES = 64
+# A batch of rows of different lengths may well be larger than the mean says.
+_SPREAD = 1.25
+# Of how many parts of a stored sample are bytes, as large as images, for one that is text or lists.
+_BYTES_PARTS = 8
+
+
+def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -> SlabSizes:
+    """From the mean size of a sample: as many batches as fit into `slab_bytes`, one at least."""
+    samples = dataset.manifest.sample_count
+    largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
+    rows = -(-largest // dp_size)
+    padding = _ALIGN_BYTES * (len(dataset.columns.specs) + 1)
+    pixels, others = _row_bytes(dataset, spec)
+    batch_bytes = rows * pixels + int(rows * others * _SPREAD) + padding
+    exact = rows * (pixels + others) + padding
+    told_bytes = _TOLD_BYTES_A_PIECE * (len(dataset.columns.specs) + 1)
+    most = max(min(_BATCHES_MAX, _TOLD_BYTES_MAX // told_bytes), 1)
+    batches = max(min(most, slab_bytes // exact), 1)
+    index_bytes = row_index_bytes(batches * rows)
+    slot_bytes = max(slab_bytes, batch_bytes) + index_bytes
+    return SlabSizes(batches, most, slot_bytes, batch_bytes)
+
+
+def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
+    """What one sample takes in a slab: exactly, for its images; about, for all else."""
+    if not spec.transforms:
+        return 0, dataset.row_bytes
+    names = {image.column for image in spec.transforms}
+    pixels, others, stored_parts, other_parts = 0, 0, 0, 0
+    for column in delivered(dataset.columns.specs, spec.transforms):
+        size = math.prod(column.shape) * column.value_bytes
+        if column.name in names:
+            pixels += size
+            stored_parts += _BYTES_PARTS
+        elif column.kind is Kind.FIXED:
+            others += size
+        else:
+            other_parts += _BYTES_PARTS if column.kind is Kind.BYTES else 1
+    share = dataset.row_bytes * other_parts // (stored_parts + other_parts)
+    return pixels, others + share

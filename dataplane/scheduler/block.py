@@ -1,0 +1,78 @@
+"""What the scheduler keeps of each block that is in memory, or on its way there."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dataplane.errors import DataplaneError
+from dataplane.model import Region
+from dataplane.scheduler.dataset import DatasetBlocks
+
+
+class BlockPhase(enum.Enum):
+    """How far a block has come."""
+
+    FETCHING = "fetching"
+    FETCHED = "fetched"
+    DECODING = "decoding"
+    READY = "ready"
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block that is in memory, or on its way. What is asked of many at once is in the marks
+    of its dataset.
+    """
+
+    dataset: DatasetBlocks
+    index: int
+    key: int
+    phase: BlockPhase = BlockPhase.FETCHING
+    raw: Region | None = None
+    decoded: Region | None = None
+    trails: Region | None = None
+
+    @property
+    def touched(self) -> int:
+        """When it was needed last."""
+        return int(self.dataset.marks.touched[self.index])
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What it takes of the arena."""
+        return tuple(r for r in (self.raw, self.decoded, self.trails) if r is not None)
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether nobody needs it just now, and nobody is writing it."""
+        is_pinned = bool(self.dataset.marks.pins[self.index])
+        return not is_pinned and self.phase in {BlockPhase.READY, BlockPhase.FETCHED}
+
+
+class Change(enum.Enum):
+    """What a block has come to, for those who wait for it."""
+
+    READY = "rows can be gathered from it"
+    GONE = "it must be loaded again, or go on to be loaded"
+    FAILED = "it cannot be loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """One block that has changed."""
+
+    change: Change
+    dataset: DatasetBlocks
+    index: int
+    error: DataplaneError | None = None
+
+
+class Spare(Protocol):
+    """Something that lies in the arena as long as no block needs the room."""
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """What it takes of the arena."""

@@ -1,0 +1,368 @@
+"""Plans -> blocks -> slabs -> trainers: what is loaded, made and handed over next. Pure.
+
+Events in, effects out (events.py). Whoever runs it tells what has happened, carries out what comes
+back, and tells `Settled` once all that happened at one time was told.
+
+Invariants:
+1. A stream's slabs are handed over in the order of its walk, one a request.
+2. Only the first task that lacks blocks and could have a slot (the head) keeps blocks pinned while
+   it waits for others, and takes memory from whatever is not pinned; every other task pins all of
+   its blocks at once, and then ends without needing memory. So no two tasks can wait for each
+   other's memory, and no task that waits for its trainer takes memory from one that does not.
+3. A stream that waits gets a slot: slabs that nobody asked for yet are made again later.
+4. A slab has one consumer, who may write into it: two streams that walk alike get equal slabs,
+   each its own, from blocks that were loaded once; of a group, copies of what was made once.
+5. Consumers may hold slabs for ever: where they hold too many together, the next are theirs only to
+   copy (`copy_out`).
+6. What was asked for ends once: every PlanSteps, Fetch, DecodeBlock, AssembleSlab and CopyKept is
+   answered by one event, and memory that one of them may write is not given away before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dataplane.arena.allocator import Allocator
+from dataplane.arena.slots import Slots
+from dataplane.rpc import messages
+from dataplane.scheduler import events
+from dataplane.scheduler.autoscaler import Autoscaler, Look
+from dataplane.scheduler.block import Block
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.records import (
+    Delivery,
+    Group,
+    Loan,
+    Moment,
+    SlabPhase,
+    SlabTask,
+    StreamState,
+)
+from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.slab_tasks import SlabTasks
+from dataplane.scheduler.streams import StreamTable
+
+# Slabs planned beyond those in the making: their blocks are fetched meanwhile.
+_PLANS_AHEAD = 16
+_PLANS_TOGETHER = 8
+_NO_ROOM = "waiting for room in the delivery arena"
+
+
+class Scheduler:
+    """What a node does with its memory, its fetches and its workers, with one door: `decide`."""
+
+    def __init__(
+        self, arena_bytes: int, fetch_count: int, workers: Autoscaler, stall_timeout_s: float
+    ) -> None:
+        self._workers = workers
+        self._stall_timeout_s = stall_timeout_s
+        self._time = Moment()
+        self._effects: list[events.Effect] = []
+        allocator = Allocator(arena_bytes)
+        self._streams = StreamTable()
+        self._shared = SharedSlabs(allocator, self._streams, self._time)
+        self._blocks = BlockTable(allocator, fetch_count, self._shared, self._do, self._time)
+        self._tasks = SlabTasks(self._blocks, self._shared, self._do, self._time)
+        self._deliveries: dict[int, Delivery] = {}
+        self._groups: dict[object, Group] = {}
+        self._slab_ids = itertools.count(1)
+        self._head: SlabTask | None = None
+        self._emptied_for: SlabTask | None = None
+        self.is_settled = True
+        """Whether nothing was told since it looked for what can be done next."""
+        self._on: dict[type, Callable[[Any], None]] = {
+            events.DeliveryOpened: self._open_delivery,
+            events.DeliveryClosed: self._close_delivery,
+            events.DatasetForgotten: lambda event: self._blocks.forget_dataset(event.dataset),
+            events.StreamOpened: self._open_stream,
+            events.StreamAdopted: self._adopt_stream,
+            events.StreamClosed: self._close_stream,
+            events.StreamRefused: self._refuse_stream,
+            events.Requested: self._request,
+            events.Released: self._release,
+            events.HolderGone: self._release_all,
+            events.Planned: self._planned,
+            events.Fetched: self._blocks.fetched,
+            events.Decoded: self._blocks.decoded,
+            events.Assembled: self._tasks.assembled,
+            events.Ticked: self._tick,
+            events.Settled: self._settle,
+        }
+
+    def decide(self, event: events.Event, now: float) -> list[events.Effect]:
+        """What is to be done after this event, in this order."""
+        self._time.now = now
+        self._effects = []
+        self.is_settled = isinstance(event, events.Settled)
+        self._on[type(event)](event)
+        self._absorb()
+        return self._effects
+
+    def block(self, key: int) -> Block:
+        """Where a block is that an effect has named."""
+        return self._blocks.block(key)
+
+    def _do(self, effect: events.Effect) -> None:
+        self._effects.append(effect)
+
+    def _absorb(self) -> None:
+        """Tell those who wait for blocks what has become of them."""
+        for changed in self._blocks.take_changes():
+            self._tasks.block_changed(changed)
+
+    # -- deliveries ------------------------------------------------------------------------------
+
+    def _open_delivery(self, event: events.DeliveryOpened) -> None:
+        group = None
+        if event.group is not None:
+            group = self._groups.get(event.group)
+            if group is None or group.is_closed:
+                group = self._groups[event.group] = Group(event.group, event.is_declared)
+            group.users += 1
+        self._deliveries[event.delivery_id] = Delivery(
+            event.delivery_id, Slots(event.layout), event.dataset, group
+        )
+
+    def _close_delivery(self, event: events.DeliveryClosed) -> None:
+        delivery = self._deliveries.pop(event.delivery_id, None)
+        if delivery is None:
+            return
+        self._tasks.close_delivery(delivery)
+        if delivery.group is not None and delivery.group.is_closed:
+            self._groups.pop(delivery.group.name, None)
+
+    def _release(self, event: events.Released) -> None:
+        delivery = self._deliveries.get(event.delivery_id)
+        if delivery is not None:
+            self._take_back(delivery, event.slab_ids)
+
+    def _release_all(self, event: events.HolderGone) -> None:
+        delivery = self._deliveries.get(event.delivery_id)
+        if delivery is not None:
+            lent = delivery.lent.items()
+            self._take_back(delivery, [i for i, loan in lent if loan.holder == event.holder])
+
+    def _take_back(self, delivery: Delivery, slab_ids: Sequence[int]) -> None:
+        for slab_id in slab_ids:
+            loan = delivery.lent.pop(slab_id, None)
+            if loan is not None:
+                self._tasks.drop(loan.task)
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def _open_stream(self, event: events.StreamOpened) -> None:
+        stream = StreamState(
+            event.stream_id,
+            self._deliveries[event.delivery_id],
+            event.walk,
+            event.holder,
+            event.walk.position,
+            after=self._streams.find(event.after),
+        )
+        self._streams.add(stream)
+        self._plan_more(stream)
+
+    def _adopt_stream(self, event: events.StreamAdopted) -> None:
+        stream = self._streams.find(event.stream_id)
+        if stream is not None:
+            stream.after = None
+
+    def _close_stream(self, event: events.StreamClosed) -> None:
+        stream = self._streams.find(event.stream_id)
+        if stream is None:
+            return
+        self._streams.remove(stream)
+        for task in stream.tasks:
+            self._tasks.drop(task)
+        stream.tasks.clear()
+
+    def _refuse_stream(self, event: events.StreamRefused) -> None:
+        stream = self._streams.find(event.stream_id)
+        while stream is not None and stream.requests:
+            request_id, _ = stream.requests.popleft()
+            self._do(events.Send(stream.stream_id, request_id, event.error))
+
+    def _request(self, event: events.Requested) -> None:
+        stream = self._streams.find(event.stream_id)
+        if stream is not None:
+            stream.requests.append((event.request_id, self._time.now))
+            self._deliver(stream)
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def _plan_more(self, stream: StreamState) -> None:
+        room = _PLANS_AHEAD + stream.delivery.slots.layout.ahead_slots - len(stream.tasks)
+        if stream.planning or stream.planned_all or stream.closed:
+            return
+        # Several at a time, since each call wakes two threads; the first ones alone, to be early.
+        count = min(max(len(stream.tasks), 1), _PLANS_TOGETHER)
+        if room >= count:
+            stream.planning = count
+            self._do(events.PlanSteps(stream.stream_id, stream.walk, count))
+
+    def _planned(self, event: events.Planned) -> None:
+        stream = self._streams.find(event.stream_id)
+        if stream is None:
+            return
+        asked, stream.planning = stream.planning, 0
+        stream.error = event.error
+        stream.planned_all = event.error is not None or len(event.plans) < asked
+        for plan in event.plans:
+            self._tasks.add(stream, plan)
+        stream.planned_to = stream.walk.position
+        if stream.planned_all:
+            self._do(events.AllPlanned(stream.stream_id, has_failed=event.error is not None))
+        self._plan_more(stream)
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def _tick(self, event: events.Ticked) -> None:
+        look = Look(event.busy, event.bytes_per_s, self._streams.is_awaited)
+        before, self._workers = self._workers, self._workers.after(look)
+        if self._workers.count != before.count:
+            facts = {"count": self._workers.count, "before": before.count}
+            self._do(events.Note("workers", facts))
+            self._do(events.Resize(self._workers.count))
+        for stream in self._streams:
+            self._check_deadline(stream)
+
+    def _check_deadline(self, stream: StreamState) -> None:
+        while stream.requests and self._time.now - stream.requests[0][1] > self._stall_timeout_s:
+            request_id, since = stream.requests.popleft()
+            stage, missing = "plan", np.empty(0, np.int64)
+            if stream.tasks:
+                task = stream.tasks[0]
+                stage, missing = task.phase.value, np.array(sorted(task.missing), np.int64)
+                if task.phase is SlabPhase.WAITING and not task.missing:
+                    is_made = self._shared.find(task) is not None
+                    stage = "being made for another job of its group" if is_made else _NO_ROOM
+            self._do(
+                events.Stalled(
+                    stream.stream_id,
+                    request_id,
+                    self._time.now - since,
+                    stage,
+                    stream.delivery.dataset.dataset_id,
+                    missing,
+                )
+            )
+
+    # -- what comes next -------------------------------------------------------------------------
+
+    def _settle(self, _event: events.Settled) -> None:
+        lacking, full = list[SlabTask](), set[int]()
+        for task in self._in_order():
+            is_full = task.stream.stream_id in full
+            if is_full and not task.missing:
+                continue
+            slab = self._shared.find(task)
+            if slab is not None and slab.made is None:
+                continue
+            if task.missing and slab is None:
+                lacking.append(task)
+            elif not is_full:
+                if not self._tasks.assemble(task, slab) and not task.oversize:
+                    # What comes after it in its stream has no slot either; the zone is another.
+                    full.add(task.stream.stream_id)
+                self._absorb()
+        head = next((task for task in lacking if self._tasks.may_have_slot(task)), None)
+        self._become_head(head)
+        loading = head is None or self._load(head, greedy=True)
+        for task in lacking:
+            # A head for which the arena was emptied must find it empty.
+            loading = loading and self._emptied_for is None
+            loading = loading and (task is head or self._load(task, greedy=False))
+        idle = not self._blocks.in_flight_count and not self._tasks.assembling_count
+        if head is not None and head.missing and idle:
+            self._unstick(head)
+        for stream in self._streams:
+            self._deliver(stream)
+            self._plan_more(stream)
+
+    def _in_order(self) -> list[SlabTask]:
+        """Tasks without a slab: those that are needed first come first."""
+        ranked = [
+            (depth, task.number, task)
+            for stream in self._streams
+            for depth, task in enumerate(stream.tasks, stream.tasks_before)
+            if task.phase is SlabPhase.WAITING
+        ]
+        return [task for _, _, task in sorted(ranked, key=lambda rank: rank[:2])]
+
+    def _become_head(self, task: SlabTask | None) -> None:
+        if task is not self._emptied_for:
+            self._emptied_for = None
+        if self._head is not None and self._head is not task:
+            if self._head.phase is SlabPhase.WAITING:
+                self._tasks.unpin(self._head)
+            self._head = None
+        if task is not None:
+            self._head = task
+            self._tasks.pin(task)
+
+    def _load(self, task: SlabTask, *, greedy: bool) -> bool:
+        """Start what is missing: False when there was no room for something."""
+        for index in sorted(task.idle):
+            is_started = self._blocks.start(task.dataset, index, greedy=greedy)
+            self._absorb()
+            if not is_started:
+                return False
+            task.idle.discard(index)
+        return True
+
+    def _unstick(self, head: SlabTask) -> None:
+        """Nothing is on its way and the head still lacks blocks: gaps, or too small a budget."""
+        if self._emptied_for is not head:
+            self._emptied_for = head
+            self._tasks.unpin(head)
+            self._head = None
+            self._blocks.drop_unpinned()
+        elif self._tasks.halve(head):
+            self._emptied_for = None
+        else:
+            self._tasks.fail_for_memory(head)
+        self.is_settled = False
+
+    # -- slabs -----------------------------------------------------------------------------------
+
+    def _deliver(self, stream: StreamState) -> None:
+        while stream.requests:
+            if not stream.tasks:
+                if stream.planning or not stream.planned_all:
+                    return
+                request_id, _ = stream.requests.popleft()
+                end = stream.error or messages.EndOfStream(stream.stream_id)
+                self._do(events.Send(stream.stream_id, request_id, end))
+                continue
+            task = stream.tasks[0]
+            if task.phase is SlabPhase.FAILED:
+                assert task.error is not None
+                request_id, _ = stream.requests.popleft()
+                self._do(events.Send(stream.stream_id, request_id, task.error))
+                return
+            if task.phase is not SlabPhase.READY:
+                return
+            self._lend(stream, task)
+
+    def _lend(self, stream: StreamState, task: SlabTask) -> None:
+        assert task.assembled is not None
+        assert task.slot is not None
+        slab_id, now = next(self._slab_ids), self._time.now
+        stream.tasks.popleft()
+        request_id, _ = stream.requests.popleft()
+        account = task.dataset.account
+        task.delivery.lent[slab_id] = Loan(task, stream.holder)
+        slab = messages.Slab(
+            stream.stream_id,
+            slab_id,
+            task.slot,
+            task.plan.batches,
+            task.assembled.layout,
+            copy_out=task.oversize or task.delivery.is_held_up,
+            times=account.told(task.stamps.stages(now), self._workers.count, now),
+        )
+        self._do(events.Send(stream.stream_id, request_id, slab))

@@ -1,0 +1,381 @@
+"""The life of a slab in the making: from a plan to a filled slot, and to nothing again.
+
+    WAITING ──blocks and a slot──> ASSEMBLING ──> READY ──released──> GONE
+       │  └──a shared slab and a slot──┘  └─ outgrown: WAITING again, for the zone
+       └────────── FAILED <────────────┘
+
+Invariants:
+1. A task that is assembled pins all of its blocks, or the shared slab that is copied into its slot;
+   it needs no more memory, so it ends.
+2. A slot is free again when its stream no longer waits for its slab, or its trainer released it.
+3. A task that is cut is followed at once, in its stream, by the task with its other batches.
+4. `missing` is exactly the blocks of a waiting task that are not ready; one that nobody is loading
+   is `idle` too.
+5. The first task of a stream that asks gets a slot as soon as one is free, or holds a slab that
+   nobody has asked for: what was made too early never stands in the way of what is needed now.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+
+from dataplane.errors import DataplaneError
+from dataplane.model import Region
+from dataplane.rpc import tasks
+from dataplane.scheduler import budgets
+from dataplane.scheduler.account import Stamps
+from dataplane.scheduler.block import BlockChange, Change
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.events import (
+    Assembled,
+    AssembleSlab,
+    CopyKept,
+    DropDelivery,
+    Effect,
+    Note,
+)
+from dataplane.scheduler.records import (
+    NONE,
+    Delivery,
+    Group,
+    Moment,
+    SharedSlab,
+    SlabPhase,
+    SlabTask,
+    StreamState,
+)
+from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.walk import Plan, row_index_bytes
+
+_MEMORY_SHARE = 0.9
+
+
+class SlabTasks:
+    """Every slab task of the node. `do` has an effect carried out."""
+
+    def __init__(
+        self, blocks: BlockTable, shared: SharedSlabs, do: Callable[[Effect], None], time: Moment
+    ) -> None:
+        self._blocks = blocks
+        self._shared = shared
+        self._do = do
+        self._time = time
+        self._waiting: defaultdict[int, set[SlabTask]] = defaultdict(set)
+        self._assembling: dict[int, SlabTask] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def assembling_count(self) -> int:
+        """Slabs that workers are writing: their end will be reported."""
+        return len(self._assembling)
+
+    # -- blocks come and go ----------------------------------------------------------------------
+
+    def block_changed(self, changed: BlockChange) -> None:
+        """Tell those tasks that wait for blocks of this dataset."""
+        for task in list(self._waiting.get(changed.dataset.dataset_id, ())):
+            if changed.change is Change.READY:
+                self._block_ready(task, changed.index)
+            elif not task.needs(changed.index):
+                continue
+            elif changed.error is not None:
+                self.fail(task, changed.error)
+            else:
+                task.missing.add(changed.index)
+                task.idle.add(changed.index)
+
+    def _block_ready(self, task: SlabTask, index: int) -> None:
+        if index in task.missing:
+            task.missing.discard(index)
+            task.idle.discard(index)
+            self._stamp(task)
+
+    def _watch(self, task: SlabTask) -> None:
+        dataset, blocks = task.dataset, task.plan.blocks
+        self._waiting[dataset.dataset_id].add(task)
+        task.blocks = None
+        task.missing = set(blocks[dataset.marks.keys[blocks] == 0].tolist())
+        task.idle = set(task.missing)
+        self._stamp(task)
+
+    def _stamp(self, task: SlabTask) -> None:
+        if not task.missing:
+            task.stamps.gathered_from = self._time.now
+            fetched = task.dataset.marks.fetched[task.plan.blocks]
+            task.stamps.fetched = float(fetched.max(initial=0.0))
+
+    def _unwatch(self, task: SlabTask) -> None:
+        waiting = self._waiting.get(task.dataset.dataset_id)
+        if waiting is not None:
+            waiting.discard(task)
+            if not waiting:
+                del self._waiting[task.dataset.dataset_id]
+        task.missing.clear()
+        task.idle.clear()
+
+    def pin(self, task: SlabTask) -> None:
+        """Keep those blocks of a task that are ready."""
+        dataset, blocks, before = task.dataset, task.plan.blocks, task.pinned
+        task.pinned = blocks[dataset.marks.keys[blocks] != 0]
+        self._blocks.pin(dataset, task.pinned)
+        if len(before):
+            self._blocks.unpin(dataset, before)
+
+    def unpin(self, task: SlabTask) -> None:
+        """Let them go."""
+        before, task.pinned = task.pinned, NONE
+        if len(before):
+            self._blocks.unpin(task.dataset, before)
+
+    # -- beginning and end -----------------------------------------------------------------------
+
+    def add(self, stream: StreamState, plan: Plan) -> None:
+        """A stream will want this slab, after those that it wants already."""
+        task = self._new(stream, plan)
+        stream.tasks.append(task)
+        self._fit(task)
+
+    def fail(self, task: SlabTask, error: DataplaneError) -> None:
+        """Whoever asks for this slab gets the error."""
+        self.unpin(task)
+        self._unwatch(task)
+        task.error, task.phase = error, SlabPhase.FAILED
+
+    def drop(self, task: SlabTask) -> None:
+        """Give up a task that its consumer no longer waits for, or no longer holds."""
+        was, task.phase = task.phase, SlabPhase.GONE
+        if was is SlabPhase.ASSEMBLING:
+            return  # its slot and pins are free when the worker has answered
+        self.unpin(task)
+        self._unwatch(task)
+        self._free_slot(task)
+
+    def close_delivery(self, delivery: Delivery) -> None:
+        """Nobody here uses this arena any more; it goes when no worker writes into it."""
+        for loan in delivery.lent.values():
+            self.drop(loan.task)
+        delivery.lent.clear()
+        if delivery.group is not None and not delivery.closing:
+            self._leave(delivery.group)
+        delivery.closing = True
+        self._close_if_idle(delivery)
+
+    def _leave(self, group: Group) -> None:
+        """One delivery fewer shares its slabs; with the last one they go."""
+        group.users -= 1
+        if group.users:
+            return
+        self._shared.close(group)
+        if group.copied_count:
+            self._do(Note("shared", {"made": group.made_count, "copied": group.copied_count}))
+
+    def _close_if_idle(self, delivery: Delivery) -> None:
+        if delivery.closing and not delivery.assembling_count:
+            self._do(DropDelivery(delivery.delivery_id))
+
+    def _new(self, stream: StreamState, plan: Plan) -> SlabTask:
+        task = SlabTask(stream, plan, next(self._numbers), Stamps(self._time.now))
+        self._watch(task)
+        return task
+
+    def _free_slot(self, task: SlabTask) -> None:
+        if task.slot is not None:
+            task.delivery.slots.give_back(task.slot)
+            task.slot = None
+
+    # -- cutting ---------------------------------------------------------------------------------
+
+    def halve(self, task: SlabTask) -> bool:
+        """Make the second half of a waiting task another task; False if it is one batch."""
+        count = len(task.plan.batches)
+        if count > 1:
+            self._cut(task, count // 2)
+        return count > 1
+
+    def _fit(self, task: SlabTask) -> None:
+        """Split a task whose blocks the arena could not hold together."""
+        if task.phase is not SlabPhase.WAITING:
+            return
+        need = task.memory_needed
+        if need <= self._blocks.arena_bytes * _MEMORY_SHARE:
+            return
+        if len(task.plan.batches) > 1:
+            rest = self._cut(task, len(task.plan.batches) // 2)
+            self._fit(task)
+            self._fit(rest)
+        elif need > self._blocks.arena_bytes:
+            self.fail_for_memory(task)
+
+    def _cut(self, task: SlabTask, batch_count: int) -> SlabTask:
+        """Leave the first batches to `task`; the rest becomes the task after it."""
+        first, rest = task.plan.split(batch_count)
+        if task.phase is SlabPhase.WAITING:
+            self.unpin(task)
+            self._unwatch(task)
+            task.plan = first
+            self._watch(task)
+        else:
+            task.plan = first
+        after = self._new(task.stream, rest)
+        task.stream.tasks.insert(task.stream.tasks.index(task) + 1, after)
+        return after
+
+    def fail_for_memory(self, task: SlabTask) -> None:
+        """The block arena cannot hold what one task needs."""
+        need, budget = task.memory_needed, self._blocks.arena_bytes
+        self.fail(task, budgets.batch_of_too_many_blocks(len(task.plan.blocks), need, budget))
+
+    def _fail_for_size(self, task: SlabTask, need: int, budget: int) -> None:
+        step = task.plan.batches[0].step
+        self.fail(task, budgets.batch_too_large(step, need, budget))
+
+    # -- assembling ------------------------------------------------------------------------------
+
+    def assemble(self, task: SlabTask, shared: SharedSlab | None) -> bool:
+        """Have a task's slab copied, or made of its ready blocks: False if no slot is free."""
+        slot = self._slot_for(task)
+        if slot is None:
+            return False
+        delivery, index_bytes = task.delivery, row_index_bytes(len(task.plan.row_index))
+        if index_bytes >= slot.length:
+            delivery.slots.give_back(slot)
+            self._fail_for_size(task, index_bytes, slot.length)
+            return True
+        slab = Region(slot.offset, slot.length - index_bytes)
+        task.slot, task.phase = slot, SlabPhase.ASSEMBLING
+        task.stamps.slotted = self._time.now
+        effect = self._gather(task, slab) if shared is None else self._copy(task, slab, shared)
+        self._unwatch(task)
+        self._assembling[task.number] = task
+        delivery.assembling_count += 1
+        self._do(effect)
+        return True
+
+    def _gather(self, task: SlabTask, slab: Region) -> AssembleSlab:
+        self.pin(task)
+        kept = self._shared.wanted(task, slab.length)
+        if kept is not None:
+            going = self._shared.make_way(kept)
+            room = None
+            if going is not None:
+                room = self._blocks.room_for_slab(kept.region.length, going)
+            if room is not None:
+                self._shared.begin(kept, room)
+                task.shared = kept
+        return AssembleSlab(
+            task.number,
+            task.dataset.dataset_id,
+            task.delivery.delivery_id,
+            task.plan,
+            tuple(task.dataset.marks.keys[task.plan.blocks].tolist()),
+            Region(slab.offset + slab.length, len(task.plan.row_index) * 8),
+            slab,
+            task.stream.walk.render,
+            None if task.shared is None else task.shared.region,
+        )
+
+    def _copy(self, task: SlabTask, slab: Region, shared: SharedSlab) -> CopyKept:
+        assert shared.made is not None
+        self.unpin(task)
+        self._shared.begin_copy(shared)
+        task.stamps.slotted_for_copy(shared.made_at, task.stamps.slotted)
+        task.shared = shared
+        return CopyKept(
+            task.number,
+            task.dataset.dataset_id,
+            task.delivery.delivery_id,
+            task.plan,
+            shared.region,
+            Region(slab.offset, shared.region.length),
+        )
+
+    def may_have_slot(self, task: SlabTask) -> bool:
+        """Whether the task could be assembled now, if it had its blocks."""
+        slots = task.delivery.slots
+        is_free = slots.zone_is_free if task.oversize else slots.free_count > 0
+        if not is_free and (not task.is_awaited or self._spare(task) is None):
+            return False
+        stream = task.stream
+        made_count = stream.made_count
+        if stream.is_ahead and stream.after is not None:
+            made_count += stream.after.made_count
+        elif stream.tasks[0] is task:
+            return True
+        sharing = sum(not each.is_ahead for each in task.delivery.streams)
+        return made_count < max(1, slots.layout.ahead_slots // max(sharing, 1))
+
+    def _slot_for(self, task: SlabTask) -> Region | None:
+        if not self.may_have_slot(task):
+            return None
+        slots = task.delivery.slots
+        take = slots.take_zone if task.oversize else slots.take
+        slot = take()
+        if slot is None:
+            self._make_again_later(self._spare(task))
+            slot = take()
+        return slot
+
+    def _spare(self, task: SlabTask) -> SlabTask | None:
+        """A finished slab that nobody holds or waits for, in a slot that this task could use."""
+        for stream in task.delivery.streams:
+            for other in reversed(stream.tasks):
+                if (
+                    other.phase is SlabPhase.READY
+                    and other.oversize == task.oversize
+                    and not other.is_awaited
+                ):
+                    return other
+        return None
+
+    def _make_again_later(self, task: SlabTask | None) -> None:
+        if task is not None:
+            self._free_slot(task)
+            task.assembled, task.phase = None, SlabPhase.WAITING
+            self._watch(task)
+
+    def assembled(self, event: Assembled) -> None:
+        """A worker has made or copied a slab, or could not."""
+        task, result = self._assembling.pop(event.number), event.result
+        task.stamps.started, task.stamps.made = event.started, self._time.now
+        task.delivery.assembling_count -= 1
+        self.unpin(task)
+        shared, task.shared = task.shared, None
+        if shared is not None:
+            result = self._shared.ended(shared, result, is_kept=event.is_kept)
+        if task.phase is SlabPhase.GONE:
+            self._free_slot(task)
+        elif isinstance(result, DataplaneError):
+            self._free_slot(task)
+            self.fail(task, result)
+        else:
+            assert isinstance(result, tasks.Assembled)
+            task.dataset.account.disk_us += result.disk
+            self._keep(task, result)
+        self._close_if_idle(task.delivery)
+
+    def _keep(self, task: SlabTask, result: tasks.Assembled) -> None:
+        if not result.batch_count:
+            self._outgrown(task, result.bytes_needed)
+            return
+        is_cut = result.batch_count < len(task.plan.batches)
+        assert task.slot is not None
+        room = task.slot.length - row_index_bytes(len(task.plan.row_index))
+        task.stream.walk.fitted(result.batch_count, result.bytes_used, room, cut=is_cut)
+        if is_cut:
+            self._cut(task, result.batch_count)
+        task.assembled, task.phase = result, SlabPhase.READY
+
+    def _outgrown(self, task: SlabTask, bytes_needed: int) -> None:
+        """Not even one batch fits into a slot: it goes through the zone, alone."""
+        self._free_slot(task)
+        zone = task.delivery.slots.layout.zone_bytes
+        need = bytes_needed + row_index_bytes(task.plan.batches[0].rows)
+        if need > zone:
+            self._fail_for_size(task, need, zone)
+            return
+        if len(task.plan.batches) > 1:
+            self._cut(task, 1)
+        task.oversize, task.phase = True, SlabPhase.WAITING
+        self._watch(task)

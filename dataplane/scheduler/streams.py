@@ -1,0 +1,51 @@
+"""The open streams of a node, and what blocks and slabs they still want."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.records import Group, StreamState
+
+
+class StreamTable:
+    """Every open stream, by number."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, StreamState] = {}
+
+    def __iter__(self) -> Iterator[StreamState]:
+        """Those that are open now; the table may change meanwhile."""
+        return iter(list(self._streams.values()))
+
+    def find(self, stream_id: int | None) -> StreamState | None:
+        """The stream, unless it was closed."""
+        return None if stream_id is None else self._streams.get(stream_id)
+
+    def add(self, stream: StreamState) -> None:
+        """It is open from now on."""
+        self._streams[stream.stream_id] = stream
+        stream.delivery.streams.append(stream)
+
+    def remove(self, stream: StreamState) -> None:
+        """It was closed."""
+        stream.closed = True
+        del self._streams[stream.stream_id]
+        stream.delivery.streams.remove(stream)
+
+    def of_dataset(self, dataset: DatasetBlocks) -> list[StreamState]:
+        """Those that read this dataset."""
+        return [s for s in self._streams.values() if s.delivery.dataset is dataset]
+
+    def of_group(self, group: Group) -> list[StreamState]:
+        """Those whose slabs are shared."""
+        return [s for s in self._streams.values() if s.delivery.group is group]
+
+    def crops(self, dataset: DatasetBlocks) -> bool:
+        """Whether anybody wants parts of this dataset's images."""
+        return any(stream.walk.crops for stream in self.of_dataset(dataset))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a trainer has asked for a slab that is not ready."""
+        return any(stream.requests for stream in self._streams.values())

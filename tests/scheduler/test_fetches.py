@@ -1,0 +1,67 @@
+"""How many fetches a node has under way at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.arena.allocator import Allocator
+from dataplane.config import JobSpec
+from dataplane.model import Region
+from dataplane.node.dataset import dataset_of
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import Shard
+from dataplane.scheduler.blocks import FETCH_BYTES_MIN, SMALL_FETCHES, BlockTable
+from dataplane.scheduler.events import Effect, Fetch, Fetched
+from dataplane.scheduler.records import Moment
+from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.streams import StreamTable
+
+FETCHES = 4
+
+
+def _manifest(lengths: Iterable[int]) -> Manifest:
+    sizes = np.array([*lengths], np.int64)
+    return Manifest(
+        ("all",),
+        "arrow",
+        pa.schema([("x", pa.int32())]).serialize().to_pybytes(),
+        (Shard("s3:///shard", 1 << 40, "tag", len(sizes), Region(0, 0), zero_copy=True),),
+        np.zeros(len(sizes), np.int32),
+        np.ones(len(sizes), np.int64),
+        np.cumsum(sizes) - sizes,
+        sizes,
+        sizes,
+    )
+
+
+@given(st.lists(st.integers(1, 3 * FETCH_BYTES_MIN), min_size=1, max_size=40), st.data())
+def test_small_blocks_are_fetched_more_at_once_within_two_bounds(
+    lengths: list[int], drawn: st.DataObject
+) -> None:
+    effects: list[Effect] = []
+    allocator, moment = Allocator(64 * FETCH_BYTES_MIN * 4), Moment()
+    shared = SharedSlabs(allocator, StreamTable(), moment)
+    table = BlockTable(allocator, FETCHES, shared, effects.append, moment)
+    manifest = _manifest(lengths)
+    dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint)).blocks
+    waiting, under_way = [*range(len(lengths))], dict[int, int]()
+    while waiting or under_way:
+        while waiting and table.start(dataset, waiting[0], greedy=False):
+            fetch = effects[-1]
+            assert isinstance(fetch, Fetch)
+            under_way[fetch.key] = lengths[waiting.pop(0)]
+        count, size = len(under_way), sum(under_way.values())
+        assert count <= SMALL_FETCHES * FETCHES
+        assert count <= FETCHES or size - max(under_way.values()) < FETCHES * FETCH_BYTES_MIN
+        if waiting:
+            assert count >= FETCHES
+            assert count == SMALL_FETCHES * FETCHES or size >= FETCHES * FETCH_BYTES_MIN
+        key = drawn.draw(st.sampled_from([*under_way]))
+        del under_way[key]
+        table.fetched(Fetched(key))
+    assert table.in_flight_count == 0

@@ -1,0 +1,58 @@
+"""Blocks that are read again are told now and then, with how many and how large."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_run import Run, several, simulate
+
+from dataplane.scheduler.events import Note
+from dataplane.scheduler.read_again import ReadAgain
+
+
+def block(dataset_id: int = 1, index: int = 0) -> Any:
+    dataset = SimpleNamespace(dataset_id=dataset_id, name="lab", stored=np.array([7, 9]))
+    return SimpleNamespace(dataset=dataset, index=index)
+
+
+def test_a_line_comes_less_and_less_often() -> None:
+    notes: list[Note] = []
+    again = ReadAgain(1 << 20, notes.append)
+    for second in range(3600):
+        again.note([block(index=0), block(index=1)], float(second))
+    lines = [note.facts for note in notes]
+    assert [line["seconds"] for line in lines] == [10, 60, 120, 240, 480, 960]
+    assert lines[1]["blocks"] == 120
+    assert lines[1]["bytes"] == 60 * 16
+    assert lines[0]["block_arena_bytes"] == 1 << 20
+    assert lines[0]["dataset"] == "lab"
+
+
+def test_a_few_are_not_worth_a_line_and_a_dataset_that_is_gone_is_forgotten() -> None:
+    notes: list[Note] = []
+    again = ReadAgain(1, notes.append)
+    again.note([block()], 0.0)
+    again.forget(1)
+    again.note([block()], 100.0)
+    assert notes == []
+
+
+def test_an_arena_that_holds_all_reads_nothing_again_and_a_tight_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = []
+
+    def note(_: ReadAgain, evicted: Any, _now: float) -> None:
+        counted.extend(evicted)
+
+    monkeypatch.setattr(ReadAgain, "note", note)
+    for seed in range(8):
+        simulate(lambda seed=seed: Run(random.Random(seed), tight=False, factor=50), several)
+    assert not counted
+    for seed in range(8):
+        simulate(lambda seed=seed: Run(random.Random(seed), tight=False, factor=1), several)
+    assert counted

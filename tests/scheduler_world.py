@@ -1,0 +1,260 @@
+"""What is outside of the scheduler in its tests: a dataset, and a store and workers that end in any
+order.
+
+They touch memory: a fetch marks the region it was given, a decoding reads that mark and
+sets its own, and an assembly, when it ends, must still find the mark of each of its blocks. So
+memory that was given away too early is seen as a wrong batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from dataplane.arena.allocator import rounded
+from dataplane.config import JobSpec
+from dataplane.errors import BudgetTooSmall, StoreDenied, StoreUnavailable
+from dataplane.model import End, Region
+from dataplane.node.dataset import dataset_of
+from dataplane.plan.manifest import Manifest
+from dataplane.plan.shard import Shard
+from dataplane.rpc import messages, tasks
+from dataplane.scheduler import events
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.walk import Plan
+
+PAGE = 4096
+# (url scheme, zero copy): fetched and decoded, fetched, decoded, neither.
+KINDS = (("s3", False), ("s3", True), ("file", False), ("file", True))
+
+
+@dataclass
+class World:
+    """A dataset of blocks of known sizes, drawn from one seed."""
+
+    chance: random.Random
+    dataset_id: int = 1
+    blocks: DatasetBlocks = field(init=False)
+    estimates_are_right: bool = False
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        chance = self.chance
+        count = chance.randint(1, 14)
+        kinds = [chance.randrange(len(KINDS)) for _ in range(count)]
+        kinds.sort()
+        used = sorted(set(kinds))
+        rows = np.array([chance.randint(1, 9) for _ in kinds], np.int64)
+        lengths = np.array([chance.randint(64, 3 * PAGE) for _ in kinds], np.int64)
+        self.sizes = [chance.randint(64, 4 * PAGE) for _ in kinds]
+        low = [size if self.estimates_are_right else chance.randint(1, size) for size in self.sizes]
+        schema = pa.schema([("x", pa.int32())])
+        shards = tuple(
+            Shard(
+                f"{KINDS[k][0]}:///shard-{k}",
+                1 << 40,
+                f"e{self.dataset_id}",
+                kinds.count(k),
+                Region(0, 0),
+                KINDS[k][1],
+            )
+            for k in used
+        )
+        manifest = Manifest(
+            ("all",),
+            "arrow",
+            schema.serialize().to_pybytes(),
+            shards,
+            np.array([used.index(k) for k in kinds], np.int32),
+            rows,
+            np.arange(count, dtype=np.int64) << 20,
+            lengths,
+            np.array(low, np.int64),
+        )
+        self.spec = JobSpec(
+            manifest.fingerprint,
+            seed=chance.randrange(100),
+            shuffle=chance.random() < 0.8,
+            lanes=chance.randint(1, 3),
+            window=chance.choice([1, 3, 1000]),
+            global_batch=chance.randint(1, 8),
+            end=chance.choice([End.RAGGED, End.PAD]),
+        )
+        self.manifest = manifest
+        self.blocks = dataset_of(self.dataset_id, manifest, self.spec).blocks
+        self.broken: set[int] = set()
+
+    def cost_of(self, block: int) -> int:
+        """An upper bound of what the block may take of the arena while it is loaded."""
+        marks = self.blocks.marks
+        parts = (int(marks.raw[block]), int(marks.decoded[block]), self.true_bytes(block))
+        return sum(rounded(part) for part in parts if part)
+
+    def true_bytes(self, block: int) -> int:
+        return self.sizes[block] + 64 if self.blocks.needs_decode(block) else 0
+
+
+def _mark(into: memoryview, block: int) -> None:
+    into[:8] = int(block + 1).to_bytes(8, "little")
+    into[-8:] = int(block + 1).to_bytes(8, "little")
+
+
+def _check_mark(view: memoryview, block: int) -> None:
+    assert int.from_bytes(view[:8], "little") == block + 1, "another block's memory"
+    assert int.from_bytes(view[-8:], "little") == block + 1, "another block's memory"
+
+
+class Outside:
+    """The store and the workers: what they were asked ends when the test says so, by an event."""
+
+    def __init__(self, arena_bytes: int, worlds: dict[int, World], row_bytes: int) -> None:
+        self.arena = memoryview(bytearray(arena_bytes))
+        self.worlds = worlds
+        self.row_bytes = row_bytes
+        self.pending: list[Callable[[], events.Event]] = []
+        self.known: dict[int, tuple[World, int, Region | None]] = {}
+        """Each block that was read or decoded: where it lies, None in a local file."""
+        self.dropped: set[int] = set()
+        self.deliveries: dict[int, memoryview] = {}
+        self.loads = 0
+        self.assembled: list[bytes] = []
+        self.copied = 0
+        self.chance = random.Random(0)
+        self.away = 0.0
+        """How many of the reads end with the store still away."""
+        self.refused = 0.0
+        """For how much of what is asked the machine has no memory."""
+        self.locate: Callable[[int], tuple[DatasetBlocks, int]]
+        """The dataset and number of a block that was never loaded, by key."""
+
+    def part(self, region: Region) -> memoryview:
+        assert region.offset + region.length <= len(self.arena)
+        return self.arena[region.offset : region.offset + region.length]
+
+    def ask(self, effect: events.Effect) -> None:
+        """Have an effect carried out, now or later."""
+        match effect:
+            case events.PlanSteps():
+                self.pending.append(lambda: self._planned(effect))
+            case events.Fetch():
+                self.loads += 1
+                self.pending.append(lambda: self._fetched(effect))
+            case events.DecodeBlock():
+                self.pending.append(lambda: self._decoded(effect))
+            case events.AssembleSlab():
+                self.pending.append(lambda: self._assembled(effect))
+            case events.CopyKept():
+                self.copied += 1
+                self.pending.append(lambda: self._copied(effect))
+            case events.ForgetBlock():
+                self.known.pop(effect.key, None)
+            case events.DropDelivery():
+                assert effect.delivery_id not in self.dropped
+                self.dropped.add(effect.delivery_id)
+            case _:
+                raise AssertionError(effect)
+
+    def _no_memory(self) -> BudgetTooSmall | None:
+        is_refused = self.chance.random() < self.refused
+        return BudgetTooSmall("the machine has no memory") if is_refused else None
+
+    def _planned(self, effect: events.PlanSteps) -> events.Planned:
+        return events.Planned(effect.stream_id, effect.walk.next_plans(effect.count))
+
+    def _fetched(self, effect: events.Fetch) -> events.Fetched:
+        world = self.worlds[effect.dataset_id]
+        assert effect.into.length == world.blocks.marks.raw[effect.block]
+        if error := self._no_memory():
+            return events.Fetched(effect.key, error)
+        if effect.block in world.broken:
+            return events.Fetched(effect.key, StoreDenied(f"block {effect.block}"))
+        if self.chance.random() < self.away:
+            return events.Fetched(effect.key, StoreUnavailable("it is away"), is_away=True)
+        _mark(self.part(effect.into), effect.block)
+        self.known[effect.key] = (world, effect.block, effect.into)
+        return events.Fetched(effect.key)
+
+    def _decoded(self, effect: events.DecodeBlock) -> events.Decoded:
+        world, block = self.worlds[effect.dataset_id], effect.block
+        if effect.raw is None:
+            self.loads += 1
+            if block in world.broken:
+                return events.Decoded(effect.key, StoreDenied(f"block {block}"), 0.0)
+        else:
+            _check_mark(self.part(effect.raw), block)
+        if error := self._no_memory():
+            return events.Decoded(effect.key, error, 0.0)
+        size = world.true_bytes(block)
+        if size > effect.into.length:
+            return events.Decoded(effect.key, tasks.Decoded(size, stored=False), 0.0)
+        into = Region(effect.into.offset, size)
+        _mark(self.part(into), block)
+        self.known[effect.key] = (world, block, into)
+        return events.Decoded(effect.key, tasks.Decoded(size, stored=True), 0.0)
+
+    def _copied(self, effect: events.CopyKept) -> events.Assembled:
+        assert effect.delivery_id not in self.dropped
+        assert effect.kept.length == effect.slab.length
+        if error := self._no_memory():
+            return events.Assembled(effect.number, error, 0.0)
+        slab = effect.slab
+        into = self.deliveries[effect.delivery_id][slab.offset : slab.offset + slab.length]
+        into[:] = self.part(effect.kept)
+        return events.Assembled(effect.number, tasks.Done(), 0.0)
+
+    def _assembled(self, effect: events.AssembleSlab) -> events.Assembled:
+        assert effect.delivery_id not in self.dropped
+        plan, slab = effect.plan, effect.slab
+        assert effect.row_index.length >= 8 * len(plan.row_index)
+        assert effect.row_index.offset >= slab.offset + slab.length
+        if error := self._no_memory():
+            return events.Assembled(effect.number, error, 0.0, is_kept=False)
+        self.assembled.append(repr((plan.batches, effect.keys)).encode() + plan.row_index.tobytes())
+        numbers = [self._block_of(key, effect.dataset_id) for key in effect.keys]
+        assert numbers == plan.blocks.tolist()
+        arena = self.deliveries[effect.delivery_id]
+        used, count, needed = self._write(plan, numbers, arena[slab.offset :], slab.length)
+        is_kept = effect.keep is not None and self._no_memory() is None
+        if effect.keep is not None and is_kept and used <= effect.keep.length:
+            self.part(effect.keep)[:used] = arena[slab.offset : slab.offset + used]
+        result = tasks.Assembled(count, bytes_needed=0 if count else needed, bytes_used=used)
+        return events.Assembled(effect.number, result, 0.0, is_kept)
+
+    def _write(
+        self, plan: Plan, numbers: list[int], into: memoryview, room: int
+    ) -> tuple[int, int, int]:
+        used, count, first, needed = 0, 0, 0, 0
+        for batch in plan.batches:
+            size = slab_bytes(batch, self.row_bytes)
+            needed = needed or size
+            if used + size > room:
+                break
+            values = np.frombuffer(into[used : used + 16 * batch.rows + 16], np.int64)
+            values[0] = batch.step
+            mine = plan.row_index[first : first + batch.rows]
+            values[2:] = [x for b, r in mine.tolist() for x in (numbers[b], r)]
+            first, used, count = first + batch.rows, used + size, count + 1
+        return used, count, needed
+
+    def _block_of(self, key: int, dataset_id: int) -> int:
+        found = self.known.get(key)
+        if found is None:  # nothing to fetch and nothing to decode, or it was forgotten
+            dataset, block = self.locate(key)
+            assert not dataset.needs_fetch(block), "a block was forgotten while it was in use"
+            assert not dataset.needs_decode(block), "a block was forgotten while it was in use"
+            return block
+        world, block, place = found
+        assert world.dataset_id == dataset_id
+        assert place is not None
+        _check_mark(self.part(place), block)
+        return block
+
+
+def slab_bytes(batch: messages.Batch, row_bytes: int) -> int:
+    """What a batch takes: some are much larger than others."""
+    swollen = 6 if batch.step % 7 == 3 else 1
+    return 16 + batch.rows * (16 + row_bytes * swollen) // 16 * 16

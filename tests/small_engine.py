@@ -1,0 +1,66 @@
+"""An engine over a drawn dataset, with a store and workers that let everything wait."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from scheduler_world import PAGE, World
+
+from dataplane.arena.memfd import Arena
+from dataplane.arena.slots import plan_slots
+from dataplane.config import JobSpec
+from dataplane.node.dataset import dataset_of
+from dataplane.node.delivery import DeliveryArena
+from dataplane.node.engine import Engine
+from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.scheduler import Scheduler
+from dataplane.trace import Trace
+
+
+class _Quiet:
+    """A fetcher and a pool of workers."""
+
+    def __init__(self) -> None:
+        self.views: list[memoryview] = []
+
+    def fetch(self, *told: Any) -> None:
+        told[4].release()
+
+    def submit(self, job: object, urgency: int) -> None: ...
+
+    def forget_block(self, key: int) -> None: ...
+
+    def detach_arena(self, arena_id: int) -> None: ...
+
+
+class SmallEngine:
+    """Use: `engine`, `spec`, and `deliver()` for places to deliver to."""
+
+    def __init__(self, seed: int) -> None:
+        world = World(random.Random(seed))
+        quiet: Any = _Quiet()
+        self._arena = Arena.create("test", 64 * PAGE)
+        scheduler = Scheduler(64 * PAGE, 2, Autoscaler(1, 1, 1), 60.0)
+        self.engine = Engine(scheduler, self._arena, quiet, quiet, Trace("test"))
+        self.spec: JobSpec = world.spec
+        self._dataset = dataset_of(1, world.manifest, world.spec)
+        self._deliveries: list[DeliveryArena] = []
+
+    def deliver(self) -> DeliveryArena:
+        """A place for slabs."""
+        layout = plan_slots(0, PAGE)
+        arena = Arena.create("test", layout.arena_bytes)
+        number = 1 + len(self._deliveries)
+        delivery = DeliveryArena(number, arena, layout, self._dataset)
+        self.engine.open_delivery(delivery)
+        self._deliveries.append(delivery)
+        return delivery
+
+    def close(self) -> None:
+        """Free what it has, whatever was under way."""
+        for delivery in self._deliveries:
+            self.engine.close_delivery(delivery)
+            delivery.arena.close()
+        self.engine.close()
+        self._arena.close()
