@@ -147,7 +147,7 @@ def measure(folder: Path, columns: int, form: str) -> Found:
     narrow = folder / "narrow.parquet"
     pq.write_table(pa.table({"x": np.arange(100_000)}), narrow, row_group_size=10_000)
     serve = [*DATAPLANE, "serve", "--cache-dir", str(folder / "cache"), "--listen", "127.0.0.1:0"]
-    serve += ["--log-level", "error"]
+    serve += ["--state-dir", str(folder / "state"), "--log-level", "error"]
     serving = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
     assert serving.stdout is not None
     address = serving.stdout.readline().split()[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -112,19 +112,24 @@ class Gather:
             return Gathered(0, bytes_needed=int(ends[1]))
         if expect is not None:
             expect(int(ends[count]))
-        out = _Slab(
-            slab, self._rows, self._batch_rows[:count], self._draw, self._packing, self._lists
-        )
-        columns = tuple(
-            out.write_fixed(at, size, begin)
-            if spec.kind is Kind.FIXED
-            else out.write(at, spec, self._pieces[at], begin)
-            for at, (spec, size, begin) in enumerate(
-                zip(self._specs, self._sizes, begins[:, count].tolist(), strict=True)
-            )
-        )
-        out.write_packed()
+        out = _Slab(slab, self._rows, self._batch_rows[:count], self._draw, self._lists)
+        columns = tuple(self._written(out, begins[:, count]))
         return Gathered(count, bytes_used=int(ends[count]), columns=columns)
+
+    def _written(self, out: _Slab, begins: Ints) -> Iterator[Column]:
+        """Every column, from where it begins on; packed ones all at once."""
+        packed = frozenset(self._packing.columns if self._packing is not None else ())
+        # Of FIXED columns; together, since a wide table has tens of thousands.
+        bounds = (begins[:, None] + np.outer(self._sizes, out.bounds)).tolist()
+        for at, (spec, ends) in enumerate(zip(self._specs, bounds, strict=True)):
+            if at in packed:
+                yield Column(tuple(ends[:-1]), (), ())
+            elif spec.kind is Kind.FIXED:
+                yield out.write_fixed(at, self._sizes[at], ends)
+            else:
+                yield out.write(at, spec, self._pieces[at], int(begins[at]))
+        if self._packing is not None:
+            out.write_packed(self._packing, begins[list(self._packing.columns)])
 
     def _draw(self, at: int, out: Bytes) -> bool:
         """Write the pixels of a column, if it has images."""
@@ -185,23 +190,20 @@ class _Slab:
         rows: Rows,
         batch_rows: Ints,
         draw: Callable[[int, Bytes], bool],
-        packing: Packing | None,
         lists: Mapping[int, ListForm],
     ) -> None:
         self._lists = lists
-        self._rows, self._draw, self._packing = rows, draw, packing
-        self._begins: dict[int, int] = dict.fromkeys(packing.columns if packing else (), 0)
+        self._rows, self._draw = rows, draw
         self._bytes: Bytes = np.frombuffer(slab, np.uint8)
         self._words = self._bytes[: len(slab) // _INT_BYTES * _INT_BYTES].view(np.int64)
         self._batch_rows = batch_rows
-        self._bounds = _sums(batch_rows)
-        self._row_bounds: list[int] = self._bounds.tolist()
+        self.bounds = _sums(batch_rows)
 
     @functools.cached_property
     def _places(self) -> tuple[Ints, Ints]:
         """Of each row: its batch, and its place in it."""
         batch = np.repeat(np.arange(len(self._batch_rows)), self._batch_rows)
-        return batch, np.arange(self._bounds[-1]) - self._bounds[batch]
+        return batch, np.arange(self.bounds[-1]) - self.bounds[batch]
 
     def write(self, at: int, spec: ColumnSpec, pieces: _Pieces, begin: int) -> Column:
         """One column that is not FIXED, from `begin` on."""
@@ -215,20 +217,21 @@ class _Slab:
             self._write_runs(at, spec, pieces.spans, values, sides, width)
         return Column(tuple(values.tolist()), tuple(sides.tolist()), tuple(width.tolist()))
 
-    def write_fixed(self, at: int, size: int, begin: int) -> Column:
-        """One FIXED column, whose rows have this size, from `begin` on."""
-        *starts, end = [begin + bound * size for bound in self._row_bounds]
-        if at in self._begins:
-            self._begins[at] = begin
-        elif not self._draw(at, self._bytes[begin:end]):
+    def write_fixed(self, at: int, size: int, bounds: Sequence[int]) -> Column:
+        """One FIXED column, whose rows have this size; `bounds` are where each batch starts, and
+        where the last one ends.
+        """
+        begin, end = bounds[0], bounds[-1]
+        if not self._draw(at, self._bytes[begin:end]):
             self._rows.fixed(at, size, self._bytes[begin:end])
-        return Column(tuple(starts), (), ())
+        return Column(tuple(bounds[:-1]), (), ())
 
-    def write_packed(self) -> None:
-        """The columns that are packed, all at once: `write` has only said where they go."""
-        if self._packing is not None:
-            begins = np.array([*self._begins.values()], np.int64)
-            self._rows.packed(self._packing, self._row_bounds[-1], self._bytes, begins)
+    def write_packed(self, packing: Packing, begins: Ints) -> None:
+        """The columns that are packed, all at once.
+
+        Shapes:  begins: int64[columns], where each of them begins, in the order of the packing.
+        """
+        self._rows.packed(packing, int(self.bounds[-1]), self._bytes, begins)
 
     def _write_runs(
         self,
@@ -248,7 +251,7 @@ class _Slab:
             self._words[side] = lengths
         else:
             room, sums = lengths * size, _sums(lengths)
-            before = sums[:-1] - sums[self._bounds[batch]]
+            before = sums[:-1] - sums[self.bounds[batch]]
             put = values[batch] + before * size
             self._words[sides // _INT_BYTES] = 0
             self._words[side + 1] = before + lengths
