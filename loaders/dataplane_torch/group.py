@@ -9,6 +9,7 @@ import torch.distributed
 
 from dataplane.errors import PeerLost, SpecMismatch
 from dataplane.transforms.pixels_advice import how_to_agree
+from dataplane_torch.torch_private.process_group import default_store
 
 _inheritors: set[int] = set()
 """Processes whose group is their parent's: its connections are not theirs to use."""
@@ -46,8 +47,7 @@ def _first_said(key: str, value: str) -> str:
     if not _is_initialized() or os.getpid() in _inheritors:
         return ""
     try:
-        # Not public, but the one store that every rank has, whatever the group was made from.
-        store = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - see above
+        store = default_store()
         return str(store.compare_set(key, "", value).decode())
     except torch.distributed.DistError as error:
         raise PeerLost(

@@ -35,13 +35,14 @@ from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.pinning import cuda_pinning
 from dataplane_torch.schema import Schema
 from dataplane_torch.shards import Shards, UrlJob
+from dataplane_torch.torch_private.iteration import LoaderBase, index_sampler
 
 Pass = LocalPass | WorkerPass
 
 _T_co = TypeVar("_T_co", covariant=True, default=Any)
 
 
-class DataLoader(torch.utils.data.DataLoader[_T_co]):
+class DataLoader(LoaderBase[_T_co]):
     """Batches of a torch Dataset, or of the shards at urls, with the state of where they stand.
 
     Over a Dataset every argument is torch.utils.data.DataLoader's, by name, place, default and
@@ -135,11 +136,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return self._shards.begin()
         if self._begun is not None:
             begun, self._begun = self._begun, None
-        elif (kept := cast("WorkerPass | None", self._iterator)) is not None and kept.is_ours:
+        elif (kept := cast("WorkerPass | None", self._kept_pass)) is not None and kept.is_ours:
             begun = kept  # workers that persist
-            begun._reset(self)  # noqa: SLF001 - torch's name
+            begun.begin_again(self)
         else:
-            begun = self._get_iterator()
+            begun = self._new_pass()
         self._keep(begun)
         return begun
 
@@ -220,7 +221,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             self._place = latest.place
         elif self._place is None:
             # Before the first pass: it is begun, and the loop will take it over.
-            self._begun = latest = self._get_iterator()
+            self._begun = latest = self._new_pass()
             self._keep(latest)
             self._place = latest.place
         return self._place.state().to_dict()
@@ -240,7 +241,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             resume.check(Place(self, self.num_workers).state())
         self._forget()
         self._resume = resume
-        self._loaded_in = epochs_of(self._index_sampler)
+        self._loaded_in = epochs_of(index_sampler(self))
 
     def close(self) -> None:
         """Leave the job, end the workers; tensors that are held stay good. May be called twice."""
@@ -284,8 +285,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             raise ConfigError(
                 "a DataLoader over urls belongs to its process: make one in each", field="dataset"
             )
-        fresh = {"_latest": None, "_place": None, "_begun": None, "_iterator": None}
-        return {**self.__dict__, **fresh}
+        return {**super().__getstate__(), "_latest": None, "_place": None, "_begun": None}
 
     def _open(self, given: Arguments, of_torch: dict[str, Any], *, pin_memory: bool) -> None:
         self._shards = self._resume = self._latest = self._place = self._begun = None
@@ -315,12 +315,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if of_torch["sampler"] is None and of_torch["batch_sampler"] is None:
             make_told(self.sampler)
 
-    def _get_iterator(self) -> Pass:
+    def _new_pass(self) -> Pass:
         resume, self._resume = self._resume, None
         if self.num_workers == 0:
-            return LocalPass(self, resume)
+            return LocalPass(self, resume, self._loaded_in, self._target)
         self.check_worker_number_rationality()
-        return WorkerPass(self, resume)
+        return WorkerPass(self, resume, self._loaded_in, self._target)
 
     def _keep(self, begun: Pass) -> None:
         """Know of a pass. It dies with the loop that walks it, unless its workers persist; its
@@ -329,14 +329,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._place = begun.beginning.place
         self._latest = weakref.ref(begun)
         if isinstance(begun, WorkerPass):
-            self._iterator = begun if self.persistent_workers else None
+            self._kept_pass = begun if self.persistent_workers else None
 
     def _forget(self) -> None:
         latest = self._latest() if self._latest is not None else None
         if latest is not None:
             latest.close()
         self._latest = self._place = self._begun = self._resume = None
-        self._iterator = None
+        self._kept_pass = None
 
 
 def _refuse_neither(dataset: object) -> None:

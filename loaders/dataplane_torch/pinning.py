@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from dataplane.client.mount import Bytes, Pinning
+from dataplane_torch.torch_private.memory import has_cuda_context
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
 _RETRY_S = 0.05
@@ -54,7 +55,7 @@ def wait_for_all_work() -> None:
     another device would make one.
     """
     for index in range(torch.cuda.device_count()):
-        if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]  # noqa: SLF001
+        if has_cuda_context(index):
             torch.cuda.synchronize(index)
 
 

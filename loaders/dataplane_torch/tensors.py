@@ -16,6 +16,7 @@ import torch
 from dataplane.client.stream import Batches
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ColumnSpec, Kind
+from dataplane_torch.torch_private.memory import new_shared_storage
 
 Batch = dict[str, Any]
 _Put = Callable[[Batches, int, Batch], None]
@@ -124,7 +125,7 @@ def _shared_tensor(
     if not source.numel():
         return source
     # As torch's own collate does it: the one copy goes to where the trainer will read it.
-    storage: Any = torch.UntypedStorage._new_shared(source.nbytes)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    storage = new_shared_storage(source.nbytes)
     out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, source.stride())
     return out.copy_(source)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import _DatasetKind
 
 from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
 from dataplane_torch.local.sampling import (
@@ -25,23 +24,29 @@ from dataplane_torch.local.sampling import (
     stands_as,
     step_count,
 )
+from dataplane_torch.torch_private.iteration import (
+    PassNames,
+    index_sampler,
+    is_iterable,
+    told_length,
+)
 
 
 class Place:
     """Where a pass stands: outlives it, so that a loop that was left can still be saved."""
 
     def __init__(self, loader: Any, worker_count: int) -> None:
-        self.is_iterable = loader._dataset_kind == _DatasetKind.Iterable
+        self.is_iterable = is_iterable(loader)
         self.worker_count = worker_count
         self.batch_size = loader.batch_size
         self.length = None if self.is_iterable else _length(loader.dataset)
-        self.samplers = None if self.is_iterable else names_of(loader._index_sampler)
+        self.samplers = None if self.is_iterable else names_of(index_sampler(loader))
         self.has_default_generator = loader.generator is None
         self.step = 0
         self.is_finished = False
         self.next_worker = 0
         self.base_seed = 0
-        self.len_called: int | None = loader._IterableDataset_len_called
+        self.len_called = told_length(loader)
         self.sampler = SamplerState()
         self.workers = [WorkerState() for _ in range(max(1, worker_count))]
 
@@ -68,21 +73,29 @@ class Place:
 
 
 class Beginning:
-    """What both kinds of pass do before and after torch's own constructor runs."""
+    """What both kinds of pass do before and after torch's own constructor runs. `loaded_in` are the
+    epochs that the samplers had been told when `resume` was loaded.
+    """
 
-    def __init__(self, loader: Any, worker_count: int, resume: PassState | None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        worker_count: int,
+        resume: PassState | None,
+        loaded_in: Mapping[str, int],
+    ) -> None:
         self.place = Place(loader, worker_count)
         self._places: Places | None = None
         self._made_with: GeneratorStates = {}
         # Not the loader: it may hold the pass, and its workers end when both are forgotten.
-        self._index_sampler, self._generator = loader._index_sampler, loader.generator
+        self._index_sampler, self._generator = index_sampler(loader), loader.generator
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
         self.resume = resume
         self._epochs: dict[str, int] | None = None
         self._is_asked = self._is_told = False
         if resume is not None:
             resume.check(self.place.state())
-            self._is_told = epochs_of(loader._index_sampler) != loader._loaded_in
+            self._is_told = epochs_of(self._index_sampler) != loaded_in
         # Of a finished pass only what it left behind matters: the next one starts at its start.
         self.goes_on = None if resume is None or resume.is_finished else resume
         self.is_at_the_end = self.goes_on is not None and self._has_nothing_left(self.goes_on)
@@ -116,22 +129,22 @@ class Beginning:
         """Torch is about to make an iterator of the samplers, which may draw."""
         self._made_with = generator_states(self._index_sampler, self._generator)
 
-    def places(self, torch_pass: Any) -> Places | None:
+    def places(self, torch_pass: PassNames) -> Places | None:
         """Indices from where the pass goes on; None where they mean nothing. Sets torch's seeds."""
         place, goes_on = self.place, self.goes_on
-        iterator = torch_pass._sampler_iter
+        iterator = torch_pass.indices
         if goes_on is not None:
-            torch_pass._base_seed = goes_on.base_seed
-            torch_pass._num_yielded = place.step = goes_on.step
+            torch_pass.base_seed = goes_on.base_seed
+            torch_pass.yielded_count = place.step = goes_on.step
             place.len_called = goes_on.len_called
             if len(goes_on.workers) == len(place.workers):
                 place.next_worker = goes_on.next_worker
             iterator = self._iterator_of(goes_on.sampler)
         elif self.resume is not None and self._persists:
             # Workers that persist do not get a new seed, so that none is drawn between two passes.
-            torch_pass._base_seed = self.resume.base_seed
+            torch_pass.base_seed = self.resume.base_seed
             iterator = self._iterator_of(self.resume.sampler)
-        place.base_seed = torch_pass._base_seed
+        place.base_seed = torch_pass.base_seed
         if place.is_iterable:
             return None
         state = None if goes_on is None else goes_on.sampler
@@ -139,7 +152,7 @@ class Beginning:
             self._index_sampler, self._generator, self._every, state, iterator, self._made_with
         )
         self._places = places
-        torch_pass._sampler_iter = places.walk()
+        torch_pass.indices = places.walk()
         return places
 
     def begun(self) -> None:
@@ -162,18 +175,18 @@ class Beginning:
         self.is_at_the_end = self.is_at_the_end and not is_told
         return is_told or self.is_at_the_end
 
-    def forget_resumed(self, torch_pass: Any) -> None:
+    def forget_resumed(self, torch_pass: PassNames) -> None:
         """The pass is of the epoch that the samplers were told, or of the next, from its start."""
         if self.is_at_the_end:  # a sampler may draw once more before it ends, as torch's does
-            collections.deque(torch_pass._sampler_iter, maxlen=0)
+            collections.deque(torch_pass.indices, maxlen=0)
         if self.goes_on is not None and not self._persists:
             # What torch's constructor drew was drawn for the pass that was to go on.
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-            torch_pass._base_seed = int(seed.item())
+            torch_pass.base_seed = int(seed.item())
         self.resume = self.goes_on = None
         self.remember()
-        torch_pass._sampler_iter = iter(self._index_sampler)
-        torch_pass._num_yielded = self.place.step = self.place.next_worker = 0
+        torch_pass.indices = iter(self._index_sampler)
+        torch_pass.yielded_count = self.place.step = self.place.next_worker = 0
 
     def _has_nothing_left(self, state: PassState) -> bool:
         """Whether a state was taken in the last step of a pass whose end can be known, by a loop

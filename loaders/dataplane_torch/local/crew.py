@@ -23,12 +23,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from torch.utils.data._utils import signal_handling
-
 from dataplane.client.mount import Pinning
 from dataplane_torch.local import frames
 from dataplane_torch.local.segments import Mapped
 from dataplane_torch.local.worker import Setup, work
+from dataplane_torch.torch_private import workers
 
 _END_S = 5.0
 _LOOK_MS = 1000
@@ -61,8 +60,7 @@ class Crew:
         except BaseException:
             self.close()
             raise
-        signal_handling._set_worker_pids(id(self), tuple(p.pid for p in self.processes))  # type: ignore[attr-defined]
-        signal_handling._set_SIGCHLD_handler()
+        workers.watch(id(self), [process.pid for process in self.processes])
         _crews.add(self)
 
     @property
@@ -124,7 +122,7 @@ class Crew:
         SIGCHLD, or the end of the worker's socket.
         """
         self._has_raised = True
-        signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]
+        workers.raise_for_dead()
         for worker_id in self._gone - self._ended:
             process = self.processes[worker_id]
             process.join(_END_S)
@@ -153,7 +151,7 @@ class Crew:
                 process.join(max(0.0, deadline - time.monotonic()))
         finally:
             with contextlib.suppress(Exception):
-                signal_handling._remove_worker_pids(id(self))  # type: ignore[attr-defined]
+                workers.unwatch(id(self))
             for process in self.processes:
                 if process.is_alive():
                     process.kill()

@@ -9,27 +9,34 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
-
+from dataplane_torch.device import Target
 from dataplane_torch.local.beginning import Beginning, Place
 from dataplane_torch.local.progress import PassState, WorkerState
 from dataplane_torch.local.stateful import load_state, skip_samples, state_of
 from dataplane_torch.sending import Sending
+from dataplane_torch.torch_private.iteration import LocalPassBase
 
 
-class LocalPass(_SingleProcessDataLoaderIter):
+class LocalPass(LocalPassBase):
     """A pass whose samples this process loads, as torch's with num_workers=0. Threads take turns.
 
     Nothing is copied ahead to a device: the next batch would have to be loaded first, in this
     thread, which would take longer than its copy.
     """
 
-    def __init__(self, loader: Any, resume: PassState | None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        resume: PassState | None,
+        loaded_in: Mapping[str, int],
+        target: Target | None,
+    ) -> None:
         self._lock = threading.RLock()
-        self.beginning = begin = Beginning(loader, 0, resume)
+        self.beginning = begin = Beginning(loader, 0, resume, loaded_in)
         told = None if resume is None else resume.workers[0]
         if told is not None and told.dataset is not None:
             load_state(loader.dataset, told.dataset)
@@ -39,19 +46,19 @@ class LocalPass(_SingleProcessDataLoaderIter):
         if begin.goes_on is not None and told is not None and begin.place.is_iterable:
             self._go_on(begin.goes_on, told)
         begin.begun()
-        self._copy_stream = None if loader._target is None else loader._target.copy_stream()
+        self._copy_stream = None if target is None else target.copy_stream()
         self._is_asked = False
 
     @property
     def place(self) -> Place:
         """Where it stands, with the states of the dataset as they are now."""
-        place, fetcher = self.beginning.place, self._dataset_fetcher
-        place.step = self._num_yielded
+        place, fetcher = self.beginning.place, self.fetcher
+        place.step = self.yielded_count
         if self._places is not None and not place.is_finished:
             place.sampler = self._places.place()
         iterator = fetcher.dataset_iter if place.is_iterable else None
         state = WorkerState(
-            dataset=None if iterator is self._dataset else copy.deepcopy(state_of(self._dataset)),
+            dataset=None if iterator is self.dataset else copy.deepcopy(state_of(self.dataset)),
             iterator=copy.deepcopy(state_of(iterator)),
             is_ended=place.is_iterable and fetcher.ended,
             fetched=place.step,
@@ -72,22 +79,23 @@ class LocalPass(_SingleProcessDataLoaderIter):
         with self._lock:
             return super().__next__()
 
-    def _next_data(self) -> Any:
+    def next_batch(self) -> Any:
+        """As torch's, and with a target on its device."""
         if not self._is_asked:
             self._is_asked = True
             if self.beginning.is_told_otherwise():
                 self.beginning.forget_resumed(self)
                 self._places = self.beginning.places(self)
         try:
-            batch = super()._next_data()  # type: ignore[no-untyped-call]
+            batch = super().next_batch()
         except StopIteration:
-            self.beginning.place.step = self._num_yielded
+            self.beginning.place.step = self.yielded_count
             self.beginning.finish()
             raise
         return batch if self._copy_stream is None else Sending(self._copy_stream, lambda: batch)()
 
     def _go_on(self, state: PassState, told: WorkerState) -> None:
-        fetcher = self._dataset_fetcher
+        fetcher = self.fetcher
         if told.iterator is not None:
             fetcher.dataset_iter = load_state(fetcher.dataset_iter, told.iterator)
         fetcher.ended = told.is_ended

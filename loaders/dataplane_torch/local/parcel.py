@@ -16,15 +16,19 @@ import pickle
 import threading
 import weakref
 from collections.abc import Sequence
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from dataplane_torch.local.segments import Bytes, Extent, Mapped, Segments
 from dataplane_torch.tensors import tensor_over
+from dataplane_torch.torch_private.memory import (
+    collate_tensors_by,
+    make_no_shared_storage,
+    stack_tensors,
+    tensor_reducers,
+)
 
 # Shorter ones are copied with the pickle: cheaper than a lease of memory, and they hold nothing.
 _BESIDE_BYTES = 32 << 10
@@ -58,10 +62,8 @@ class Packer:
         the user has told it how else. Where a user's own table of collate functions has torch's,
         that makes no files in shared memory.
         """
-        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
-            default_collate_fn_map[torch.Tensor] = self._stack
-        storage: Any = torch.UntypedStorage
-        storage._new_shared = _new_private
+        collate_tensors_by(self._stack)
+        make_no_shared_storage()
 
     def pack(self, batches: list[Any]) -> Parcel:
         """The one object in `batches`, which is taken out of it: nobody else may hold it.
@@ -85,11 +87,11 @@ class Packer:
     def _stack(
         self, batch: Sequence[torch.Tensor], *, collate_fn_map: object = None
     ) -> torch.Tensor:
-        """Torch's collate_tensor_fn, into an extent where that is worth it."""
+        """As torch's own function does it, into an extent where that is worth it."""
         del collate_fn_map
         first = batch[0]
         if first.layout is not torch.strided or first.is_nested or first.device.type != "cpu":
-            return cast("torch.Tensor", collate_tensor_fn(batch))
+            return stack_tensors(batch)
         length = first.numel() * first.element_size() * len(batch)
         if length < self._beside_bytes or type(first) is not torch.Tensor or first.requires_grad:
             return _stacked(batch)
@@ -236,7 +238,7 @@ class _Pickler(pickle.Pickler):
     """As torch.multiprocessing pickles, but for dense tensors, whose bytes go beside the pickle."""
 
     dispatch_table: Any = collections.ChainMap(  # noqa: RUF012 - nobody writes it
-        cast("dict[type, Any]", ForkingPickler._extra_reducers),  # type: ignore[attr-defined]
+        tensor_reducers,
         cast("dict[type, Any]", copyreg.dispatch_table),
     )
 
@@ -285,11 +287,6 @@ def _reduced(tensor: torch.Tensor) -> Any:
         *(bytes_of, tensor.dtype, tuple(tensor.shape), stride),
         *(tensor.requires_grad, kind, attributes),
     )
-
-
-def _new_private(size_bytes: int, *, device: str = "cpu") -> Any:
-    storage: Any = torch.UntypedStorage
-    return storage(size_bytes, device=device)
 
 
 def _storage(buffer: Any) -> torch.UntypedStorage:

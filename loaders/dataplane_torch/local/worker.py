@@ -21,11 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
-from torch.utils.data._utils import signal_handling
-from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data.dataloader import _DatasetKind
 from torch.utils.data.graph_settings import apply_random_seed
 
 from dataplane_torch.local import frames
@@ -33,6 +29,8 @@ from dataplane_torch.local.parcel import Packer
 from dataplane_torch.local.progress import WorkerState
 from dataplane_torch.local.segments import Segments
 from dataplane_torch.local.stateful import load_state, skip_samples, state_of
+from dataplane_torch.torch_private import workers
+from dataplane_torch.torch_private.iteration import fetcher_of
 
 _PARENT_POLL_MS = 5000
 _LAST_WORDS_S = 5.0
@@ -45,7 +43,7 @@ _LONG_IDLE_S = 2.0
 class Setup:
     """What a worker is started with. `parent_pid` is 0 where a fork server starts it."""
 
-    kind: int
+    is_iterable: bool
     dataset: Any
     auto_collation: bool
     collate_fn: Callable[[Any], Any]
@@ -72,8 +70,8 @@ class Worker:
         self._packer.collate_here()
         self._dataset = setup.dataset
         self._shared_rng = torch.Generator()
-        self._fetcher: Any = None
-        self._fault: ExceptionWrapper | None = None
+        self._fetcher: Any = None  # a Fetcher, when the dataset is open
+        self._fault: Any = None  # an ExceptionWrapper
         self._is_done = False
         self._pass, self._fetched = 0, 0
         self._is_stateful = False
@@ -90,11 +88,9 @@ class Worker:
         seed = setup.base_seed + setup.worker_id
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(setup.base_seed, setup.worker_id))  # type: ignore[no-untyped-call]  # noqa: NPY002
+        np.random.seed(workers.numpy_seed(setup.base_seed, setup.worker_id))  # noqa: NPY002
         self._reseed(setup.shared_seed)
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=setup.worker_id, num_workers=setup.worker_count, seed=seed, dataset=self._dataset
-        )
+        workers.set_worker_info(setup.worker_id, setup.worker_count, seed, self._dataset)
         if setup.init_fn is not None:
             try:
                 setup.init_fn(setup.worker_id)
@@ -140,18 +136,22 @@ class Worker:
         setup = self._setup
         if state is not None and state.dataset is not None:
             self._dataset = load_state(self._dataset, state.dataset)
-        self._fetcher = _DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
-            setup.kind, self._dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
+        self._fetcher = fetcher = fetcher_of(
+            self._dataset,
+            is_iterable=setup.is_iterable,
+            auto_collation=setup.auto_collation,
+            collate_fn=setup.collate_fn,
+            drop_last=setup.drop_last,
         )
         if state is None:
             return
         self._fetched = state.fetched
-        if setup.kind != _DatasetKind.Iterable:
+        if not setup.is_iterable:
             return
         if state.iterator is not None:
-            self._fetcher.dataset_iter = load_state(self._fetcher.dataset_iter, state.iterator)
-        self._fetcher.ended = state.is_ended
-        skip_samples(self._fetcher, state.skip * setup.batch_size)
+            fetcher.dataset_iter = load_state(fetcher.dataset_iter, state.iterator)
+        fetcher.ended = state.is_ended
+        skip_samples(fetcher, state.skip * setup.batch_size)
         self._fetched += state.skip
 
     def _fetch(self, frame: frames.Fetch) -> None:
@@ -169,7 +169,7 @@ class Worker:
                 if self._is_stateful and self._is_due():
                     state = self._state()
             except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
-                if isinstance(error, StopIteration) and self._setup.kind == _DatasetKind.Iterable:
+                if isinstance(error, StopIteration) and self._setup.is_iterable:
                     self._is_done = True
                     self._tell(frames.Ended(self._pass, frame.task, self._last_state()))
                     return
@@ -204,7 +204,7 @@ class Worker:
         """Where the dataset stands; None where it cannot tell."""
         fetcher = self._fetcher
         iterator, is_ended = None, False
-        if self._setup.kind == _DatasetKind.Iterable:
+        if self._setup.is_iterable:
             iterator, is_ended = fetcher.dataset_iter, fetcher.ended
         dataset = None if iterator is self._dataset else state_of(self._dataset)
         state = WorkerState(
@@ -223,9 +223,9 @@ class Worker:
             self._shared_rng.manual_seed(shared_seed)
             self._dataset = apply_random_seed(self._dataset, self._shared_rng)
 
-    def _wrapped(self) -> ExceptionWrapper:
+    def _wrapped(self) -> Any:
         where = f"in DataLoader worker process {self._setup.worker_id}"
-        return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+        return workers.ExceptionWrapper(where=where)
 
     def _announce(self, segment_id: int, fd: int, size_bytes: int) -> None:
         self._send(frames.NewSegment(segment_id, size_bytes))
@@ -292,8 +292,8 @@ def work(setup: Setup, connection: Connection, inherited: list[Connection]) -> N
     try:
         for trainers in inherited:
             trainers.close()
-        signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
-        torch.multiprocessing._set_thread_name("dataplane_work")
+        workers.report_fatal_signals()
+        workers.name_thread("dataplane_work")
         torch.set_num_threads(1)
         inbox = _Inbox(connection, setup.parent_pid)
         Worker(setup, connection, inbox).run()

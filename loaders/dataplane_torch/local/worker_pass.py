@@ -17,13 +17,11 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
+from dataplane_torch.device import Target
 from dataplane_torch.local import frames
 from dataplane_torch.local.beginning import Beginning, Place
 from dataplane_torch.local.crew import Crew
@@ -32,17 +30,25 @@ from dataplane_torch.local.parcel import discard
 from dataplane_torch.local.progress import PassState, WorkerState
 from dataplane_torch.local.task import Task
 from dataplane_torch.sending import Sending
+from dataplane_torch.torch_private.iteration import WorkerPassBase
+from dataplane_torch.torch_private.memory import pin_memory
 
 
-class WorkerPass(_BaseDataLoaderIter):
+class WorkerPass(WorkerPassBase):
     """As torch's with num_workers > 0."""
 
-    def __init__(self, loader: Any, resume: PassState | None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        resume: PassState | None,
+        loaded_in: Mapping[str, int],
+        target: Target | None,
+    ) -> None:
         self._crew: Crew | None = None
         self._lock, self._is_torn = threading.RLock(), False
         self._pass_id = 0
         self._tasks: dict[int, Task] = {}
-        self._target = loader._target
+        self._target = target
         self._in_order = loader.in_order
         if loader.prefetch_factor < 1:
             raise ValueError(
@@ -50,16 +56,16 @@ class WorkerPass(_BaseDataLoaderIter):
                 "num_workers > 0 it must be 1 or more"
             )
         self._depth = loader.prefetch_factor * loader.num_workers
-        begin = self._begin(loader, resume)
+        begin = self._begin(loader, resume, loaded_in)
         with begin.drawing():
             super().__init__(loader)
-            seed = self._shared_seed
+            seed = self.shared_seed
             if begin.is_anew:  # as torch's does: samplers and generators are asked twice
                 begin.remember()
-                super()._reset(loader, first_iter=True)
+                super().begin_again(loader, is_first=True)
             self._take_places(begin)
-        self._shared_seed = seed
-        self._crew = hire(self, loader)
+        self.shared_seed = seed
+        self._crew = hire(self, loader, target)
         self._open(resume)
 
     @property
@@ -82,7 +88,8 @@ class WorkerPass(_BaseDataLoaderIter):
         return self._crew is None or self._crew.is_ours
 
     @property
-    def _workers(self) -> list[Any]:
+    def processes(self) -> list[Any]:
+        """The worker processes."""
         return [] if self._crew is None else self._crew.processes
 
     def close(self) -> None:
@@ -92,24 +99,22 @@ class WorkerPass(_BaseDataLoaderIter):
         if self._crew is not None:
             self._crew.close()
 
-    _shutdown_workers = close  # what frameworks call, after torch's
-
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
         """The next pass, with the same workers if they are there, and not in mid-sentence."""
         with self._lock:
             was_torn, self._is_torn = self._is_torn, True
-            begin = self._begin(loader, None)
+            begin = self._begin(loader, None, {})
             with begin.drawing():
-                super()._reset(loader, first_iter)
+                super().begin_again(loader, is_first=is_first)
                 self._take_places(begin)
             if self._crew is not None and self._crew.is_to_be_replaced(was_torn):
                 self._tasks.clear()
                 self._crew.close()
-                self._crew = hire(self, loader)
+                self._crew = hire(self, loader, self._target)
             self._open_anew()
             self._is_torn = False
 
@@ -120,9 +125,11 @@ class WorkerPass(_BaseDataLoaderIter):
                 self._discard(task.worker_id, task.answer)
         self._open(None)
 
-    def _begin(self, loader: Any, resume: PassState | None) -> Beginning:
+    def _begin(
+        self, loader: Any, resume: PassState | None, loaded_in: Mapping[str, int]
+    ) -> Beginning:
         self._is_closed = False
-        self.beginning = Beginning(loader, loader.num_workers, resume)
+        self.beginning = Beginning(loader, loader.num_workers, resume, loaded_in)
         return self.beginning
 
     def _take_places(self, begin: Beginning) -> None:
@@ -133,7 +140,7 @@ class WorkerPass(_BaseDataLoaderIter):
     def _open(self, resume: PassState | None) -> None:
         """Tell the workers where to begin, and give them their first tasks."""
         assert self._crew is not None
-        count, place = self._num_workers, self.beginning.place
+        count, place = self.worker_count, self.beginning.place
         self._tasks = {}
         self._copy_stream = None if self._target is None else self._target.copy_stream()
         self._next_task = self._next_out = 0
@@ -148,16 +155,16 @@ class WorkerPass(_BaseDataLoaderIter):
         self._turns = itertools.cycle([*range(first, count), *range(first)])
         for worker_id, state in enumerate(states):
             anew = resume is not None and resume.is_finished
-            begin = frames.Begin(self._pass_id, self._shared_seed, state, anew)
+            begin = frames.Begin(self._pass_id, self.shared_seed, state, anew)
             self._crew.tell(worker_id, begin)
         self._fill()
         self.beginning.begun()
 
     def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
-        count = self._num_workers
+        count = self.worker_count
         # Only workers that persist keep what their datasets became in a pass that is over.
         is_over = resume is not None and (resume.is_finished or self.beginning.is_at_the_end)
-        is_kept = self._persistent_workers or not is_over
+        is_kept = self.persists or not is_over
         if resume is None or not is_kept or len(resume.workers) != count:
             return [None] * count
         return list(resume.workers)
@@ -199,14 +206,15 @@ class WorkerPass(_BaseDataLoaderIter):
                 raise
             if not self.beginning.place.is_finished and not self._is_closed:
                 self.beginning.finish()
-            if not self._persistent_workers:
+            if not self.persists:
                 self.close()
             raise
 
-    def _next_data(self) -> Any:
+    def next_batch(self) -> Any:
+        """The batch whose turn it is, when its worker has made it."""
         if self._is_closed:
             raise StopIteration
-        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        deadline = time.monotonic() + self.timeout_s if self.timeout_s > 0 else None
         while True:
             task_id = self._answered()
             if task_id is not None:
@@ -215,7 +223,7 @@ class WorkerPass(_BaseDataLoaderIter):
                 raise StopIteration
             if not self._hear(deadline, rests=True):
                 self._is_torn = False
-                raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+                raise RuntimeError(f"DataLoader timed out after {self.timeout_s} seconds")
 
     def _answered(self) -> int | None:
         """The task whose batch is next, if it is there. Passes over those that got none."""
@@ -251,7 +259,7 @@ class WorkerPass(_BaseDataLoaderIter):
         self._next_out = task_id + 1
         self._fill()
         if was_told:
-            return self._next_data()
+            return self.next_batch()
         made = cast("frames.Made", task.answer)
         if made.kind == "error":
             self._is_torn = False
@@ -265,8 +273,8 @@ class WorkerPass(_BaseDataLoaderIter):
         assert self._crew is not None
         mapped, made = self._crew.mapped[task.worker_id], cast("frames.Made", task.answer)
         pin = None
-        if self._pin_memory and self._copy_stream is None:  # else it is pinned as it lies
-            pin = functools.partial(pin_memory, device=self._pin_memory_device)
+        if self.is_pinning and self._copy_stream is None:  # else it is pinned as it lies
+            pin = functools.partial(pin_memory, device=self.pinned_for)
         return task.take(made, mapped, self._copy_stream, pin)
 
     def _look_ahead(self) -> None:
@@ -293,7 +301,7 @@ class WorkerPass(_BaseDataLoaderIter):
     def _step(self, task_id: int, task: Task, state: WorkerState | None) -> None:
         place = self.beginning.place
         place.step += 1
-        place.next_worker = (task.worker_id + 1) % self._num_workers
+        place.next_worker = (task.worker_id + 1) % self.worker_count
         if task.sampler is not None and self._in_order:
             place.sampler = task.sampler
         elif task.sampler is not None:
@@ -314,7 +322,7 @@ class WorkerPass(_BaseDataLoaderIter):
             if worker_id is None:
                 return
             try:
-                index = self._next_index()  # type: ignore[no-untyped-call]
+                index = self.next_index()
             except StopIteration:
                 self._has_indices = False
                 return
@@ -328,7 +336,7 @@ class WorkerPass(_BaseDataLoaderIter):
     def _next_worker(self) -> int | None:
         """Whose turn it is; None when no worker has samples left."""
         active = sum(self._is_active)
-        for _ in range(2 * self._num_workers):
+        for _ in range(2 * self.worker_count):
             if not active:
                 break
             worker_id: int = next(self._turns)
@@ -377,7 +385,7 @@ class WorkerPass(_BaseDataLoaderIter):
             if task.worker_id == worker_id and task.answer is None:
                 task.answer = replace(frame, state=None)
         self._tasks[frame.task].answer = frame
-        if not self._persistent_workers:
+        if not self.persists:
             self._crew.let_go(worker_id)
 
     def _discard(self, worker_id: int, made: frames.Made) -> None:

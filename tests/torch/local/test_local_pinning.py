@@ -70,7 +70,7 @@ class Walk:
     def __init__(self, device: FakeDevice) -> None:
         def setup(worker_id: int, parent_pid: int) -> Setup:
             return Setup(
-                kind=0,
+                is_iterable=False,
                 dataset=Each("", 1000),
                 auto_collation=True,
                 collate_fn=default_collate,

@@ -1,0 +1,238 @@
+"""torch's DataLoader and its iterators, as classes to derive from and values to ask for.
+
+A pass must be one of torch's iterators: loops, profilers and frameworks look for them, and the
+seeds that their constructors draw, in that order, decide what a dataset and a sampler do.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils.data import dataloader
+
+from dataplane_torch.torch_private.versions import require
+
+require(
+    dataloader,
+    *("_BaseDataLoaderIter", "_SingleProcessDataLoaderIter"),
+    *("_DatasetKind", "_sharding_worker_init_fn"),
+)
+require(dataloader._DatasetKind, "Iterable", "Map", "create_fetcher")
+require(dataloader._BaseDataLoaderIter, "_next_data", "_next_index", "_reset")
+require(torch.utils.data.DataLoader, "_get_iterator", "_index_sampler")
+
+_OF_LOADER = ("_IterableDataset_len_called", "_dataset_kind", "_iterator")
+_OF_PASS = (
+    *("_auto_collation", "_base_seed", "_collate_fn", "_dataset", "_drop_last", "_num_workers"),
+    *("_num_yielded", "_persistent_workers", "_pin_memory", "_pin_memory_device", "_rank"),
+    *("_sampler_iter", "_shared_seed", "_timeout", "_world_size"),
+)
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class Fetcher(Protocol):
+    """torch.utils.data._utils.fetch._MapDatasetFetcher or _IterableDatasetFetcher: it takes the
+    samples of one batch from a dataset, and collates them.
+
+    Only that of an iterable dataset has `dataset_iter`, the dataset's iterator, and `ended`, True
+    when that has no more samples. Both may be set.
+    """
+
+    dataset_iter: Any
+    ended: bool
+
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        """The batch of an index, or of a list of them.
+
+        Raises:  StopIteration: an iterable dataset has ended.  Whatever the dataset raises.
+        """
+        ...
+
+
+def fetcher_of(
+    dataset: Any,
+    *,
+    is_iterable: bool,
+    auto_collation: bool,
+    collate_fn: Callable[[Any], Any],
+    drop_last: bool,
+) -> Fetcher:
+    """torch.utils.data.dataloader._DatasetKind.create_fetcher. That of an iterable dataset calls
+    iter() on it.
+    """
+    kinds = dataloader._DatasetKind
+    kind = kinds.Iterable if is_iterable else kinds.Map
+    made: Fetcher = kinds.create_fetcher(kind, dataset, auto_collation, collate_fn, drop_last)  # type: ignore[no-untyped-call]
+    return made
+
+
+def sharding_init_fn(
+    init_fn: Callable[[int], None] | None, world_size: int, rank: int
+) -> Callable[[int], None]:
+    """torch.utils.data.dataloader._sharding_worker_init_fn: a worker_init_fn that tells a DataPipe
+    which share of it a worker reads, and then calls `init_fn`. It can be pickled.
+    """
+    return functools.partial(dataloader._sharding_worker_init_fn, init_fn, world_size, rank)
+
+
+class LoaderBase(torch.utils.data.DataLoader[_T_co]):
+    """torch.utils.data.DataLoader, of which `_new_pass` makes the iterators."""
+
+    @property
+    def _kept_pass(self) -> Any:
+        """DataLoader._iterator: the iterator whose workers persist, or None. Loops and frameworks
+        look for it there.
+        """
+        return self._iterator
+
+    @_kept_pass.setter
+    def _kept_pass(self, kept: Any) -> None:
+        self._iterator = kept
+
+    def _new_pass(self) -> Any:
+        """A new iterator; torch's own unless a subclass makes others."""
+        return super()._get_iterator()
+
+    def _get_iterator(self) -> Any:
+        """What torch's own methods call for a new iterator."""
+        return self._new_pass()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A loader is pickled without its iterator."""
+        return {**self.__dict__, "_iterator": None}
+
+
+def is_iterable(loader: Any) -> bool:
+    """DataLoader._dataset_kind: whether torch took the dataset for an iterable one."""
+    require(loader, *_OF_LOADER)
+    return bool(loader._dataset_kind == dataloader._DatasetKind.Iterable)
+
+
+def index_sampler(loader: Any) -> Any:
+    """DataLoader._index_sampler: the batch sampler, or the sampler where nothing is batched."""
+    return loader._index_sampler
+
+
+def told_length(loader: Any) -> int | None:
+    """DataLoader._IterableDataset_len_called: the length that an iterable dataset told when the
+    loader was asked for its own, of which torch warns if more samples come; None before.
+    """
+    length: int | None = loader._IterableDataset_len_called
+    return length
+
+
+def _attribute(name: str) -> Any:
+    """A property that reads and sets an attribute of torch's."""
+
+    def put(torch_pass: object, value: Any) -> None:
+        setattr(torch_pass, name, value)
+
+    return property(operator.attrgetter(name), put)
+
+
+class PassNames:
+    """What torch's iterators keep, which all derive from _BaseDataLoaderIter. Their constructor
+    takes it from the loader, and draws from the loader's generator in this order: the DataPipes'
+    seed, then whatever making an iterator of the sampler draws, then the base seed.
+    """
+
+    auto_collation: bool = _attribute("_auto_collation")
+    """Whether indices come in lists, one a batch."""
+    base_seed: int = _attribute("_base_seed")
+    """The seed of worker 0; worker i has this plus i. Drawn by the constructor."""
+    collate_fn: Callable[[Any], Any] = _attribute("_collate_fn")
+    dataset: Any = _attribute("_dataset")
+    """The loader's; of DataPipes one that was seeded."""
+    drop_last: bool = _attribute("_drop_last")
+    indices: Iterator[Any] = _attribute("_sampler_iter")
+    """The index sampler's iterator, from which the next index is drawn."""
+    is_pinning: bool = _attribute("_pin_memory")
+    """Whether batches are to be pinned: it was asked for, and there is a device. That is
+    one of CUDA in torch 2.6, and any accelerator in 2.13.
+    """
+    persists: bool = _attribute("_persistent_workers")
+    pinned_for: str | None = _attribute("_pin_memory_device")
+    """What `pin_memory` takes as its device."""
+    rank: int = _attribute("_rank")
+    """The rank in the default process group; 0 without one."""
+    shared_seed: int | None = _attribute("_shared_seed")
+    """The seed that DataPipes of all ranks have in common; None for other datasets."""
+    timeout_s: float = _attribute("_timeout")
+    """How long to wait for a batch; 0 for ever."""
+    worker_count: int = _attribute("_num_workers")
+    world_size: int = _attribute("_world_size")
+    """The ranks of the default process group; 1 without one."""
+    yielded_count: int = _attribute("_num_yielded")
+    """Batches so far. torch's __next__ counts them, and compares them with `told_length`."""
+
+
+class LocalPassBase(PassNames, dataloader._SingleProcessDataLoaderIter):
+    """torch's iterator with num_workers=0. Its __next__ calls `next_batch`."""
+
+    fetcher: Fetcher = _attribute("_dataset_fetcher")
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        require(self, *_OF_PASS, "_dataset_fetcher")
+
+    def next_batch(self) -> Any:
+        """The next batch, loaded in this process and pinned.
+
+        Raises:  StopIteration: there is none.
+        """
+        return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def _next_data(self) -> Any:
+        return self.next_batch()
+
+
+class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
+    """What torch's iterators have in common. __next__ calls `next_batch`, which a subclass has."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        require(self, *_OF_PASS)
+
+    next_index: Any = dataloader._BaseDataLoaderIter._next_index
+    """The next of `indices`.  Raises:  StopIteration: there is none."""
+
+    def next_batch(self) -> Any:
+        """The next batch.
+
+        Raises:  StopIteration: there is none.
+        """
+        return super()._next_data()
+
+    def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
+        """What torch does for the next pass: make a new iterator of the sampler, seed DataPipes
+        anew, and count from 0. Its iterator with workers does so in its constructor, too.
+        """
+        super()._reset(loader, is_first)
+
+    @property
+    def processes(self) -> list[Any]:
+        """The worker processes."""
+        return []
+
+    def close(self) -> None:
+        """End the worker processes."""
+
+    # What torch's iterator with workers has besides, and frameworks and tests look for.
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self.processes
+
+    def _shutdown_workers(self) -> None:
+        self.close()
+
+    def _next_data(self) -> Any:
+        return self.next_batch()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self.begin_again(loader, is_first=first_iter)
