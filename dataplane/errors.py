@@ -4,7 +4,7 @@ DataplaneError
 ├─ ConfigError            you asked for the impossible: raised before any work
 │  ├─ SpecMismatch        two members of a job disagree: field, expected, found
 │  ├─ BudgetTooSmall      a memory budget cannot hold what must be in memory at once
-│  └─ VersionMismatch     client, node and coordinator are of different versions
+│  └─ VersionMismatch     versions do not fit: client, node, coordinator, a saved state, torch
 ├─ ClosedError            you closed it, then used it
 ├─ PeerLost               the other side went away
 ├─ LeaseError
@@ -97,7 +97,9 @@ class BudgetTooSmall(ConfigError):
 
 
 class VersionMismatch(ConfigError):
-    """Client, node and coordinator are of different versions. Nouns: expected, found."""
+    """Client, node and coordinator are of different versions, or torch is of one that lacks what we
+    need. Nouns: expected, found.
+    """
 
 
 class ClosedError(DataplaneError):

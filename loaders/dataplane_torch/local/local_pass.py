@@ -80,7 +80,7 @@ class LocalPass(LocalPassBase):
             return super().__next__()
 
     def next_batch(self) -> Any:
-        """As torch's, and with a target on its device."""
+        """As torch does it, and with a target on its device."""
         if not self._is_asked:
             self._is_asked = True
             if self.beginning.is_told_otherwise():

@@ -172,27 +172,29 @@ class PassNames:
 
 
 class LocalPassBase(PassNames, dataloader._SingleProcessDataLoaderIter):
-    """torch's iterator with num_workers=0. Its __next__ calls `next_batch`."""
+    """torch's iterator with num_workers=0. __next__ calls the `next_batch` of a subclass."""
 
     fetcher: Fetcher = _attribute("_dataset_fetcher")
+    next_batch: Any = dataloader._SingleProcessDataLoaderIter._next_data
+    """The next batch, loaded in this process and pinned.  Raises:  StopIteration: there is none."""
+
+    def __init_subclass__(cls) -> None:
+        cls._next_data = cls.next_batch  # type: ignore[method-assign]
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         require(self, *_OF_PASS, "_dataset_fetcher")
 
-    def next_batch(self) -> Any:
-        """The next batch, loaded in this process and pinned.
-
-        Raises:  StopIteration: there is none.
-        """
-        return super()._next_data()  # type: ignore[no-untyped-call]
-
-    def _next_data(self) -> Any:
-        return self.next_batch()
-
 
 class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
-    """What torch's iterators have in common. __next__ calls `next_batch`, which a subclass has."""
+    """What torch's iterators have in common. __next__ calls the `next_batch` of a subclass, which
+    raises StopIteration when there is no batch left.
+    """
+
+    next_batch: Any = dataloader._BaseDataLoaderIter._next_data
+
+    def __init_subclass__(cls) -> None:
+        cls._next_data = cls.next_batch  # type: ignore[method-assign]
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -200,13 +202,6 @@ class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
 
     next_index: Any = dataloader._BaseDataLoaderIter._next_index
     """The next of `indices`.  Raises:  StopIteration: there is none."""
-
-    def next_batch(self) -> Any:
-        """The next batch.
-
-        Raises:  StopIteration: there is none.
-        """
-        return super()._next_data()
 
     def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
         """What torch does for the next pass: make a new iterator of the sampler, seed DataPipes
@@ -230,9 +225,6 @@ class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         self.close()
-
-    def _next_data(self) -> Any:
-        return self.next_batch()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self.begin_again(loader, is_first=first_iter)
