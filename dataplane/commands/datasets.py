@@ -93,6 +93,6 @@ def facts(manifest: Manifest) -> dict[str, object]:
         "shards": len(manifest.shards),
         "blocks": manifest.block_count,
         "samples": manifest.sample_count,
-        "bytes": sum(shard.size_bytes for shard in manifest.shards),
+        "bytes": int(manifest.shards.size_bytes.sum()),
         "fingerprint": manifest.fingerprint,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -19,11 +18,11 @@ from dataplane.node.projection import Projection
 from dataplane.node.stacking import StackedPlan, plan_stacked
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import BlockSizes
-from dataplane.plan.shard import Shard
+from dataplane.plan.shards import starts_of
 from dataplane.redact import redacted
 from dataplane.rpc import tasks
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
-from dataplane.store.urls import local_path
+from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import with_categories
 from dataplane.transforms.trails import trail_bytes
@@ -68,8 +67,11 @@ class Dataset:
 
     `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding. It is
     decoded all the same where its small columns are packed. `blocks` is what the scheduler knows of
-    it; `row_bytes` about what one sample takes in a slab, at least one. `has_bytes`: a column may
-    hold images. `categories` are the values of columns that come as codes.
+    it; `largest_block` the one that takes most of the arena, raw and decoded together; `row_bytes`
+    about what one sample takes in a slab, at least one. `has_bytes`: a column may hold images.
+    `categories` are the values of columns that come as codes.
+
+    Shapes:  row_starts: int64[blocks + 1], the samples before each block.
     """
 
     dataset_id: int
@@ -79,28 +81,30 @@ class Dataset:
     direct: bool
     blocks: DatasetBlocks
     projection: Projection | None
+    largest_block: int
+    row_starts: Ints
     row_bytes: int
     has_bytes: bool
     categories: Mapping[str, pa.Array]
 
     def path(self, block: int) -> str | None:
         """The local file that holds the block, if it is one."""
-        return _path_of(self._shard(block).url)
+        is_remote = self.blocks.marks.is_remote.item(block)
+        return None if is_remote else self.url(block)[len(FILE_PREFIX) :]
 
     def raw_block(self, block: int, arena: Region | None) -> tasks.RawBlock:
         """The block's bytes as a worker finds them."""
-        shard = self._shard(block)
-        place = Region(
-            int(self.manifest.block_offset[block]), int(self.manifest.block_length[block])
-        )
+        manifest, shard = self.manifest, self._shard(block)
+        shards = manifest.shards
+        place = Region(manifest.block_offset.item(block), manifest.block_length.item(block))
         return tasks.RawBlock(
-            url=shard.url,
-            index=self.manifest.block_in_shard(block),
-            rows=int(self.manifest.block_rows[block]),
+            url=shards.urls[shard],
+            index=shards.block_in_shard(shard, block),
+            rows=manifest.block_rows.item(block),
             place=place,
-            preamble_place=shard.preamble,
-            shard_bytes=shard.size_bytes,
-            etag=shard.etag,
+            preamble_place=shards.preamble(shard),
+            shard_bytes=shards.size_bytes.item(shard),
+            etag=shards.etags[shard],
             arena=arena,
             path=self.path(block) if arena is None else None,
             pieces=() if self.projection is None else self.projection.pieces(block, place),
@@ -110,8 +114,8 @@ class Dataset:
         """Which samples it has; of interest only where they may be images."""
         if not self.has_bytes:
             return None
-        shard = int(self.manifest.block_shard[block])
-        return tasks.Origin(self.manifest.shards[shard].url, shard, self._first_row(block))
+        shard = self._shard(block)
+        return tasks.Origin(self.manifest.shards.urls[shard], shard, self._first_row(block))
 
     def place(self, block: int) -> Place:
         """The block as errors name it."""
@@ -120,26 +124,19 @@ class Dataset:
 
     def _first_row(self, block: int) -> int:
         """Of the samples of its shard."""
-        first = int(np.searchsorted(self.manifest.block_shard, self.manifest.block_shard[block]))
-        return int(self.manifest.block_rows[first:block].sum())
+        first = self.manifest.shards.block_starts.item(self._shard(block))
+        return self.row_starts.item(block) - self.row_starts.item(first)
 
     def url(self, block: int) -> str:
         """The shard of the block."""
-        return self._shard(block).url
+        return self.manifest.shards.urls[self._shard(block)]
 
     def etag(self, block: int) -> str:
         """What pins the shard."""
-        return self._shard(block).etag
+        return self.manifest.shards.etags[self._shard(block)]
 
-    def _shard(self, block: int) -> Shard:
-        return self.manifest.shards[int(self.manifest.block_shard[block])]
-
-
-@lru_cache(maxsize=1 << 16)
-def _path_of(url: str) -> str | None:
-    # Asked for every block of every slab: reading the URL anew was a tenth of the node's time.
-    found = local_path(url)
-    return None if found is None else str(found)
+    def _shard(self, block: int) -> int:
+        return self.manifest.block_shard.item(block)
 
 
 def _fixed_bytes(schema: pa.Schema) -> int:
@@ -205,8 +202,9 @@ def _marks(
 ) -> Marks:
     shards = manifest.shards
     # Of each shard: what is fetched with every block, -1 where nothing is; whether it is decoded.
-    preamble = np.array([-1 if _path_of(s.url) else s.preamble.length for s in shards], np.int64)
-    is_decoded = np.array([not (direct and s.zero_copy) for s in shards], np.bool_)
+    is_local = shards.urls.starting_with(FILE_PREFIX.encode())
+    preamble = np.where(is_local, -1, shards.preamble_length)
+    is_decoded = ~shards.zero_copy if direct else np.ones(len(shards), np.bool_)
     fetched = preamble[manifest.block_shard]
     length = manifest.block_length - (0 if projection is None else projection.skipped)
     raw = np.where(fetched < 0, 0, fetched + length)
@@ -240,7 +238,7 @@ def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
     Raises:  ConfigError: a column that is not there.
     """
     schema = _schema(manifest, spec)
-    plan = plan_stacked(schema, spec.column_options, manifest.shards[0].url)
+    plan = plan_stacked(schema, spec.column_options, manifest.shards.urls[0])
     options = spec.column_options
     is_canonical = not (options.stack or options.codes) and _has_all(schema, plan.schema)
     is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
@@ -268,7 +266,7 @@ def can_pack(
     packing = columns.packing if spec.shuffle else None
     if packing is None:
         return False
-    if not (columns.is_canonical and any(shard.zero_copy for shard in manifest.shards)):
+    if not (columns.is_canonical and manifest.shards.zero_copy.any()):
         return True
     sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, packing))
     if sizes.sample_bytes > (1 + _OTHERS_MAX) * packing.row_bytes:
@@ -317,11 +315,13 @@ def dataset_of(
         redacted(manifest.urls[0]),
         marks,
         manifest.block_length,
-        url=lambda block: manifest.shards[int(manifest.block_shard[block])].url,
+        url=lambda block: manifest.shards.urls[manifest.block_shard.item(block)],
         keeps_trails=has_bytes and int(kept.sum()) + trails <= arena_bytes * _STAYING_SHARE,
     )
     return Dataset(
         dataset_id, manifest, columns, message, direct, blocks, projection,
+        largest_block=int((marks.raw + marks.decoded).argmax()),
+        row_starts=starts_of(manifest.block_rows),
         row_bytes=_sample_bytes(manifest, found, projection),
         has_bytes=has_bytes,
         categories=categories or {},

@@ -96,7 +96,7 @@ class Datasets:
         )
         check_fills(dataset.columns.leaves)
         check_lists(dataset.columns.specs, spec.column_options)
-        check_nulls(dataset.columns.leaves, manifest.nulls, [s.url for s in manifest.shards])
+        check_nulls(dataset.columns.leaves, manifest.nulls, manifest.shards.urls)
         delivered(dataset.columns.specs, spec.transforms)
         return dataset
 

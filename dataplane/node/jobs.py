@@ -51,7 +51,18 @@ _trace = Trace("node")
 
 _MANIFESTS_MAX = 16
 _ManifestKey = tuple[messages.DatasetSource, str, str]
-_Opened = tuple[Manifest, DatasetIdentity]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Opened:
+    """A dataset as it lies, with what takes a look at each of its blocks: that is done in a thread.
+    `lanes` and `window` are those of a job that names none.
+    """
+
+    manifest: Manifest
+    identity: DatasetIdentity
+    lanes: int
+    window: int
 
 
 class Jobs:
@@ -86,8 +97,8 @@ class Jobs:
         """
         _check_names(request)
         began, place = time.monotonic(), request.topology
-        manifest, identity = await self._manifest(request)
-        spec = _spec_of(manifest, request)
+        opened = await self._manifest(request)
+        manifest, spec = opened.manifest, _spec_of(opened, request)
         categories = await self._category_reader.of_job(manifest, spec, self._datasets.check)
         dataset = await self._datasets.open(manifest, spec, categories)
         try:
@@ -113,7 +124,7 @@ class Jobs:
         return member, messages.JobOpened(
             spec,
             spec.digest(),
-            identity,
+            opened.identity,
             manifest.sample_count,
             delivered(delivery.dataset.columns.specs, spec.transforms),
             layout.arena_bytes,
@@ -234,14 +245,14 @@ class Jobs:
 
     def _opened(self, source: messages.DatasetSource) -> _Opened:
         manifest = self._open_manifest(source)
-        return manifest, identity_of(manifest)
+        lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
+        return _Opened(manifest, identity_of(manifest), lanes, window)
 
     def _check_budget(self, dataset: Dataset) -> None:
         """One block must fit: raw and decoded together, while it is decoded."""
         marks, budget = dataset.blocks.marks, self._config.block_arena_bytes
-        needs = marks.raw + marks.decoded
-        largest = int(needs.argmax())
-        need = int(needs[largest])
+        largest = dataset.largest_block
+        need = int(marks.raw[largest] + marks.decoded[largest])
         if need > budget:
             url = dataset.url(largest)
             raise budgets.block_too_large(url, need, budget)
@@ -321,15 +332,14 @@ def _check_names(request: messages.OpenJob) -> None:
     check_name("format", request.source.format, needed=False)
 
 
-def _spec_of(manifest: Manifest, request: messages.OpenJob) -> JobSpec:
+def _spec_of(opened: _Opened, request: messages.OpenJob) -> JobSpec:
     """With every default filled in."""
-    lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
     return JobSpec(
-        fingerprint=manifest.fingerprint,
+        fingerprint=opened.manifest.fingerprint,
         seed=request.seed,
         shuffle=request.shuffle,
-        lanes=(request.lanes or lanes) if request.shuffle else 1,
-        window=(request.window or window) if request.shuffle else 1,
+        lanes=(request.lanes or opened.lanes) if request.shuffle else 1,
+        window=(request.window or opened.window) if request.shuffle else 1,
         global_batch=request.global_batch,
         end=request.end,
         transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),

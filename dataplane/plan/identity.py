@@ -8,42 +8,44 @@ in common, so that a dataset keeps its identity in another bucket or folder.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
-from collections.abc import Sequence
 
 from dataplane.model import DatasetIdentity
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.texts import Piece, Texts, records
 
 
 def identity_of(manifest: Manifest) -> DatasetIdentity:
-    """Linear in shards and blocks: about 0.2 s for 50,000 shards with 2.5 million blocks."""
+    """Linear in shards and blocks: about 0.5 s for 10^6 shards with 3 * 10^6 blocks."""
     layout, etags = _hash(), _hash()
     for text in (manifest.format.encode(), manifest.schema):
         layout.update(struct.pack("<q", len(text)) + text)
-    layout.update(struct.pack("<qq", len(manifest.shards), manifest.block_count))
-    names = relative_names([shard.url for shard in manifest.shards])
-    for name, shard in zip(names, manifest.shards, strict=True):
-        text, etag = name.encode(), shard.etag.encode()
-        layout.update(struct.pack("<qqq", len(text), shard.size_bytes, shard.block_count) + text)
-        etags.update(struct.pack("<q", len(etag)) + etag)
+    shards = manifest.shards
+    layout.update(struct.pack("<qq", len(shards), manifest.block_count))
+    names, tags = relative_names(shards.urls), shards.etags.piece()
+    lengths = names.stops - names.starts
+    for some in records((lengths, shards.size_bytes, shards.block_counts), (names,)):
+        layout.update(some.data)
+    for some in records((shards.etags.lengths,), (tags,)):
+        etags.update(some.data)
     for numbers in (manifest.block_rows, manifest.block_offset, manifest.block_length):
         layout.update(numbers.astype("<i8", copy=False).data)
     etags.update(layout.digest())
     return DatasetIdentity(content=etags.hexdigest(), layout=layout.hexdigest())
 
 
-def relative_names(urls: Sequence[str]) -> list[str]:
+def relative_names(urls: Texts) -> Piece:
     """Each url without the longest folder that all of them have in common. Of shards in several
     buckets or stores the names contain the bucket. The query of a web address is left out: a
     presigned url gets a new one every day.
     """
-    paths = [
-        url.partition("?")[0] if url.startswith(("http://", "https://")) else url for url in urls
-    ]
-    first, last = min(paths), max(paths)
-    root = os.path.commonprefix([first, last]).rfind("/") + 1  # noqa: RUF071 - cut at a slash
-    return [path[root:] for path in paths]
+    paths = urls.changed(_without_query, b"?")
+    shared = paths.content[: paths.shared_prefix_bytes()].tobytes()
+    return paths.piece(shared.rfind(b"/") + 1)
+
+
+def _without_query(url: str) -> str:
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 
 def _hash() -> hashlib.blake2b:

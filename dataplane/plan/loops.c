@@ -154,6 +154,23 @@ EXPORT int64_t number_values(const int64_t *values, int64_t count, int64_t lowes
     return different;
 }
 
+/*
+ * One record after another, of each record one piece after another: of record i, piece p is
+ * lengths[p][i] bytes of contents[p], from starts[p][i] on.
+ */
+EXPORT void lay_records(uint8_t *to, int64_t records, int64_t pieces,
+                        const uint8_t *const *contents, const int64_t *const *starts,
+                        const int64_t *const *lengths)
+{
+    for (int64_t record = 0; record < records; record++)
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            int64_t length = lengths[piece][record];
+            if (length) /* the content of an empty piece may be nowhere */
+                memcpy(to, contents[piece] + starts[piece][record], length);
+            to += length;
+        }
+}
+
 EXPORT uint32_t loops_source_crc(void)
 {
     return SOURCE_CRC;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from dataplane import compiled
 SOURCE = Path(__file__).with_name("loops.c")
 LIBRARY = Path(__file__).with_name("libloops.so")
 
+Bytes = NDArray[np.uint8]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -26,6 +28,8 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "sort_words": (None, (_POINTER, _I64, _I64, _POINTER)),
     # places, count, first, shift, starts, found, within
     "find_places": (None, (_POINTER, _I64, _POINTER, _I64, *(_POINTER,) * 3)),
+    # to, records, pieces, contents, starts, lengths
+    "lay_records": (None, (_POINTER, _I64, _I64, *(_POINTER,) * 3)),
     # values, count, lowest, span, seen, distinct, numbers -> how many are distinct
     "number_values": (_I64, (_POINTER, _I64, _I64, _I64, *(_POINTER,) * 3)),
 }
@@ -75,6 +79,34 @@ def find_places(
         found.ctypes.data, within.ctypes.data,
     )  # fmt: skip
     return found, within
+
+
+def lay_records(
+    contents: Sequence[Bytes],
+    starts: Sequence[Int64],
+    lengths: Sequence[Int64],
+    library: ctypes.CDLL | None,
+) -> Bytes:
+    """Of record 0 all pieces, then of record 1, … Of record i, piece p is lengths[p][i] bytes of
+    contents[p], from starts[p][i] on, which must be there.
+
+    Shapes:  starts, lengths: int64[n] each.   result: uint8[sum of all lengths].
+    """
+    if library is None:
+        views = [np.ascontiguousarray(content).data for content in contents]
+        places = [zip(at.tolist(), size.tolist(), strict=True)
+                  for at, size in zip(starts, lengths, strict=True)]  # fmt: skip
+        found = b"".join(
+            view[at : at + length]
+            for record in zip(*places, strict=True)
+            for view, (at, length) in zip(views, record, strict=True)
+        )
+        return np.frombuffer(found, np.uint8)
+    made = np.empty(int(sum(each.sum() for each in lengths)), np.uint8)
+    kept = [[np.ascontiguousarray(one) for one in each] for each in (contents, starts, lengths)]
+    tables = [(_POINTER * len(each))(*(one.ctypes.data for one in each)) for each in kept]
+    library.lay_records(made.ctypes.data, len(starts[0]), len(contents), *tables)
+    return made
 
 
 def number_values(

@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from dataplane.errors import ConfigError
-from dataplane.model import Region
+from dataplane.plan import arrow
 from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
 from dataplane.plan.column_places import ColumnPlaces
 from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.order import counted
 from dataplane.plan.sealed import damaged, sealed, unsealed
-from dataplane.plan.shard import IndexedShard, Shard, block_table, check_shard, no_samples
+from dataplane.plan.shard import IndexedShard, Shard, block_table, no_samples
+from dataplane.plan.shards import Shards
+from dataplane.plan.texts import Piece, records
 from dataplane.redact import unsigned
 
 Int32 = NDArray[np.int32]
@@ -68,15 +70,15 @@ class Manifest:
              block_offset, block_length: int64[K], bytes in the shard.
              block_decoded: int64[K], bytes, an estimate.
     `column_places`, `nulls` and `categories` follow from the content of the shards: they are no
-    part of the fingerprint. `nulls` is None where nothing is known of them, and `categories` has
-    the sorted values of those columns only that were asked for.
+    part of the fingerprint. `shards` may be given one by one. `nulls` is None where nothing is
+    known of them, and `categories` has the sorted values of those columns only that were asked for.
     Raises:  ConfigError: the columns do not fit together, or there are no samples.
     """
 
     urls: tuple[str, ...]
     format: str
     schema: bytes
-    shards: tuple[Shard, ...]
+    shards: Shards
     block_shard: Int32
     block_rows: Int64
     block_offset: Int64
@@ -91,6 +93,8 @@ class Manifest:
     def __post_init__(self) -> None:
         for name, dtype in _COLUMNS:
             object.__setattr__(self, name, _column(getattr(self, name), dtype, name))
+        if not isinstance(self.shards, Shards):
+            object.__setattr__(self, "shards", Shards.of(self.shards))
         object.__setattr__(self, "sample_count", counted(self.block_rows))
         self._check()
         object.__setattr__(self, "fingerprint", self._fingerprint())
@@ -130,7 +134,7 @@ class Manifest:
         columns = (np.ascontiguousarray(column) for column in np.concatenate(tables).T)
         names = (name for name, _ in _COLUMNS[1:])
         return cls(
-            tuple(urls), format_name, schema, tuple(kept), block_shard,
+            tuple(urls), format_name, schema, Shards.of(kept), block_shard,
             column_places=ColumnPlaces.of(places), nulls=NullCounts.of(nulls),
             **cast("dict[str, Any]", dict(zip(names, columns, strict=True))),
         )  # fmt: skip
@@ -149,13 +153,7 @@ class Manifest:
                 f"there is no block {block}: they run from 0 to {self.block_count - 1}",
                 field="block",
             )
-        shard = int(self.block_shard[block])
-        index = block - int(np.searchsorted(self.block_shard, shard))
-        for empty in self.shards[shard].empty_blocks:
-            if empty > index:
-                break
-            index += 1
-        return index
+        return self.shards.block_in_shard(int(self.block_shard[block]), block)
 
     def with_categories(self, values: Mapping[str, pa.Array]) -> Manifest:
         """The same manifest, which knows the values of these columns as well."""
@@ -175,8 +173,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """One Arrow IPC stream, zstd-compressed, one row a shard; then its checksum and a mark."""
-        counts = [shard.block_count for shard in self.shards]
-        offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+        shards = self.shards
         ends = self.block_offset + self.block_length
         # Blocks mostly follow one another: what lies between them is nearly always nothing, and
         # compresses to nothing. Wrapping arithmetic undoes itself.
@@ -185,15 +182,15 @@ class Manifest:
         gap[1:][same] -= ends[:-1][same]
         lists = (self.block_rows, gap, self.block_length, self.block_decoded)
         columns = [
-            pa.array([shard.url for shard in self.shards], pa.string()),
-            pa.array([shard.size_bytes for shard in self.shards], pa.int64()),
-            pa.array([shard.etag for shard in self.shards], pa.string()),
-            pa.array([shard.preamble.offset for shard in self.shards], pa.int64()),
-            pa.array([shard.preamble.length for shard in self.shards], pa.int64()),
-            pa.array([shard.zero_copy for shard in self.shards], pa.bool_()),
-            *(pa.ListArray.from_arrays(offsets, pa.array(values)) for values in lists),
-            pa.array([shard.empty_blocks for shard in self.shards], pa.list_(pa.int64())),
-            *self._column_lists(offsets),
+            arrow.strings(shards.urls),
+            pa.array(shards.size_bytes),
+            arrow.strings(shards.etags),
+            pa.array(shards.preamble_offset),
+            pa.array(shards.preamble_length),
+            pa.array(shards.zero_copy),
+            *(arrow.lists(shards.block_starts, values) for values in lists),
+            arrow.lists(shards.empty_starts, shards.empty),
+            *self._column_lists(),
         ]
         described = _FILE_SCHEMA.with_metadata(
             {
@@ -213,13 +210,12 @@ class Manifest:
         body: bytes = sink.getvalue().to_pybytes()
         return sealed(body)
 
-    def _column_lists(self, block_offsets: Any) -> list[Any]:
-        places, lists = self.column_places, (np.empty(0, np.int64),) * len(_COLUMN_LISTS)
+    def _column_lists(self) -> list[Any]:
+        places, values = self.column_places, (np.empty(0, np.int64),) * len(_COLUMN_LISTS)
         if places is not None:
-            lists = places.to_lists()
+            values = places.to_lists()
         count = 0 if places is None else places.column_count
-        offsets = pa.array(_numbers(block_offsets) * count, pa.int32())
-        return [pa.ListArray.from_arrays(offsets, pa.array(each)) for each in lists]
+        return [arrow.lists(self.shards.block_starts * count, each) for each in values]
 
     @classmethod
     def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
@@ -230,7 +226,10 @@ class Manifest:
         body = unsealed(content, name)
         try:
             options = pa.ipc.IpcReadOptions(use_threads=False)
-            with pa.ipc.open_stream(pa.py_buffer(body), options=options) as reader:
+            # What the system's own pool frees is the machine's again.
+            pool = pa.system_memory_pool()
+            source = pa.py_buffer(body)
+            with pa.ipc.open_stream(source, options=options, memory_pool=pool) as reader:
                 metadata = reader.schema.metadata or {}
                 _check_version(metadata, name)
                 batch = reader.read_next_batch()
@@ -260,21 +259,21 @@ class Manifest:
         lengths = {len(getattr(self, name)) for name, _ in _COLUMNS}
         if len(lengths) != 1:
             raise ConfigError(f"block columns of different lengths {sorted(lengths)}")
-        for shard in self.shards:
-            check_shard(shard)
         if self.column_places is not None:
             self.column_places.check(self.block_length)
         if (self.block_shard[1:] < self.block_shard[:-1]).any():
             raise ConfigError("blocks must lie in the order of their shards", field="block_shard")
         if self.block_shard[-1] >= len(self.shards):
             raise ConfigError("a block lies in a shard that is not there", field="block_shard")
-        counts = np.bincount(self.block_shard, minlength=len(self.shards)).tolist()
-        for shard, count in zip(self.shards, counts, strict=True):
-            if shard.block_count != count:
-                raise ConfigError(
-                    f"{shard.url} should have {shard.block_count} blocks and has {count}",
-                    shard=shard.url,
-                )
+        counts = np.bincount(self.block_shard, minlength=len(self.shards))
+        wrong = counts != self.shards.block_counts
+        if wrong.any():
+            shard = self.shards[int(wrong.argmax())]
+            raise ConfigError(
+                f"{shard.url} should have {shard.block_count} blocks and has"
+                f" {counts[wrong.argmax()]}",
+                shard=shard.url,
+            )
 
     def _fingerprint(self) -> str:
         """A hash of the canonical encoding: lengths before texts, numbers as little-endian."""
@@ -282,15 +281,16 @@ class Manifest:
         texts = (self.format.encode(), self.schema)
         digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
         digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
-        for shard in self.shards:
-            # As the object is called without what signs its url, which is new every day.
-            url, etag = unsigned(shard.url).encode(), shard.etag.encode()
-            empty = shard.empty_blocks
-            numbers = (
-                len(url), len(etag), shard.size_bytes, shard.block_count, shard.preamble.offset,
-                shard.preamble.length, int(shard.zero_copy), len(empty), *empty,
-            )  # fmt: skip
-            digest.update(struct.pack(f"<{len(numbers)}q", *numbers) + url + etag)
+        shards = self.shards
+        # As the object is called without what signs its url, which is new every day.
+        urls, etags = shards.urls.changed(unsigned, b"@?").piece(), shards.etags.piece()
+        empty = Piece(shards.empty, shards.empty_starts[:-1], shards.empty_starts[1:])
+        numbers = (
+            urls.stops - urls.starts, shards.etags.lengths, shards.size_bytes, shards.block_counts,
+            shards.preamble_offset, shards.preamble_length, shards.zero_copy, shards.empty_counts,
+        )  # fmt: skip
+        for some in records(numbers, (empty, urls, etags)):
+            digest.update(some.data)
         for name, dtype in _COLUMNS:
             digest.update(getattr(self, name).astype(dtype.newbyteorder("<"), copy=False).data)
         return digest.hexdigest()
@@ -319,50 +319,43 @@ def _check_version(metadata: dict[bytes, bytes], name: str) -> None:
         )
 
 
-def _numbers(array: Any) -> NDArray[Any]:
-    """By hand: Arrow's own ways load its compute module, and pandas where it is installed, which
-    takes up to half a second.
-    """
-    if array.null_count:
-        raise ValueError("a number is missing")
-    buffer, end = array.buffers()[1], array.offset + len(array)
-    whole = np.frombuffer(buffer, str(array.type), end) if end else np.empty(0, str(array.type))
-    return whole[array.offset :]
-
-
 def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
     if any(column.null_count for column in batch.columns):
         raise ValueError("a value is missing")
-    listed = [batch.column(name) for name in _BLOCK_LISTS]
-    ends = [_numbers(each.offsets) for each in listed]
-    counts = np.diff(ends[0])
-    if any(not np.array_equal(np.diff(each), counts) for each in ends[1:]):
+    starts = arrow.starts_of_lists(batch.column(_BLOCK_LISTS[0]))
+    others = (arrow.starts_of_lists(batch.column(name)) for name in _BLOCK_LISTS[1:])
+    if any(not np.array_equal(each, starts) for each in others):
         raise ValueError("a shard's block columns have different lengths")
     rows, gap, length, decoded = (
-        _numbers(each.values)[end[0] : end[-1]] for each, end in zip(listed, ends, strict=True)
+        arrow.values_of_lists(batch.column(name)) for name in _BLOCK_LISTS
     )
-    stop = np.cumsum(gap + length)
-    before = np.concatenate([[0], stop])[np.cumsum(counts) - counts]
-    preambles = zip(*(batch.column(f"preamble_{end}").to_pylist() for end in ("offset", "length")),
-                    strict=True)  # fmt: skip
-    shards = map(
-        Shard,
-        batch.column("url").to_pylist(),
-        batch.column("size_bytes").to_pylist(),
-        batch.column("etag").to_pylist(),
-        counts.tolist(),
-        (Region(*place) for place in preambles),
-        batch.column("zero_copy").to_pylist(),
-        map(tuple, batch.column("empty_blocks").to_pylist()),
+    counts = np.diff(starts)
+    # In place, for these are the largest columns: where each block ends among all blocks, where it
+    # begins, and then where it begins in its shard. Wrapping arithmetic undoes itself.
+    offset = gap + length
+    np.cumsum(offset, out=offset)
+    before = np.where(starts[:-1] > 0, offset.take(starts[:-1] - 1, mode="clip"), 0)
+    offset -= length
+    offset -= np.repeat(before, counts)
+    shards = Shards(
+        arrow.texts_of(batch.column("url")),
+        arrow.texts_of(batch.column("etag")),
+        arrow.numbers_of(batch.column("size_bytes")),
+        arrow.numbers_of(batch.column("preamble_offset")),
+        arrow.numbers_of(batch.column("preamble_length")),
+        arrow.flags_of(batch.column("zero_copy")),
+        block_starts=starts,
+        empty=arrow.values_of_lists(batch.column("empty_blocks")),
+        empty_starts=arrow.starts_of_lists(batch.column("empty_blocks")),
     )
     return Manifest(
         urls=tuple(json.loads(metadata[b"urls"])),
         format=metadata[b"format"].decode(),
         schema=metadata[b"schema"],
-        shards=tuple(shards),
+        shards=shards,
         block_shard=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         block_rows=rows,
-        block_offset=stop - length - np.repeat(before, counts),
+        block_offset=offset,
         block_length=length,
         block_decoded=decoded,
         column_places=_column_places(batch, len(rows)),
@@ -372,5 +365,7 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
 
 
 def _column_places(batch: Any, block_count: int) -> ColumnPlaces | None:
-    gap, length, decoded = (_numbers(batch.column(name).flatten()) for name in _COLUMN_LISTS)
+    gap, length, decoded = (
+        arrow.numbers_of(batch.column(name).flatten()) for name in _COLUMN_LISTS
+    )
     return ColumnPlaces.from_lists(gap, length, decoded, block_count)

@@ -23,6 +23,7 @@ SCHEMES = (
     "sftp", "ssh", "smb", "oss", "memory",
 )  # fmt: skip
 """Those that people use, with what fsspec reads; to find out what a typo means."""
+FILE_PREFIX = "file://"
 # Nobody means a local file by these, unless there is one.
 _MISSING_SLASH = re.compile(
     r"(s3[an]?|gs|gcs|az|azure|adl|abfss?|wasbs?|https?|hf|s?ftp|ssh|(?:web)?hdfs|smb|oss|memory)"
@@ -74,7 +75,7 @@ def _check_slashes(text: str) -> None:
 
 def local_path(url: str) -> Path | None:
     """The path of a file url; None for every other url."""
-    return Path(url[len("file://") :]) if url.startswith("file://") else None
+    return Path(url[len(FILE_PREFIX) :]) if url.startswith(FILE_PREFIX) else None
 
 
 def scheme_of(url: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy
 from dataplane.plan.null_counts import NullCounts
+from dataplane.plan.texts import Texts
 from dataplane.transforms.columns import ColumnPlan, Part, shown
 from dataplane.transforms.leaves import Leaf
 
@@ -94,7 +95,7 @@ def is_value_of(dtype: str, value: float) -> bool:
     return value == value // 1 and limits.min <= value <= limits.max
 
 
-def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Sequence[str]) -> None:
+def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequence[str]) -> None:
     """Refuse columns that are known to have nulls, and have no value for them. `urls` are those of
     the shards.
 

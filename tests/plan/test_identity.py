@@ -9,6 +9,7 @@ import pytest
 from manifests import small
 
 from dataplane.plan.identity import identity_of, relative_names
+from dataplane.plan.texts import Texts
 
 
 def renamed(manifest, name, **change):
@@ -36,7 +37,11 @@ def replace_shards(manifest, shards):
     ],
 )
 def test_names_begin_below_the_longest_folder_that_all_share(urls, names):
-    assert relative_names(urls) == names
+    found = relative_names(Texts.of(urls))
+    assert [
+        found.content[start:stop].tobytes().decode()
+        for start, stop in zip(found.starts, found.stops, strict=True)
+    ] == names
 
 
 def test_golden_identity():

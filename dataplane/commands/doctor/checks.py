@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]
 
 from dataplane.commands import output
@@ -22,7 +23,7 @@ from dataplane.node.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
-from dataplane.store.urls import local_path
+from dataplane.store.urls import FILE_PREFIX, local_path
 from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
 
@@ -32,6 +33,8 @@ _PROBE_READS = 5
 _WORKER_BYTES = 150 << 20
 """What the code of a worker process takes, before its first block."""
 _DESCRIPTORS_SPARE = 256
+
+Blocks = npt.NDArray[np.int64]
 
 _Place = tuple[Shard, int, int]
 """A shard, where a block of it starts, and its bytes."""
@@ -104,7 +107,7 @@ def _compiled() -> list[Check]:
 def _descriptors(manifest: Manifest) -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # A worker keeps two of each local shard that it has mapped, and raises its own soft limit.
-    mapped = sum(local_path(shard.url) is not None for shard in manifest.shards)
+    mapped = int(manifest.shards.urls.starting_with(FILE_PREFIX.encode()).sum())
     needed = 2 * mapped + _DESCRIPTORS_SPARE
     found = f"{soft:,} at once, {hard:,} at most"
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -117,30 +120,30 @@ def probe(manifest: Manifest, fetch_count: int) -> Probe:
 
     Raises:  The StoreError family.  DatasetChangedError.
     """
-    places = [
-        (manifest.shards[int(shard)], int(offset), int(length))
-        for shard, offset, length in zip(
-            manifest.block_shard, manifest.block_offset, manifest.block_length, strict=True
-        )
-        if length
-    ]
-    if not places:
+    blocks = np.flatnonzero(manifest.block_length)
+    if not len(blocks):
         return Probe(is_local=True, latency_s=0.0, bytes_per_s=0.0, bytes_per_s_of_more=0.0)
-    first = places[0][0]
+    first = _place(manifest, int(blocks[0]))[0]
     latency_s = statistics.median([_read((first, 0, 1)) for _ in range(_PROBE_READS)][1:])
     is_local = local_path(first.url) is not None
     # From all over the dataset, and others each time: what was read before may be kept somewhere.
-    some = _rate(_some(places, 4 * fetch_count, 0), fetch_count)
+    some = _rate(_some(manifest, blocks, 4 * fetch_count, 0), fetch_count)
     reads = MORE * fetch_count
-    more = some if is_local else _rate(_some(places, 2 * reads, 1), reads)
+    more = some if is_local else _rate(_some(manifest, blocks, 2 * reads, 1), reads)
     return Probe(is_local, latency_s, some, more)
 
 
-def _some(places: list[_Place], count: int, start: int) -> list[_Place]:
-    step = max(len(places) // count, 1)
+def _place(manifest: Manifest, block: int) -> _Place:
+    shard = manifest.shards[int(manifest.block_shard[block])]
+    return shard, int(manifest.block_offset[block]), int(manifest.block_length[block])
+
+
+def _some(manifest: Manifest, blocks: Blocks, count: int, start: int) -> list[_Place]:
+    step = max(len(blocks) // count, 1)
     found: list[_Place] = []
     size = 0
-    for place in islice(places, min(start, len(places) - 1), None, step):
+    for block in blocks[min(start, len(blocks) - 1) :: step].tolist():
+        place = _place(manifest, block)
         if found and size + place[2] > _PROBE_BYTES_MAX:
             break
         found.append(place)

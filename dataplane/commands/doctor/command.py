@@ -208,7 +208,7 @@ def _looked_at(
         has_images=bool(job.transform),
         has_all_columns=job.columns is None,
         is_shuffled=job.shuffle,
-        is_compressed=not all(shard.zero_copy for shard in manifest.shards),
+        is_compressed=not manifest.shards.zero_copy.all(),
     )
     return at, found
 

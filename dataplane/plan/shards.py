@@ -1,0 +1,159 @@
+"""The shards of a manifest, column by column: a million of them are a few arrays, and no objects.
+
+1. What is asked of all shards takes a few passes over arrays; a `Shard` is made when it is asked
+   for.
+2. Nothing here lies in a file: a manifest is read into memory. A mapped file could be cut short by
+   whoever may write to the cache folder, and would then end the node by SIGBUS; one that is
+   compressed must be read anyway, and reads as fast as an uncompressed one is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from dataplane.errors import ConfigError
+from dataplane.model import Region
+from dataplane.plan.shard import Shard, check_shard
+from dataplane.plan.texts import Bools, Int64, Texts, fixed
+
+_OUTSIDE = "a size or a place that is negative or too large"
+_NUMBERS = ("size_bytes", "preamble_offset", "preamble_length")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """n shards. The arrays are read-only.
+
+    Shapes:  urls, etags: n texts.   size_bytes, preamble_offset, preamble_length: int64[n].
+             zero_copy: bool[n].   block_starts: int64[n + 1], rising from 0: the blocks of shard i
+             are those from block_starts[i] to block_starts[i + 1] of the manifest.
+             empty, empty_starts: int64[m], int64[n + 1]: of shard i, Shard.empty_blocks is
+             empty[empty_starts[i]:empty_starts[i + 1]].
+    Raises:  ConfigError: numbers that no shard can have; names the shard.
+    """
+
+    urls: Texts
+    etags: Texts
+    size_bytes: Int64
+    preamble_offset: Int64
+    preamble_length: Int64
+    zero_copy: Bools
+    block_starts: Int64
+    empty: Int64
+    empty_starts: Int64
+    _filled_before_empty: Int64 = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            self._refuse(getattr(self, name) < 0, _OUTSIDE)
+        self._refuse(np.diff(self.block_starts) < 0, "a negative number of blocks")
+        shard = np.repeat(np.arange(len(self)), np.diff(self.empty_starts))
+        first = np.ones(len(shard), np.bool_)
+        first[1:] = shard[1:] != shard[:-1]
+        before = np.concatenate([[-1], self.empty[:-1]])[: len(shard)]
+        falls = self.empty <= np.where(first, -1, before)
+        self._refuse(np.bincount(shard[falls], minlength=len(self)) > 0,
+                     "empty blocks that do not rise")  # fmt: skip
+        own = np.arange(len(shard)) - self.empty_starts[shard]
+        object.__setattr__(self, "_filled_before_empty", fixed(self.empty - own))
+        for name in self.__dataclass_fields__:
+            if not isinstance(getattr(self, name), Texts):
+                object.__setattr__(self, name, fixed(getattr(self, name)))
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard]) -> Self:
+        """Raises:  ConfigError: numbers or names that no shard can have."""
+        shards = list(shards)
+        for shard in shards:
+            check_shard(shard)
+        return cls(
+            Texts.of(s.url for s in shards),
+            Texts.of(s.etag for s in shards),
+            np.array([s.size_bytes for s in shards], np.int64),
+            np.array([s.preamble.offset for s in shards], np.int64),
+            np.array([s.preamble.length for s in shards], np.int64),
+            zero_copy=np.array([s.zero_copy for s in shards], np.bool_),
+            block_starts=starts_of([s.block_count for s in shards]),
+            empty=np.array([at for s in shards for at in s.empty_blocks], np.int64),
+            empty_starts=starts_of([len(s.empty_blocks) for s in shards]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.urls)
+
+    def __getitem__(self, index: int) -> Shard:
+        """Raises:  IndexError: there is no such shard."""
+        url, index = self.urls[index], index % len(self)
+        first, stop = self.empty_starts[index : index + 2]
+        return Shard(
+            url,
+            int(self.size_bytes[index]),
+            self.etags[index],
+            int(self.block_starts[index + 1] - self.block_starts[index]),
+            self.preamble(index),
+            bool(self.zero_copy[index]),
+            tuple(self.empty[first:stop].tolist()),
+        )
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shards) and all(
+            np.array_equal(mine, its) if isinstance(mine, np.ndarray) else mine == its
+            for mine, its in (
+                (getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def block_counts(self) -> Int64:
+        """How many blocks with samples each has.
+
+        Shapes:  result: int64[n].
+        """
+        return np.diff(self.block_starts)
+
+    @property
+    def empty_counts(self) -> Int64:
+        """How many blocks without samples each has.
+
+        Shapes:  result: int64[n].
+        """
+        return np.diff(self.empty_starts)
+
+    def preamble(self, index: int) -> Region:
+        """What every block of this shard needs beside its own bytes."""
+        return Region(self.preamble_offset.item(index), self.preamble_length.item(index))
+
+    def block_in_shard(self, index: int, block: int) -> int:
+        """The index that shard `index` itself gives to the manifest's block `block`, which counts
+        those without samples.
+        """
+        filled = block - self.block_starts.item(index)
+        first, stop = self.empty_starts.item(index), self.empty_starts.item(index + 1)
+        if first == stop:
+            return filled
+        before = self._filled_before_empty[first:stop]
+        return filled + int(before.searchsorted(np.int64(filled), side="right"))
+
+    def _refuse(self, wrong: Bools, what: str) -> None:
+        if wrong.any():
+            url = self.urls[int(wrong.argmax())]
+            raise ConfigError(f"{url} has {what}", shard=url)
+
+
+def starts_of(counts: Any) -> Int64:
+    """Where each of so many begins, and where the last one ends.
+
+    Shapes:  counts: integer[n].   result: int64[n + 1].
+    """
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts

@@ -1,0 +1,175 @@
+"""Texts in one buffer: a million names without a million objects. Pure.
+
+1. Every text is valid UTF-8, and the buffer begins with the first and ends with the last.
+2. What is done for all of them takes a few passes over arrays; a text is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.plan.loops import lay_records, loops
+
+Bools = NDArray[np.bool_]
+Bytes = NDArray[np.uint8]
+Int64 = NDArray[np.int64]
+
+_WORD = 8
+_TOGETHER = 1 << 15
+_LOOKED_AT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A part of each of n records: of record i, content[starts[i]:stops[i]].
+
+    Shapes:  content: any, contiguous.   starts, stops: int64[n].
+    """
+
+    content: NDArray[Any]
+    starts: Int64
+    stops: Int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Texts:
+    """n texts, the i-th of which is content[starts[i]:starts[i + 1]]. The arrays are read-only.
+
+    Shapes:  content: uint8[starts[n]].   starts: int64[n + 1], rising, from 0.
+    """
+
+    content: Bytes
+    starts: Int64
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Self:
+        """Raises:  UnicodeEncodeError: a text that UTF-8 cannot have."""
+        encoded = [text.encode() for text in texts]
+        starts = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum([len(text) for text in encoded], out=starts[1:])
+        return cls(fixed(np.frombuffer(b"".join(encoded), np.uint8)), fixed(starts))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> str:
+        """Raises:  IndexError: there is no such text."""
+        index += len(self) if index < 0 else 0
+        if index < 0:
+            raise IndexError("there are fewer texts than that")
+        at = self.starts.item
+        return bytes(self.content.data[at(index) : at(index + 1)]).decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Texts)
+            and np.array_equal(self.starts, other.starts)
+            and np.array_equal(self.content, other.content)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def lengths(self) -> Int64:
+        """Shapes:  result: int64[n], bytes."""
+        return np.diff(self.starts)
+
+    def piece(self, skipped: int = 0) -> Piece:
+        """These texts, without so many bytes at the beginning of each."""
+        starts = self.starts[:-1]
+        return Piece(self.content, starts + skipped if skipped else starts, self.starts[1:])
+
+    def starting_with(self, prefix: bytes) -> Bools:
+        """Which of them begin with these bytes.
+
+        Shapes:  result: bool[n].
+        """
+        found: Bools = self.lengths >= len(prefix)
+        for at, byte in enumerate(prefix):
+            if not found.any():
+                break
+            places = self.starts[:-1] + at
+            found &= self.content.take(places, mode="clip") == byte
+        return found
+
+    def shared_prefix_bytes(self) -> int:
+        """How many bytes they all begin with."""
+        length = int(self.lengths.min(initial=len(self.content)))
+        at = 0
+        if length >= _WORD:
+            # Eight bytes at a time, wherever they begin.
+            shape = (len(self.content) - _WORD + 1,)
+            words = np.ndarray(shape, np.uint64, self.content.data, strides=(1,))
+            while at + _WORD <= length and _is_one(words[self.starts[:-1] + at]):
+                at += _WORD
+        while at < length and _is_one(self.content[self.starts[:-1] + at]):
+            at += 1
+        return at
+
+    def changed(self, change: Callable[[str], str], marks: bytes) -> Texts:
+        """The same texts, those that have one of the bytes `marks` in them changed."""
+        places = self._places_of(marks)
+        if not len(places):
+            return self
+        touched = np.zeros(len(self), np.bool_)
+        touched[np.searchsorted(self.starts, places, side="right") - 1] = True
+        others = Texts.of(change(self[int(index)]) for index in np.flatnonzero(touched))
+        stops = np.where(touched, self.starts[:-1], self.starts[1:])
+        begin, end = np.zeros((2, len(self)), np.int64)
+        begin[touched], end[touched] = others.starts[:-1], others.starts[1:]
+        pieces = Piece(self.content, self.starts[:-1], stops), Piece(others.content, begin, end)
+        starts = np.zeros(len(self) + 1, np.int64)
+        np.cumsum(stops - self.starts[:-1] + end - begin, out=starts[1:])
+        return Texts(fixed(np.concatenate([*records((), pieces)])), fixed(starts))
+
+    def _places_of(self, marks: bytes) -> Int64:
+        """Where in the content one of these bytes is."""
+        found = [np.empty(0, np.int64)]
+        for begin in range(0, len(self.content), _LOOKED_AT):
+            some = self.content[begin : begin + _LOOKED_AT]
+            is_marked = np.zeros(len(some), np.bool_)
+            for mark in marks:
+                is_marked |= some == mark
+            found.append(np.flatnonzero(is_marked) + begin)
+        return np.concatenate(found)
+
+
+def records(numbers: Sequence[NDArray[Any]], pieces: Sequence[Piece]) -> Iterator[Bytes]:
+    """Record 0, record 1, … several at a time. Record i is the i-th of all numbers, as int64, then
+    the i-th of all pieces.
+
+    Shapes:  numbers: integer[n] each.   result: uint8[m], little-endian.
+    """
+    for begin in range(0, len(pieces[0].starts), _TOGETHER):
+        some = slice(begin, begin + _TOGETHER)
+        contents, starts, lengths = [], [], []
+        if numbers:
+            head = np.stack([column[some] for column in numbers], 1).astype("<i8")
+            contents.append(head.view(np.uint8).reshape(-1))
+            starts.append(np.arange(len(head)) * head.itemsize * len(numbers))
+            lengths.append(np.full(len(head), head.itemsize * len(numbers)))
+        for each in pieces:
+            size = each.content.itemsize
+            contents.append(each.content.view(np.uint8))
+            starts.append(each.starts[some] * size)
+            lengths.append((each.stops[some] - each.starts[some]) * size)
+        yield lay_records(contents, starts, lengths, loops().library)
+
+
+def _is_one(values: NDArray[Any]) -> bool:
+    return bool((values == values[:1]).all())
+
+
+def fixed(values: NDArray[Any]) -> NDArray[Any]:
+    """The same array, read-only."""
+    view = values.view()
+    view.flags.writeable = False
+    return view
