@@ -28,7 +28,7 @@ from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.order import counted
 from dataplane.plan.sealed import damaged, sealed, unsealed
 from dataplane.plan.shard import IndexedShard, Shard, block_table, no_samples
-from dataplane.plan.shards import Shards
+from dataplane.plan.shards import Shards, spread
 from dataplane.plan.texts import Piece, records
 from dataplane.redact import unsigned
 
@@ -329,14 +329,13 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
     rows, gap, length, decoded = (
         arrow.values_of_lists(batch.column(name)) for name in _BLOCK_LISTS
     )
-    counts = np.diff(starts)
     # In place, for these are the largest columns: where each block ends among all blocks, where it
     # begins, and then where it begins in its shard. Wrapping arithmetic undoes itself.
     offset = gap + length
     np.cumsum(offset, out=offset)
     before = np.where(starts[:-1] > 0, offset.take(starts[:-1] - 1, mode="clip"), 0)
     offset -= length
-    offset -= np.repeat(before, counts)
+    offset -= spread(before, starts)
     shards = Shards(
         arrow.texts_of(batch.column("url")),
         arrow.texts_of(batch.column("etag")),
@@ -353,7 +352,7 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
         format=metadata[b"format"].decode(),
         schema=metadata[b"schema"],
         shards=shards,
-        block_shard=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+        block_shard=spread(np.arange(len(shards), dtype=np.int32), starts),
         block_rows=rows,
         block_offset=offset,
         block_length=length,
@@ -365,7 +364,5 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
 
 
 def _column_places(batch: Any, block_count: int) -> ColumnPlaces | None:
-    gap, length, decoded = (
-        arrow.numbers_of(batch.column(name).flatten()) for name in _COLUMN_LISTS
-    )
+    gap, length, decoded = (arrow.values_of_lists(batch.column(name)) for name in _COLUMN_LISTS)
     return ColumnPlaces.from_lists(gap, length, decoded, block_count)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
 from dataplane.model import Region
@@ -21,6 +22,7 @@ from dataplane.plan.shard import Shard, check_shard
 from dataplane.plan.texts import Bools, Int64, Texts, fixed
 
 _OUTSIDE = "a size or a place that is negative or too large"
+_SPREAD = 1 << 12
 _NUMBERS = ("size_bytes", "preamble_offset", "preamble_length")
 
 
@@ -51,7 +53,7 @@ class Shards:
         for name in _NUMBERS:
             self._refuse(getattr(self, name) < 0, _OUTSIDE)
         self._refuse(np.diff(self.block_starts) < 0, "a negative number of blocks")
-        shard = np.repeat(np.arange(len(self)), np.diff(self.empty_starts))
+        shard = spread(np.arange(len(self)), self.empty_starts)
         first = np.ones(len(shard), np.bool_)
         first[1:] = shard[1:] != shard[:-1]
         before = np.concatenate([[-1], self.empty[:-1]])[: len(shard)]
@@ -157,3 +159,16 @@ def starts_of(counts: Any) -> Int64:
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def spread(values: NDArray[Any], starts: Int64) -> NDArray[Any]:
+    """values[i] at all places from starts[i] to starts[i + 1]. In steps: numpy keeps all threads of
+    the process waiting while it repeats.
+
+    Shapes:  values: any[n].   starts: int64[n + 1], rising from 0.   result: any[starts[n]].
+    """
+    found = np.empty(starts[-1], values.dtype)
+    for begin in range(0, len(values), _SPREAD):
+        some = starts[begin : begin + _SPREAD + 1]
+        found[some[0] : some[-1]] = np.repeat(values[begin : begin + _SPREAD], np.diff(some))
+    return found
