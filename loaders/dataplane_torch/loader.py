@@ -25,7 +25,7 @@ from dataplane_torch.arguments import (
     refuse_torch_arguments,
 )
 from dataplane_torch.device import Given, Target, find_target
-from dataplane_torch.local.beginning import Place
+from dataplane_torch.local.beginning import PassPlace
 from dataplane_torch.local.local_pass import LocalPass
 from dataplane_torch.local.progress import PassState
 from dataplane_torch.local.sampling import epochs_of, make_told
@@ -87,7 +87,7 @@ class DataLoader(LoaderBase[_T_co]):
     _target: Target | None
     _resume: PassState | None
     _latest: Callable[[], Pass | None] | None
-    _place: Place | None
+    _place: PassPlace | None
     _begun: Pass | None
     _loaded_in: dict[str, int]
 
@@ -238,7 +238,7 @@ class DataLoader(LoaderBase[_T_co]):
             return
         resume = None if state_dict == {} else PassState.from_dict(state_dict)
         if resume is not None:
-            resume.check(Place(self, self.num_workers).state())
+            resume.check(PassPlace(self, self.num_workers).state())
         self._forget()
         self._resume = resume
         self._loaded_in = epochs_of(index_sampler(self))

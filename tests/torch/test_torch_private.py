@@ -367,6 +367,13 @@ def test_a_build_without_cuda_has_no_contexts_to_ask_for(monkeypatch) -> None:
         memory.has_cuda_context(0)
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is None and torch.version.hip is None, reason="torch is built without CUDA"
+)
+def test_a_build_with_cuda_tells_of_its_contexts() -> None:
+    require(torch._C, "_cuda_hasPrimaryContext")
+
+
 def test_what_is_there_is_not_complained_of() -> None:
     require(sys, "path")
     require(torch.ones(1), "numpy")

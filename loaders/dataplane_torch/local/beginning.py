@@ -32,7 +32,7 @@ from dataplane_torch.torch_private.iteration import (
 )
 
 
-class Place:
+class PassPlace:
     """Where a pass stands: outlives it, so that a loop that was left can still be saved."""
 
     def __init__(self, loader: Any, worker_count: int) -> None:
@@ -84,7 +84,7 @@ class Beginning:
         resume: PassState | None,
         loaded_in: Mapping[str, int],
     ) -> None:
-        self.place = Place(loader, worker_count)
+        self.place = PassPlace(loader, worker_count)
         self._places: Places | None = None
         self._made_with: GeneratorStates = {}
         # Not the loader: it may hold the pass, and its workers end when both are forgotten.

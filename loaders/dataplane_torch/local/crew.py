@@ -25,7 +25,7 @@ from typing import Any
 
 from dataplane.client.mount import Pinning
 from dataplane_torch.local import frames
-from dataplane_torch.local.segments import Mapped
+from dataplane_torch.local.segments import MappedSegments
 from dataplane_torch.local.worker import Setup, work
 from dataplane_torch.torch_private import workers
 
@@ -44,7 +44,7 @@ class Crew:
         pinning: Pinning | None,
     ) -> None:
         self.processes: list[Any] = []
-        self.mapped: list[Mapped] = []
+        self.mapped: list[MappedSegments] = []
         self._connections: list[Connection] = []
         self._by_fd: dict[int, int] = {}
         self._gone: set[int] = set()
@@ -175,7 +175,7 @@ class Crew:
         finally:
             theirs.close()
         self.processes.append(process)
-        self.mapped.append(Mapped(pinning))
+        self.mapped.append(MappedSegments(pinning))
         self._connections.append(ours)
         self._by_fd[ours.fileno()] = setup.worker_id
         self._poll.register(ours.fileno(), select.POLLIN)

@@ -9,7 +9,7 @@ from typing import Any
 from dataplane_torch.local.parcel import Parcel, pickled_whole
 from dataplane_torch.local.progress import WorkerState
 
-_MADE, _FETCH = 0, 1
+_MADE, _MAKE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class Make:
     """Make the batch of a task."""
 
     pass_id: int
@@ -79,7 +79,7 @@ class OldSegment:
     segment_id: int
 
 
-ToWorker = Begin | Fetch | Stop
+ToWorker = Begin | Make | Stop
 FromWorker = Ready | Made | Ended | NewSegment | OldSegment
 
 
@@ -92,8 +92,8 @@ def encode(frame: ToWorker | FromWorker) -> bytes:
     if isinstance(frame, Made) and frame.state is None:
         fields: Any = (_MADE, frame.pass_id, frame.task, frame.kind, frame.parcel, None)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
-    if isinstance(frame, Fetch) and _is_plain(frame.index):
-        fields = (_FETCH, frame.pass_id, frame.task, frame.index)
+    if isinstance(frame, Make) and _is_plain(frame.index):
+        fields = (_MAKE, frame.pass_id, frame.task, frame.index)
         return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
     return pickled_whole(frame)
 
@@ -109,4 +109,4 @@ def decode(encoded: bytes) -> Any:
     if not isinstance(decoded, tuple):
         return decoded
     kind, *fields = decoded
-    return Made(*fields) if kind == _MADE else Fetch(*fields)
+    return Made(*fields) if kind == _MADE else Make(*fields)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from dataplane_torch.device import Target
-from dataplane_torch.local.beginning import Beginning, Place
+from dataplane_torch.local.beginning import Beginning, PassPlace
 from dataplane_torch.local.progress import PassState, WorkerState
 from dataplane_torch.local.stateful import load_state, skip_samples, state_of
 from dataplane_torch.sending import Sending
@@ -50,7 +50,7 @@ class LocalPass(LocalPassBase):
         self._is_asked = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PassPlace:
         """Where it stands, with the states of the dataset as they are now."""
         place, fetcher = self.beginning.place, self.fetcher
         place.step = self.yielded_count

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from dataplane_torch.local.segments import Bytes, Extent, Mapped, Segments
+from dataplane_torch.local.segments import Bytes, Extent, MappedSegments, Segments
 from dataplane_torch.tensors import tensor_over
 from dataplane_torch.torch_private.memory import (
     collate_tensors_by,
@@ -207,7 +207,7 @@ def pickled_whole(given: object) -> bytes:
 class Arrived:
     """A parcel in the trainer, which has taken its memory: tensors and arrays are views of it."""
 
-    def __init__(self, parcel: Parcel, mapped: Mapped) -> None:
+    def __init__(self, parcel: Parcel, mapped: MappedSegments) -> None:
         taken = {extent: mapped.take(extent) for extent in dict.fromkeys(parcel.beside)}
         self._buffers: list[Bytes] | None = [taken[extent] for extent in parcel.beside]
         self._pickled: Any = parcel.pickled
@@ -226,7 +226,7 @@ class Arrived:
         return found
 
 
-def discard(parcel: Parcel, mapped: Mapped) -> None:
+def discard(parcel: Parcel, mapped: MappedSegments) -> None:
     """Give the memory of a parcel back unread."""
     for extent in dict.fromkeys(parcel.beside):
         mapped.give_back(extent)

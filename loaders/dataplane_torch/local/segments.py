@@ -177,7 +177,7 @@ class Segments:
         self._peak = max(self._peak, self._used)
 
 
-class Mapped:
+class MappedSegments:
     """The trainer's side of one worker's segments."""
 
     def __init__(self, pinning: Pinning | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from dataplane_torch.torch_private.iteration import Fetcher
+from dataplane_torch.torch_private.iteration import DatasetFetcher
 
 _Any = TypeVar("_Any")
 
@@ -41,7 +41,7 @@ def load_state(given: _Any, state: dict[str, Any] | None) -> _Any:
     return given
 
 
-def skip_samples(fetcher: Fetcher, count: int) -> None:
+def skip_samples(fetcher: DatasetFetcher, count: int) -> None:
     """Draw and drop `count` samples of the iterable dataset of one of torch's fetchers."""
     for _ in range(count):
         try:

@@ -10,12 +10,12 @@ from typing import Any
 from dataplane_torch.local import frames
 from dataplane_torch.local.parcel import Arrived
 from dataplane_torch.local.progress import SamplerState
-from dataplane_torch.local.segments import Mapped
+from dataplane_torch.local.segments import MappedSegments
 from dataplane_torch.sending import CopyStream, Sending
 
 
 @dataclass(slots=True)
-class Task:
+class BatchTask:
     """Who makes it, and where the sampler stood after its index. `make` is there from when the
     memory of its parcel is taken, for a device perhaps before it is due; `told` is what it raised.
     """
@@ -30,7 +30,7 @@ class Task:
     def take(
         self,
         made: frames.Made,
-        mapped: Mapped,
+        mapped: MappedSegments,
         copy_stream: CopyStream | None,
         pin: Callable[[Any], Any] | None,
     ) -> Callable[[], Any]:

@@ -70,7 +70,7 @@ class Worker:
         self._packer.collate_here()
         self._dataset = setup.dataset
         self._shared_rng = torch.Generator()
-        self._fetcher: Any = None  # a Fetcher, when the dataset is open
+        self._fetcher: Any = None  # a DatasetFetcher, when the dataset is open
         self._fault: Any = None  # an ExceptionWrapper
         self._is_done = False
         self._pass, self._fetched = 0, 0
@@ -100,7 +100,7 @@ class Worker:
             match frame:
                 case frames.Begin():
                     self._begin(frame)
-                case frames.Fetch():
+                case frames.Make():
                     if frame.pass_id == self._inbox.pass_id:  # else nobody waits for it any more
                         self._fetch(frame)
                 case frames.Stop():
@@ -154,7 +154,7 @@ class Worker:
         skip_samples(fetcher, state.skip * setup.batch_size)
         self._fetched += state.skip
 
-    def _fetch(self, frame: frames.Fetch) -> None:
+    def _fetch(self, frame: frames.Make) -> None:
         if self._is_done:
             return
         made: list[Any] = []

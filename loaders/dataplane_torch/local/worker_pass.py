@@ -23,12 +23,12 @@ from typing import Any, cast
 
 from dataplane_torch.device import Target
 from dataplane_torch.local import frames
-from dataplane_torch.local.beginning import Beginning, Place
+from dataplane_torch.local.beginning import Beginning, PassPlace
 from dataplane_torch.local.crew import Crew
 from dataplane_torch.local.hiring import hire
 from dataplane_torch.local.parcel import discard
 from dataplane_torch.local.progress import PassState, WorkerState
-from dataplane_torch.local.task import Task
+from dataplane_torch.local.task import BatchTask
 from dataplane_torch.sending import Sending
 from dataplane_torch.torch_private.iteration import WorkerPassBase
 from dataplane_torch.torch_private.memory import pin_memory
@@ -47,7 +47,7 @@ class WorkerPass(WorkerPassBase):
         self._crew: Crew | None = None
         self._lock, self._is_torn = threading.RLock(), False
         self._pass_id = 0
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, BatchTask] = {}
         self._target = target
         self._in_order = loader.in_order
         if loader.prefetch_factor < 1:
@@ -69,7 +69,7 @@ class WorkerPass(WorkerPassBase):
         self._open(resume)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PassPlace:
         """Where it stands. What workers say of their datasets when they start is waited for."""
         if not self._is_told:
             with self._lock:
@@ -269,7 +269,7 @@ class WorkerPass(WorkerPassBase):
         self._step(task_id, task, made.state)
         return batch
 
-    def _take(self, task: Task) -> Callable[[], Any]:
+    def _take(self, task: BatchTask) -> Callable[[], Any]:
         assert self._crew is not None
         mapped, made = self._crew.mapped[task.worker_id], cast("frames.Made", task.answer)
         pin = None
@@ -289,7 +289,7 @@ class WorkerPass(WorkerPassBase):
         if task is not None and isinstance(sending := self._take(task), Sending):
             sending.begin()
 
-    def _next_made(self) -> Task | None:
+    def _next_made(self) -> BatchTask | None:
         """As `_answered`, but it changes nothing. An error of a worker's is none that is made."""
         for task in self._tasks.values():
             if isinstance(task.answer, frames.Made):
@@ -298,7 +298,7 @@ class WorkerPass(WorkerPassBase):
                 return None
         return None
 
-    def _step(self, task_id: int, task: Task, state: WorkerState | None) -> None:
+    def _step(self, task_id: int, task: BatchTask, state: WorkerState | None) -> None:
         place = self.beginning.place
         place.step += 1
         place.next_worker = (task.worker_id + 1) % self.worker_count
@@ -327,10 +327,10 @@ class WorkerPass(WorkerPassBase):
                 self._has_indices = False
                 return
             assert self._crew is not None
-            fetch = frames.Fetch(self._pass_id, self._next_task, index)
-            self._crew.tell(worker_id, fetch)
+            make = frames.Make(self._pass_id, self._next_task, index)
+            self._crew.tell(worker_id, make)
             place = None if self._places is None else self._places.place()
-            self._tasks[self._next_task] = Task(worker_id, index, place)
+            self._tasks[self._next_task] = BatchTask(worker_id, index, place)
             self._next_task += 1
 
     def _next_worker(self) -> int | None:

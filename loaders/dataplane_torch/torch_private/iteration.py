@@ -35,7 +35,7 @@ _OF_PASS = (
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class Fetcher(Protocol):
+class DatasetFetcher(Protocol):
     """torch.utils.data._utils.fetch._MapDatasetFetcher or _IterableDatasetFetcher: it takes the
     samples of one batch from a dataset, and collates them.
 
@@ -61,13 +61,15 @@ def fetcher_of(
     auto_collation: bool,
     collate_fn: Callable[[Any], Any],
     drop_last: bool,
-) -> Fetcher:
+) -> DatasetFetcher:
     """torch.utils.data.dataloader._DatasetKind.create_fetcher. That of an iterable dataset calls
     iter() on it.
     """
-    kinds = dataloader._DatasetKind
+    kinds: Any = dataloader._DatasetKind
     kind = kinds.Iterable if is_iterable else kinds.Map
-    made: Fetcher = kinds.create_fetcher(kind, dataset, auto_collation, collate_fn, drop_last)  # type: ignore[no-untyped-call]
+    made: DatasetFetcher = kinds.create_fetcher(
+        kind, dataset, auto_collation, collate_fn, drop_last
+    )
     return made
 
 
@@ -174,7 +176,7 @@ class PassNames:
 class LocalPassBase(PassNames, dataloader._SingleProcessDataLoaderIter):
     """torch's iterator with num_workers=0. __next__ calls the `next_batch` of a subclass."""
 
-    fetcher: Fetcher = _attribute("_dataset_fetcher")
+    fetcher: DatasetFetcher = _attribute("_dataset_fetcher")
     next_batch: Any = dataloader._SingleProcessDataLoaderIter._next_data
     """The next batch, loaded in this process and pinned.  Raises:  StopIteration: there is none."""
 

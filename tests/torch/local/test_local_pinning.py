@@ -15,7 +15,7 @@ import torch
 from dataplane_torch.local import frames
 from dataplane_torch.local.crew import Crew
 from dataplane_torch.local.parcel import Arrived, Parcel
-from dataplane_torch.local.segments import Extent, Mapped, Segments
+from dataplane_torch.local.segments import Extent, MappedSegments, Segments
 from dataplane_torch.local.worker import Setup
 from dataplane_torch.pinning import DevicePinning
 from hypothesis import given, settings
@@ -92,7 +92,7 @@ class Walk:
         self.task = 0
 
     def next(self) -> Any:
-        self.crew.tell(0, frames.Fetch(0, self.task, [self.task]))
+        self.crew.tell(0, frames.Make(0, self.task, [self.task]))
         self.task += 1
         while True:
             for _, frame in self.crew.heard(self.crew.wait(None)):
@@ -185,11 +185,11 @@ def close(segments: Segments) -> None:
         segment.close()
 
 
-def pair() -> tuple[Mapped, Segments]:
+def pair() -> tuple[MappedSegments, Segments]:
     """Both sides of a worker's memory, in one process."""
     import os
 
-    mapped = Mapped(None)
+    mapped = MappedSegments(None)
 
     def announce(segment_id: int, fd: int, size_bytes: int) -> None:
         mapped.attach(segment_id, os.dup(fd), size_bytes)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dataplane_torch import DataLoader
-from dataplane_torch.local.segments import Mapped, Segments
+from dataplane_torch.local.segments import MappedSegments, Segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_datasets import Samples
@@ -28,9 +28,9 @@ def allocated_bytes(segments: Any) -> int:
     return sum(os.fstat(each.arena.fd).st_blocks * 512 for each in segments.values())
 
 
-def pair() -> tuple[Mapped, Segments]:
+def pair() -> tuple[MappedSegments, Segments]:
     """Both sides of a worker's memory, in one process."""
-    mapped = Mapped(None)
+    mapped = MappedSegments(None)
 
     def announce(segment_id: int, fd: int, size_bytes: int) -> None:
         mapped.attach(segment_id, os.dup(fd), size_bytes)
