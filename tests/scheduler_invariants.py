@@ -1,105 +1,173 @@
-"""The numbered invariants of the scheduler, checked from the inside after every event."""
+"""The numbered invariants of the scheduler's modules, checked from the inside after every event.
+
+It is asked some hundred times a history, so it goes over everything once. Those invariants that
+show in the traffic with the outside are checked in scheduler_traffic.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
-import numpy as np
+from scheduler_world import PAGE, World
 
-from dataplane.arena.allocator import rounded
 from dataplane.scheduler.block import BlockPhase
-from dataplane.scheduler.records import SlabPhase, SlabTask
+from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.scheduler import Scheduler
+from dataplane.scheduler.shared import _key
+
+_Pins = dict[int, Counter[int]]
+_Used = dict[int, list[int]]
 
 
-def check(scheduler: Scheduler) -> None:
-    """Raises:  AssertionError: names the invariant."""
-    _check_memory(scheduler)
-    _check_blocks(scheduler)
-    _check_tasks(scheduler)
-    _check_pins(scheduler)
-    _check_slots(scheduler)
+class Invariants:
+    """Those of one scheduler, over all of the datasets that it has seen."""
 
+    def __init__(self, scheduler: Scheduler, worlds: list[World]) -> None:
+        self._scheduler = scheduler
+        self._worlds = worlds
+        self._needs: dict[int, tuple[object, list[int]]] = {}
 
-def _all_tasks(scheduler: Scheduler) -> list[SlabTask]:
-    """Whatever is planned, made or lent, and what workers write although nobody wants it."""
-    planned = [task for stream in scheduler._streams for task in stream.tasks]
-    lent = [loan.task for d in scheduler._deliveries.values() for loan in d.lent.values()]
-    gone = [t for t in scheduler._tasks._assembling.values() if t.phase is SlabPhase.GONE]
-    return [*planned, *lent, *gone]
+    def check(self) -> None:
+        """Raises:  AssertionError: names the invariant."""
+        keys = {w.dataset_id: w.blocks.marks.keys.tolist() for w in self._worlds}
+        self._check_blocks(keys)
+        pins: _Pins = {w.dataset_id: Counter() for w in self._worlds}
+        used: _Used = {delivery_id: [] for delivery_id in self._scheduler._deliveries}
+        self._check_assembling(pins, used)
+        self._check_tasks(keys, pins, used)
+        self._check_slots(used)
+        for world in self._worlds:
+            found, expected = world.blocks.marks.pins.tolist(), pins[world.dataset_id]
+            assert found == [expected[i] for i in range(len(found))], "scheduler 2: pins"
 
+    def _blocks_of(self, task: SlabTask) -> list[int]:
+        found = self._needs.get(id(task.plan))
+        if found is None or found[0] is not task.plan:
+            found = self._needs[id(task.plan)] = task.plan, task.plan.blocks.tolist()
+        return found[1]
 
-def _check_memory(scheduler: Scheduler) -> None:
-    """blocks 2, shared 2 and 3: each part of the arena has one owner, and all of them are known."""
-    shared, blocks = scheduler._shared, scheduler._blocks
-    kept = [slab.region for slab in shared._slabs.values()]
-    assert sum(region.length for region in kept) == shared._bytes, "shared 2"
-    assert shared._bytes <= blocks.arena_bytes // 2, "shared 2"
-    owned = sorted((r.offset, r.length) for b in blocks._blocks.values() for r in b.regions)
-    owned = sorted([*owned, *((r.offset, r.length) for r in kept)])
-    for (first, length), (following, _) in itertools.pairwise(owned):
-        assert first + rounded(length) <= following, "blocks 2: two owners"
-    taken = sum(rounded(length) for _, length in owned)
-    assert taken + blocks._allocator.free_bytes == blocks._allocator.size_bytes, "blocks 2"
+    def _check_blocks(self, keys: dict[int, list[int]]) -> None:
+        """blocks 1, 2, 4, shared 2, 3: each part of the arena has one owner, and each block is
+        there once, by a key of its own, which is known where it is ready.
+        """
+        table, shared = self._scheduler._blocks, self._scheduler._shared
+        owned = [(slab.region.offset, slab.region.length) for slab in shared._slabs.values()]
+        assert sum(length for _, length in owned) == shared._bytes, "shared 2"
+        assert shared._bytes <= table.arena_bytes // 2, "shared 2"
+        ready = dict.fromkeys(keys, 0)
+        fetching = decoding = raw_bytes = 0
+        assert len(table._blocks) == len(table._by_key), "blocks 4"
+        for key, block in table._by_key.items():
+            dataset_id, phase = block.dataset.dataset_id, block.phase
+            assert block.key == key, "blocks 4"
+            assert table._blocks[dataset_id, block.index] is block, "blocks 4"
+            is_ready = phase is BlockPhase.READY
+            assert keys[dataset_id][block.index] == (key if is_ready else 0), "blocks 4"
+            assert is_ready or block.trails is None, "blocks 5"
+            decoding += phase is BlockPhase.DECODING
+            ready[dataset_id] += is_ready
+            raw, decoded, trails = block.raw, block.decoded, block.trails
+            if phase is BlockPhase.FETCHING:
+                assert raw is not None, "blocks 2"
+                raw_bytes += raw.length
+                fetching += 1
+            owned += [(r.offset, r.length) for r in (raw, decoded, trails) if r is not None]
+        assert fetching == table._fetching, "blocks 1"
+        assert raw_bytes == table._fetching_bytes, "blocks 1"
+        assert decoding == table._decoding, "blocks 1"
+        for dataset_id, found in keys.items():
+            assert len(found) - found.count(0) == ready[dataset_id], "blocks 4"
+        end = taken = 0
+        for offset, length in sorted(owned):
+            assert offset >= end, "blocks 2: two owners"
+            pages = -(-max(length, 1) // PAGE) * PAGE
+            end, taken = offset + pages, taken + pages
+        assert taken + table._allocator.free_bytes == table._allocator.size_bytes, "blocks 2"
 
+    def _check_assembling(self, pins: _Pins, used: _Used) -> None:
+        """slab_tasks 1, shared 1 and 3: what workers write has its blocks, or its shared slab."""
+        making: dict[object, int] = {}
+        readers: Counter[int] = Counter()
+        kept = self._scheduler._shared._slabs
+        for task in self._scheduler._tasks._assembling.values():
+            assert task.slot is not None, "slab_tasks 2"
+            if task.phase is SlabPhase.GONE and task.delivery.delivery_id in used:
+                used[task.delivery.delivery_id].append(task.slot.offset)
+            pinned = task.pinned.tolist()
+            pins[task.dataset.dataset_id].update(pinned)
+            slab = task.shared
+            is_copy = slab is not None and slab.made is not None
+            assert is_copy or pinned == self._blocks_of(task), "slab_tasks 1"
+            if slab is None:
+                continue
+            assert kept.get((slab.group, slab.key)) is slab, "shared 3"
+            if is_copy:
+                readers[slab.number] += 1
+            else:
+                making[slab.group, slab.key] = making.get((slab.group, slab.key), 0) + 1
+        for name, slab in kept.items():
+            assert slab.readers == readers[slab.number], "shared 3"
+            assert slab.made is not None or making.get(name) == 1, "shared 1"
 
-def _check_blocks(scheduler: Scheduler) -> None:
-    """blocks 1 and 4: each block once, by a key of its own, which is known where it is ready."""
-    table = scheduler._blocks
-    assert len(table._blocks) == len(table._by_key), "blocks 4"
-    phases = Counter(block.phase for block in table._blocks.values())
-    assert phases[BlockPhase.FETCHING] == table._fetching, "blocks 1"
-    assert phases[BlockPhase.DECODING] == table._decoding, "blocks 1"
-    ready: Counter[int] = Counter()
-    for key, block in table._by_key.items():
-        assert block.key == key, "blocks 4"
-        assert table._blocks[block.dataset.dataset_id, block.index] is block, "blocks 4"
-        is_ready = block.phase is BlockPhase.READY
-        assert block.dataset.marks.keys[block.index] == (key if is_ready else 0), "blocks 4"
-        ready[id(block.dataset)] += is_ready
-    for dataset in {id(b.dataset): b.dataset for b in table._by_key.values()}.values():
-        assert np.count_nonzero(dataset.marks.keys) == ready[id(dataset)], "blocks 4"
+    def _check_tasks(self, keys: dict[int, list[int]], pins: _Pins, used: _Used) -> None:
+        """slab_tasks 3 and 4, scheduler 1 and 2: tasks follow each other, what one lacks is exactly
+        what is not ready, and of those that wait only the head has pins.
+        """
+        scheduler, waiting_count = self._scheduler, 0
+        for stream in scheduler._streams._streams.values():
+            dataset_id, stride = stream.delivery.dataset.dataset_id, stream.walk.stream.step_stride
+            ready, waiting = keys[dataset_id], scheduler._tasks._waiting.get(dataset_id, ())
+            slots, step = used[stream.delivery.delivery_id], None
+            for task in stream.tasks:
+                batches = task.plan.batches
+                assert step in {None, batches[0].step}, "slab_tasks 3: a batch is missing"
+                step = batches[-1].step + stride
+                if task.slot is not None:
+                    slots.append(task.slot.offset)
+                has_slot = task.phase in {SlabPhase.ASSEMBLING, SlabPhase.READY}
+                assert has_slot == (task.slot is not None), "slab_tasks 2"
+                if task.phase is SlabPhase.WAITING:
+                    waiting_count += 1
+                    lacking = {block for block in self._blocks_of(task) if not ready[block]}
+                    assert task.missing == lacking, "slab_tasks 4"
+                    assert task.idle <= task.missing, "slab_tasks 4"
+                    assert task in waiting, "slab_tasks 4"
+                    if len(task.pinned):
+                        assert task is scheduler._head, "scheduler 2"
+                        pins[dataset_id].update(task.pinned.tolist())
+                elif task.phase is SlabPhase.FAILED:
+                    assert not len(task.pinned), "slab_tasks 1: pins of what has failed"
+            if stream.requests and stream.tasks and scheduler.is_settled:
+                self._check_first(stream)
+        found = sum(map(len, scheduler._tasks._waiting.values()))
+        assert found == waiting_count, "slab_tasks 4: what is gone still waits"
 
+    def _check_first(self, stream: StreamState) -> None:
+        """scheduler 1 and 3, slab_tasks 5: what a consumer waits for is made as soon as it can be."""
+        task = stream.tasks[0]
+        assert task.phase not in {SlabPhase.READY, SlabPhase.FAILED}, "scheduler 1"
+        if task.phase is not SlabPhase.WAITING or task.missing or stream.is_ahead:
+            return
+        group, shared = stream.delivery.group, self._scheduler._shared
+        slab = shared._slabs.get((group, _key(task))) if group is not None else None
+        if slab is not None and slab.made is None and not task.oversize:
+            return
+        slots = stream.delivery.slots
+        is_free = slots.zone_is_free if task.oversize else slots.free_count
+        assert not is_free, "slab_tasks 5: a slot is free"
+        for other in stream.delivery.streams:
+            asked = 1 if other.requests else 0
+            for each in list(other.tasks)[asked:]:
+                is_spare = each.phase is SlabPhase.READY and each.oversize == task.oversize
+                assert not is_spare, "scheduler 3: a slab that nobody asked for has a slot"
 
-def _check_tasks(scheduler: Scheduler) -> None:
-    """slab_tasks 4 and scheduler 1: what a waiting task lacks is exactly what is not ready."""
-    for stream in scheduler._streams:
-        for task in stream.tasks:
-            if task.phase is SlabPhase.WAITING:
-                blocks = task.plan.blocks
-                lacking = set(blocks[task.dataset.marks.keys[blocks] == 0].tolist())
-                assert task.missing == lacking, "slab_tasks 4"
-                assert task.idle <= task.missing, "slab_tasks 4"
-                assert task in scheduler._tasks._waiting[task.dataset.dataset_id], "slab_tasks 4"
-        first = [task.plan.first_position for task in stream.tasks]
-        assert first == sorted(first), "scheduler 1"
-        if scheduler.is_settled and stream.requests and stream.tasks:
-            assert stream.tasks[0].phase is not SlabPhase.READY, "scheduler 1"
-
-
-def _check_pins(scheduler: Scheduler) -> None:
-    """scheduler 2, slab_tasks 1: pins are those of the head and of what is assembled, no others."""
-    waiting = [t for t in _all_tasks(scheduler) if t.phase is SlabPhase.WAITING and len(t.pinned)]
-    assert len(waiting) <= 1, "scheduler 2"
-    assert all(task is scheduler._head for task in waiting), "scheduler 2"
-    pins: dict[int, Counter[int]] = {}
-    for task in [*waiting, *scheduler._tasks._assembling.values()]:
-        pins.setdefault(id(task.dataset), Counter()).update(task.pinned.tolist())
-    datasets = {id(s.delivery.dataset): s.delivery.dataset for s in scheduler._streams}
-    for name, dataset in datasets.items():
-        expected = pins.get(name, Counter())
-        found = dataset.marks.pins
-        assert found.sum() == sum(expected.values()), "scheduler 2"
-        assert all(found[block] == count for block, count in expected.items()), "scheduler 2"
-
-
-def _check_slots(scheduler: Scheduler) -> None:
-    """slab_tasks 2: a slot is free, or one slab has it."""
-    for delivery in scheduler._deliveries.values():
-        mine = {id(t): t for t in _all_tasks(scheduler) if t.delivery is delivery}
-        slots = [task.slot.offset for task in mine.values() if task.slot is not None]
-        assert len(set(slots)) == len(slots), "slab_tasks 2: two slabs in one slot"
-        has_zone = not delivery.slots.zone_is_free
-        used = delivery.slots.layout.slot_count - delivery.slots.free_count + has_zone
-        assert used == len(slots), "slab_tasks 2: a slot that nobody has"
+    def _check_slots(self, used: _Used) -> None:
+        """slab_tasks 2: a slot is free, or one slab has it."""
+        for delivery_id, delivery in self._scheduler._deliveries.items():
+            slots, mine = delivery.slots, used[delivery_id]
+            for loan in delivery.lent.values():
+                assert loan.task.slot is not None, "slab_tasks 2"
+                mine.append(loan.task.slot.offset)
+            assert len(set(mine)) == len(mine), "slab_tasks 2: two slabs in one slot"
+            count = slots.layout.slot_count - slots.free_count + (not slots.zone_is_free)
+            assert count == len(mine), "slab_tasks 2: a slot that nobody has"

@@ -1,22 +1,19 @@
-"""Consumers of a scheduler, and a run of chance over what they and the outside do, on a clock that
-goes on by itself.
-"""
+"""A run of chance over what consumers of a scheduler and its outside do, on a virtual clock."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import numpy as np
-from scheduler_invariants import check
-from scheduler_world import PAGE, Outside, World, slab_bytes
+from scheduler_consumers import Consumer, Place
+from scheduler_invariants import Invariants
+from scheduler_traffic import Traffic
+from scheduler_world import BATCH_MAX, PAGE, Outside, World, slab_bytes
 
 from dataplane.arena.slots import SlotLayout, plan_slots
-from dataplane.errors import DataplaneError
+from dataplane.config import JobSpec
+from dataplane.errors import LeaseFenced
 from dataplane.model import Stream
-from dataplane.plan.order import Order
 from dataplane.rpc import messages
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
@@ -25,140 +22,48 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
 
 STALL_S = 1000.0
-
-
-@dataclass(eq=False)
-class Place:
-    """A delivery arena."""
-
-    delivery_id: int
-    world: World
-    memory: memoryview
-    group: object = None
-    is_declared: bool = False
-
-
-@dataclass(eq=False)
-class Consumer:
-    """One stream's consumer; `patience` is how many slabs it holds before it lets one go, and
-    `after` another that comes first.
-    """
-
-    run: Run
-    number: int
-    place: Place
-    at: Stream
-    walk: Walk
-    patience: int
-    row_bytes: int
-    after: Consumer | None = None
-    is_open: bool = True
-    asked: int = 0
-    next_step: int = 0
-    held: deque[tuple[messages.Slab, bytes]] = field(default_factory=deque)
-    ended: bool = False
-    planned: bool = False
-    error: DataplaneError | None = None
-    stalled: list[events.Stalled] = field(default_factory=list)
-    stopped: bool = False
-
-    def __post_init__(self) -> None:
-        self.next_step = self.at.first_step
-        before = self.after.number if self.after is not None else None
-        opened = events.StreamOpened(
-            self.number, self.place.delivery_id, self.walk, self.number, before
-        )
-        self.run.consumers.append(self)
-        self.run.tell(opened)
-
-    @property
-    def world(self) -> World:
-        return self.place.world
-
-    @property
-    def is_done(self) -> bool:
-        return self.ended or self.error is not None or not self.is_open
-
-    def ask(self) -> None:
-        assert self.is_open
-        self.asked += 1
-        self.run.tell(events.Requested(self.number, self.asked))
-
-    def receive(self, effect: events.Send) -> None:
-        assert self.is_open, "an answer after the stream was closed"
-        assert self.asked
-        self.asked -= 1
-        body = effect.body
-        if isinstance(body, DataplaneError):
-            self.error = body
-        elif isinstance(body, messages.EndOfStream):
-            assert self.next_step >= self.walk.step_count
-            self.ended = True
-        else:
-            assert isinstance(body, messages.Slab)
-            self.check(body)
-            # Whoever has a slab may write into it: nobody else may see that.
-            content = bytes([body.slab_id % 251]) * body.region.length
-            self.memory(body)[:] = content
-            self.held.append((body, content))
-
-    def memory(self, slab: messages.Slab) -> memoryview:
-        return self.place.memory[slab.region.offset : slab.region.offset + slab.region.length]
-
-    def check(self, slab: messages.Slab) -> None:
-        view, offset = self.memory(slab), 0
-        for batch in slab.batches:
-            assert batch.step == self.next_step
-            steps = self.walk._slice.positions_of_steps(batch.step, 1)
-            assert (batch.rows, batch.valid) == (int(steps.rows[0]), int(steps.valid[0]))
-            found = np.frombuffer(view[offset : offset + 16 + 16 * batch.rows], np.int64)
-            assert found[0] == batch.step
-            expected = np.stack(self.walk.order.locate(steps.positions), 1)
-            assert found[2:].reshape(-1, 2).tolist() == expected.tolist()
-            offset += slab_bytes(batch, self.row_bytes)
-            self.next_step += self.at.step_stride
-        assert slab.batches
-
-    def release(self, which: int = 0) -> None:
-        slab, content = self.held[which]
-        del self.held[which]
-        # The tail of a slot holds the row index; nobody may write into a slab that is held.
-        assert bytes(self.memory(slab)) == content, "a slab was written while it was held"
-        self.run.tell(events.Released(self.place.delivery_id, [slab.slab_id]))
-
-    def copy_out(self) -> None:
-        """Give back at once what is not to be held."""
-        for which, (slab, _) in enumerate(self.held):
-            if slab.copy_out:
-                self.release(which)
-                return
-
-    def close(self) -> None:
-        if self.is_open:
-            self.run.tell(events.StreamClosed(self.number))
-            self.is_open = False
+PACES = ((0.0001, 0.001), (0.01, 0.05), (0.5, 5.0))
+"""Seconds that something takes: fast, usual and slow."""
+_ACTS_MAX = 20_000
 
 
 class Run:
-    """One world, some consumers, and chance."""
+    """Some worlds, some consumers, and chance. `is_timed`: what is due first happens first, as each
+    store, worker and consumer has its pace; else anything may happen next. `restless` is how often
+    consumers come, go and change their places.
+    """
 
     def __init__(
-        self, chance: random.Random, *, tight: bool, hoard: bool = False, factor: float = 0
+        self,
+        chance: random.Random,
+        *,
+        tight: bool,
+        hoard: bool = False,
+        factor: float = 0,
+        is_timed: bool = False,
+        restless: float = 0.0,
+        stall_s: float = STALL_S,
     ) -> None:
-        self.chance = chance
-        self.hoard = hoard
-        self.worlds = {i: World(chance, i) for i in range(1, chance.choice([1, 1, 2]) + 1)}
+        self.chance, self.hoard = chance, hoard
+        self.is_timed, self.restless = is_timed, restless
+        self.worlds = {i: World(chance, i) for i in range(1, chance.choice([1, 1, 1, 2]) + 1)}
         self.row_bytes = chance.choice([16, 64, 400])
         self.most = {i: self._largest_batch(world) for i, world in self.worlds.items()}
-        self.needed = max(self.most.values())
         drawn = chance.choice([0.3, 0.6]) if tight else chance.choice([1.0, 1.0, 1.5, 8.0])
-        factor = factor or drawn
-        arena_bytes = max(int(self.needed * factor), 4 * PAGE) // PAGE * PAGE
+        arena_bytes = int(max(self.most.values()) * (factor or drawn))
+        arena_bytes = max(arena_bytes, 4 * PAGE) // PAGE * PAGE
         self.outside = Outside(arena_bytes, self.worlds, self.row_bytes)
+        self.outside.chance = chance
+        waits = (events.PlanSteps, events.Fetch, events.DecodeBlock, events.AssembleSlab)
+        self.outside.pace = {kind: chance.choice(PACES) for kind in (*waits, events.CopyKept)}
         fetches, workers = chance.choice([1, 2, 8]), Autoscaler(1, 4, 2)
-        self.scheduler = Scheduler(arena_bytes, fetches, workers, STALL_S)
+        self.scheduler = Scheduler(arena_bytes, fetches, workers, stall_s)
         self.outside.locate = self._locate
+        worlds = [*self.worlds.values()]
+        self.invariants = Invariants(self.scheduler, worlds)
+        self.traffic = Traffic(self.scheduler, fetches)
         self.now = 0.0
+        self.acts = 0
         self.places: list[Place] = []
         self.consumers: list[Consumer] = []
         self.notes: list[events.Note] = []
@@ -170,10 +75,7 @@ class Run:
         return block.dataset, block.index
 
     def _layout(self) -> SlotLayout:
-        largest = max(
-            slab_bytes(messages.Batch(3, world.spec.global_batch, 0), self.row_bytes)
-            for world in self.worlds.values()
-        )
+        largest = slab_bytes(messages.Batch(3, BATCH_MAX, 0), self.row_bytes)
         layout = plan_slots(0, self.chance.choice([512, PAGE]))
         zone = max(layout.zone_bytes, largest + 64 * 8 + 64)
         return SlotLayout(layout.slot_bytes, layout.slot_count, -(-zone // PAGE) * PAGE)
@@ -181,14 +83,18 @@ class Run:
     def _largest_batch(self, world: World) -> int:
         """The arena that the blocks of any one batch of any rank could fill."""
         costs = sorted(world.cost_of(i) for i in range(len(world.sizes)))
-        return sum(costs[-world.spec.global_batch :]) or PAGE
+        return sum(costs[-BATCH_MAX:]) or PAGE
 
     # -- what happens ----------------------------------------------------------------------------
 
     def tell(self, event: events.Event) -> None:
         """Something has happened: whatever follows from it is done."""
         self.now += 0.001
-        for effect in self.scheduler.decide(event, self.now):
+        self.outside.now = self.now
+        before = self.traffic.before(event)
+        effects = self.scheduler.decide(event, self.now)
+        self.traffic.after(before, effects)
+        for effect in effects:
             match effect:
                 case events.Send():
                     self._consumer(effect.stream_id).receive(effect)
@@ -207,12 +113,13 @@ class Run:
                     self.outside.part(effect.region)[:] = bytes(effect.region.length)
                 case _:
                     self.outside.ask(effect)
-        check(self.scheduler)
+        self.invariants.check()
         for consumer in self.consumers:
-            consumer.copy_out()
+            if consumer.held:
+                consumer.copy_out()
 
     def _consumer(self, stream_id: int) -> Consumer:
-        return next(one for one in self.consumers if one.number == stream_id)
+        return self.consumers[stream_id - 1]
 
     def settle(self) -> None:
         """Until the scheduler waits for the outside."""
@@ -222,88 +129,177 @@ class Run:
             self.tell(events.Settled())
         raise AssertionError("it does not come to rest")
 
-    def deliver_to(self, world: World, group: object = None, *, is_declared: bool = False) -> Place:
+    def deliver_to(
+        self,
+        world: World,
+        group: object = None,
+        *,
+        is_declared: bool = False,
+        spec: JobSpec | None = None,
+    ) -> Place:
         memory = memoryview(bytearray(self.layout.arena_bytes))
-        place = Place(100 + len(self.places), world, memory, group, is_declared)
-        self.outside.deliveries[place.delivery_id] = memory
+        number = 100 + len(self.places)
+        place = Place(number, world, spec or world.spec, memory, group, is_declared=is_declared)
+        self.outside.deliveries[number] = memory
         self.places.append(place)
-        opened = events.DeliveryOpened(
-            place.delivery_id, self.layout, world.blocks, group, is_declared
-        )
-        self.tell(opened)
+        self.tell(events.DeliveryOpened(number, self.layout, world.blocks, group, is_declared))
         return place
 
     def consume(
-        self,
-        place: Place,
-        dp_rank: int,
-        dp_size: int,
-        steps: tuple[int, int] | None = None,
+        self, place: Place, dp_rank: int, dp_size: int, steps: tuple[int, int] | None = None
     ) -> Consumer:
-        chance, world = self.chance, place.world
-        spec = world.spec
+        """One more consumer, which begins anywhere."""
+        chance = self.chance
         epoch, cursor = chance.choice([0, 0, 0, 1]), 0
         if place.group is None and chance.random() < 0.2:
-            cursor = chance.randrange(world.manifest.sample_count)
+            cursor = chance.randrange(place.world.sample_count)
         first, stride = chance.choice([(0, 1), (0, 1), (0, 1), (1, 2)])
         if steps is not None:
             epoch, (first, stride) = 0, steps
-        rows = world.manifest.block_rows
-        order = Order(rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
-        at = Stream(epoch, cursor, dp_rank, dp_size, first, stride)
+        ahead = [one for one in self.consumers if one.place is place and one.is_open]
+        after = chance.choice(ahead) if ahead and chance.random() < 0.5 else None
+        return self.begin(place, Stream(epoch, cursor, dp_rank, dp_size, first, stride), after)
+
+    def begin(self, place: Place, at: Stream, after: Consumer | None = None) -> Consumer:
+        """A consumer that begins there."""
+        chance, spec = self.chance, place.spec
+        order, _ = place.world.order(spec, at.epoch)
         most = chance.choice([1, 4, 16]) if not self.consumers else 8
         is_aligned = place.group is not None
         sizes = SlabSizes(4 if is_aligned else most, 16, 0)
-        walk = Walk(spec, order, at, sizes, is_aligned=is_aligned)
+        walk = Walk(spec, order, at, sizes, is_ahead=after is not None, is_aligned=is_aligned)
+        walk.crops = place.world.blocks.keeps_trails
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
-        ahead = [one for one in self.consumers if one.place is place and one.is_open]
-        after = chance.choice(ahead) if ahead and chance.random() < 0.5 else None
         number = len(self.consumers) + 1
-        return Consumer(self, number, place, at, walk, patience, self.row_bytes, after)
+        consumer = Consumer(self, number, place, at, walk, patience, self.row_bytes, after)
+        consumer.pause = chance.choice(PACES)
+        return consumer
 
     # -- chance ----------------------------------------------------------------------------------
 
-    def actions(self) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = [self.end_one] * min(3, len(self.outside.pending))
+    def actions(self) -> list[tuple[float, Callable[[], None]]]:
+        """What may happen next, and when it is due."""
+        found: list[tuple[float, Callable[[], None]]] = []
+        if pending := self.outside.pending:
+            due = min(due for due, _ in pending) if self.is_timed else 0.0
+            found += [(due, self.end_one)] * min(3, len(pending))
         for consumer in self.consumers:
-            first = consumer.after
+            first, at = consumer.after, consumer.ready_at
             if consumer.stopped:
                 continue
             if first is not None and first.is_open and consumer.is_open:
                 if first.is_done:
-                    found.append(first.close)
+                    found.append((at, first.close))
             elif not consumer.is_done and consumer.asked < 2:
-                found.append(consumer.ask)
+                found.append((at, lambda one=consumer: self._pause(one, one.ask)))
             if len(consumer.held) > consumer.patience:
-                found.append(consumer.release)
+                found.append((at, lambda one=consumer: self._pause(one, one.release)))
         return found
+
+    def _pause(self, consumer: Consumer, act: Callable[[], None]) -> None:
+        """It acts, and is busy with something else for a while."""
+        act()
+        pause = self.chance.uniform(*consumer.pause)
+        consumer.ready_at = self.now + pause * (100 if self.chance.random() < 0.02 else 1)
 
     def end_one(self) -> None:
         """One of the things that were asked of the outside ends."""
-        self.tell(self.outside.pending.pop(self.chance.randrange(len(self.outside.pending)))())
+        pending = self.outside.pending
+        which = self.chance.randrange(len(pending))
+        if self.is_timed:
+            which = min(range(len(pending)), key=lambda i: pending[i][0])
+        self.tell(pending.pop(which)[1]())
 
-    def go(self, acts_max: int = 20_000) -> None:
+    def act(self, actions: list[tuple[float, Callable[[], None]]]) -> None:
+        """One of them happens, and what comes of it."""
+        due, action = self.chance.choice(actions)
+        if self.is_timed:
+            due, action = min(actions, key=lambda each: each[0])
+            self.now = max(self.now, due)
+        action()
+        if self.chance.random() < 0.7:
+            self.settle()
+        if self.chance.random() < 0.02:
+            self.tick()
+        if self.chance.random() < 0.03:
+            self.drain()
+        if self.chance.random() < self.restless:
+            self.chance.choice((self.stop_one, self.move_one, self.refuse_one, self.adopt_one))()
+
+    def go(self, acts_max: int = _ACTS_MAX) -> None:
         """Act until nothing is left to do; then every consumer must have what it asked for."""
         self.settle()
-        acts = 0
         while actions := self.actions():
-            acts += 1
-            if acts > acts_max:
+            self.acts += 1
+            if self.acts > acts_max:
                 return
-            self.chance.choice(actions)()
-            if self.chance.random() < 0.7:
-                self.settle()
-            if self.chance.random() < 0.01:
-                self.chance.choice(self.consumers).close()
-            if self.chance.random() < 0.02:
-                self.tell(events.Ticked(self.chance.random() * 4, self.chance.random()))
-            if self.chance.random() < 0.05:
-                self.drain()
+            self.act(actions)
             if not self.actions():
                 self.settle()
-        assert acts < 20_000, "work is repeated for ever"
-        stuck = [c for c in self.consumers if not c.is_done and not c.stopped]
+        assert self.acts < _ACTS_MAX, "work is repeated for ever"
+        stuck = [c for c in self.consumers if not c.is_done and not c.is_stopped]
         assert not stuck, f"{len(stuck)} streams wait for ever: {self.state()}"
+
+    def tick(self) -> None:
+        self.tell(events.Ticked(self.chance.random() * 4, self.chance.random()))
+
+    def stop_one(self) -> None:
+        """A consumer has enough, or its process ends."""
+        one = self.chance.choice(self.consumers)
+        self.chance.choice((one.close, one.leave))()
+
+    def move_one(self) -> None:
+        """A consumer comes back where it was, or goes on as another rank of another number."""
+        one = self.chance.choice(self.consumers)
+        at, place = one.at, one.place
+        if len(self.consumers) > 30 or not place.is_open:
+            return
+        one.leave()
+        if one.next_step >= one.walk.step_count:
+            return
+        if at.step_stride > 1 or place.group is not None or self.chance.random() < 0.5:
+            again = Stream(
+                at.epoch, at.cursor, at.dp_rank, at.dp_size, one.next_step, at.step_stride
+            )
+            self.begin(place, again)
+            return
+        size = self.chance.randint(1, min(3, place.spec.global_batch))
+        cursor = at.cursor + one.next_step * place.spec.global_batch
+        place = self.deliver_to(place.world, spec=place.spec)
+        self.begin(place, Stream(at.epoch, cursor, self.chance.randrange(size), size, 0, 1))
+
+    def refuse_one(self) -> None:
+        """Whoever asks is told that this node is not the one any more."""
+        one = self.chance.choice(self.consumers)
+        asked, error = one.asked, LeaseFenced("another member has its place")
+        self.tell(events.StreamRefused(one.number, error))
+        assert not one.is_open or not one.asked
+        assert not asked or not one.is_open or one.error is error
+
+    def adopt_one(self) -> None:
+        """A consumer begins with the next epoch before it is through with the last one."""
+        waiting = [one for one in self.consumers if one.after is not None and one.is_open]
+        if waiting:
+            one = self.chance.choice(waiting)
+            one.after = None
+            self.tell(events.StreamAdopted(one.number))
+
+    def forget_one(self) -> None:
+        """All jobs over a dataset end, while work for them is under way, and one begins again."""
+        world = self.chance.choice([*self.worlds.values()])
+        places = [place for place in self.places if place.world is world and place.is_open]
+        for consumer in self.consumers:
+            if consumer.place in places:
+                consumer.leave()
+        for place in places:
+            place.is_open = False
+            self.tell(events.DeliveryClosed(place.delivery_id))
+        self.tell(events.DatasetForgotten(world.blocks))
+        for _ in range(self.chance.randint(0, 3)):
+            if self.outside.pending:
+                self.end_one()
+        if len(self.places) < 20:
+            self.consume(self.deliver_to(world, spec=world.job()), 0, 1)
 
     def drain(self) -> None:
         """While consumers do nothing, the scheduler comes to rest: it does not load in circles."""
@@ -325,29 +321,28 @@ class Run:
         """Close everything, in any order with what is under way: nothing is left."""
         for consumer in self.consumers:
             if self.chance.random() < 0.5:
-                while consumer.held:
+                while consumer.held and consumer.place.is_open:
                     consumer.release()
-            consumer.close()
-            self.tell(events.HolderGone(consumer.place.delivery_id, consumer.number))
+            consumer.leave()
         deliveries: list[Delivery] = []
         for place in self.places:
-            delivery = self.scheduler._deliveries[place.delivery_id]
-            assert not delivery.lent
-            assert not delivery.streams
-            deliveries.append(delivery)
-            self.tell(events.DeliveryClosed(place.delivery_id))
+            if place.is_open:
+                delivery = self.scheduler._deliveries[place.delivery_id]
+                assert not delivery.lent
+                deliveries.append(delivery)
+                self.tell(events.DeliveryClosed(place.delivery_id))
         for world in self.worlds.values():
             self.tell(events.DatasetForgotten(world.blocks))
         self.settle()
         while self.outside.pending:
             self.end_one()
             self.settle()
+        self.traffic.check_end(len(self.outside.pending))
         for delivery in deliveries:
             assert delivery.slots.free_count == delivery.slots.layout.slot_count
             assert delivery.slots.zone_is_free
             assert not delivery.lent
             assert not delivery.assembling_count
-            assert delivery.delivery_id in self.outside.dropped
         blocks = self.scheduler._blocks
         assert blocks._allocator.free_bytes == blocks._allocator.size_bytes
         assert not blocks._blocks
@@ -366,14 +361,3 @@ def simulate(run: Callable[[], Run], scene: Callable[[Run], None], acts_max: int
     made.go(acts_max)
     made.end()
     return made
-
-
-def several(run: Run) -> None:
-    """Some deliveries, with peers that share them or walk alone."""
-    chance = run.chance
-    for world in run.worlds.values():
-        dp_size = chance.randint(1, min(3, world.spec.global_batch))
-        for dp_rank in range(dp_size):
-            place = run.deliver_to(world, chance.choice([None, ("peers", len(run.places))]))
-            for _ in range(chance.choice([1, 1, 2, 3])):
-                run.consume(place, dp_rank, dp_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -19,74 +19,98 @@ from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
 from dataplane.errors import BudgetTooSmall, StoreDenied, StoreUnavailable
 from dataplane.model import End, Region
-from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.walk import Plan
 
 PAGE = 4096
+BATCH_MAX = 8
 # (url scheme, zero copy): fetched and decoded, fetched, decoded, neither.
 KINDS = (("s3", False), ("s3", True), ("file", False), ("file", True))
 
 
-@dataclass
 class World:
-    """A dataset of blocks of known sizes, drawn from one seed."""
+    """A dataset of blocks of known sizes, and a job over it, all drawn from one seed."""
 
-    chance: random.Random
-    dataset_id: int = 1
-    blocks: DatasetBlocks = field(init=False)
-    estimates_are_right: bool = False
-    sizes: list[int] = field(default_factory=list)
+    def __init__(self, chance: random.Random, dataset_id: int = 1) -> None:
+        self.chance, self.dataset_id = chance, dataset_id
+        count = chance.choice([1, 2, 3, 4, 6, 9])
+        self.kinds = sorted(chance.randrange(len(KINDS)) for _ in range(count))
+        self.rows = np.array([chance.randint(1, 6) for _ in range(count)], np.int64)
+        self.lengths = np.array([chance.randint(64, 3 * PAGE) for _ in range(count)], np.int64)
+        self.sizes = [chance.randint(64, 4 * PAGE) for _ in range(count)]
+        # The index guesses too low.
+        self.low = np.array([chance.randint(1, size) for size in self.sizes], np.int64)
+        self.sample_count = int(self.rows.sum())
+        self.spec = self.job()
+        schemes = [KINDS[kind] for kind in self.kinds]
+        is_remote = np.array([scheme == "s3" for scheme, _ in schemes])
+        is_decoded = np.array([not zero_copy for _, zero_copy in schemes])
+        raw, decoded = np.where(is_remote, self.lengths, 0), np.where(is_decoded, self.low, 0)
+        self.blocks = DatasetBlocks(
+            dataset_id,
+            f"dataset-{dataset_id}",
+            Marks.of(raw, decoded, is_remote),
+            self.lengths,
+            "{}".format,
+            keeps_trails=chance.random() < 0.3,
+        )
+        self.broken: set[int] = set()
+        self._orders: dict[tuple[JobSpec, int], tuple[Order, list[list[int]]]] = {}
 
-    def __post_init__(self) -> None:
+    def job(self) -> JobSpec:
+        """How one of the jobs over it reads it."""
         chance = self.chance
-        count = chance.randint(1, 14)
-        kinds = [chance.randrange(len(KINDS)) for _ in range(count)]
-        kinds.sort()
-        used = sorted(set(kinds))
-        rows = np.array([chance.randint(1, 9) for _ in kinds], np.int64)
-        lengths = np.array([chance.randint(64, 3 * PAGE) for _ in kinds], np.int64)
-        self.sizes = [chance.randint(64, 4 * PAGE) for _ in kinds]
-        low = [size if self.estimates_are_right else chance.randint(1, size) for size in self.sizes]
+        return JobSpec(
+            f"fingerprint-{self.dataset_id}",
+            seed=chance.randrange(100),
+            shuffle=chance.random() < 0.8,
+            lanes=chance.randint(1, 3),
+            window=chance.choice([1, 3, 1000]),
+            global_batch=chance.randint(1, BATCH_MAX),
+            end=chance.choice([End.RAGGED, End.PAD]),
+        )
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The same, as a node would read it."""
         schema = pa.schema([("x", pa.int32())])
+        used = sorted(set(self.kinds))
         shards = tuple(
             Shard(
                 f"{KINDS[k][0]}:///shard-{k}",
                 1 << 40,
                 f"e{self.dataset_id}",
-                kinds.count(k),
+                self.kinds.count(k),
                 Region(0, 0),
                 KINDS[k][1],
             )
             for k in used
         )
-        manifest = Manifest(
+        return Manifest(
             ("all",),
             "arrow",
             schema.serialize().to_pybytes(),
             shards,
-            np.array([used.index(k) for k in kinds], np.int32),
-            rows,
-            np.arange(count, dtype=np.int64) << 20,
-            lengths,
-            np.array(low, np.int64),
+            np.array([used.index(k) for k in self.kinds], np.int32),
+            self.rows,
+            np.arange(len(self.kinds), dtype=np.int64) << 20,
+            self.lengths,
+            self.low,
         )
-        self.spec = JobSpec(
-            manifest.fingerprint,
-            seed=chance.randrange(100),
-            shuffle=chance.random() < 0.8,
-            lanes=chance.randint(1, 3),
-            window=chance.choice([1, 3, 1000]),
-            global_batch=chance.randint(1, 8),
-            end=chance.choice([End.RAGGED, End.PAD]),
-        )
-        self.manifest = manifest
-        self.blocks = dataset_of(self.dataset_id, manifest, self.spec).blocks
-        self.broken: set[int] = set()
+
+    def order(self, spec: JobSpec, epoch: int) -> tuple[Order, list[list[int]]]:
+        """An order, and (block, row) of each of its positions."""
+        found = self._orders.get((spec, epoch))
+        if found is None:
+            order = Order(self.rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
+            samples = np.stack(order.locate(np.arange(self.sample_count)), 1).tolist()
+            found = self._orders[spec, epoch] = order, samples
+        return found
 
     def cost_of(self, block: int) -> int:
         """An upper bound of what the block may take of the arena while it is loaded."""
@@ -115,7 +139,11 @@ class Outside:
         self.arena = memoryview(bytearray(arena_bytes))
         self.worlds = worlds
         self.row_bytes = row_bytes
-        self.pending: list[Callable[[], events.Event]] = []
+        self.now = 0.0
+        self.pending: list[tuple[float, Callable[[], events.Event]]] = []
+        """When each of the things that were asked for ends, and how."""
+        self.pace: dict[type, tuple[float, float]] = {}
+        """Seconds that each kind of them takes, at least and at most."""
         self.known: dict[int, tuple[World, int, Region | None]] = {}
         """Each block that was read or decoded: where it lies, None in a local file."""
         self.dropped: set[int] = set()
@@ -135,21 +163,27 @@ class Outside:
         assert region.offset + region.length <= len(self.arena)
         return self.arena[region.offset : region.offset + region.length]
 
+    def _later(self, effect: events.Effect, end: Callable[[], events.Event]) -> None:
+        took = self.chance.uniform(*self.pace.get(type(effect), (0.0, 1.0)))
+        # One in many takes much longer.
+        took *= 20.0 if self.chance.random() < 0.05 else 1.0
+        self.pending.append((self.now + took, end))
+
     def ask(self, effect: events.Effect) -> None:
         """Have an effect carried out, now or later."""
         match effect:
             case events.PlanSteps():
-                self.pending.append(lambda: self._planned(effect))
+                self._later(effect, lambda: self._planned(effect))
             case events.Fetch():
                 self.loads += 1
-                self.pending.append(lambda: self._fetched(effect))
+                self._later(effect, lambda: self._fetched(effect))
             case events.DecodeBlock():
-                self.pending.append(lambda: self._decoded(effect))
+                self._later(effect, lambda: self._decoded(effect))
             case events.AssembleSlab():
-                self.pending.append(lambda: self._assembled(effect))
+                self._later(effect, lambda: self._assembled(effect))
             case events.CopyKept():
                 self.copied += 1
-                self.pending.append(lambda: self._copied(effect))
+                self._later(effect, lambda: self._copied(effect))
             case events.ForgetBlock():
                 self.known.pop(effect.key, None)
             case events.DropDelivery():

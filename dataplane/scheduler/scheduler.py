@@ -279,6 +279,8 @@ class Scheduler:
         idle = not self._blocks.in_flight_count and not self._tasks.assembling_count
         if head is not None and head.missing and idle:
             self._unstick(head)
+        # Blocks that need neither a fetch nor decoding are ready at once, and no event follows.
+        self.is_settled &= all(task.missing for task in lacking)
         for stream in self._streams:
             self._deliver(stream)
             self._plan_more(stream)
@@ -343,7 +345,7 @@ class Scheduler:
                 assert task.error is not None
                 request_id, _ = stream.requests.popleft()
                 self._do(events.Send(stream.stream_id, request_id, task.error))
-                return
+                continue
             if task.phase is not SlabPhase.READY:
                 return
             self._lend(stream, task)
@@ -354,6 +356,8 @@ class Scheduler:
         slab_id, now = next(self._slab_ids), self._time.now
         stream.tasks.popleft()
         request_id, _ = stream.requests.popleft()
+        if stream.requests:
+            self.is_settled = False  # the task after it is awaited from now on
         account = task.dataset.account
         task.delivery.lent[slab_id] = Loan(task, stream.holder)
         slab = messages.Slab(

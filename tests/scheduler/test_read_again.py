@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scheduler_run import Run, several, simulate
+from scheduler_run import Run, simulate
+from scheduler_scenes import several
 
 from dataplane.scheduler.events import Note
 from dataplane.scheduler.read_again import ReadAgain

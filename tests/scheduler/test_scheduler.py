@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_run import STALL_S, Run, several, simulate
+from scheduler_run import STALL_S, Run, simulate
+from scheduler_scenes import several
 
 from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.scheduler import events
@@ -54,18 +56,12 @@ def test_a_block_that_cannot_be_read_fails_those_who_need_it_and_no_one_else(see
     for consumer in run.consumers:
         assert consumer.error is None or isinstance(consumer.error, StoreDenied)
         if consumer.ended:
-            steps = range(consumer.at.first_step, consumer.walk.step_count, consumer.at.step_stride)
-            needed = {
-                int(block)
-                for step in steps
-                for block in consumer.walk.order.locate(consumer.walk._slice.positions(step))[0]
-            }
             broken = {
                 b
                 for b in consumer.world.broken
                 if consumer.world.blocks.needs_fetch(b) or consumer.world.blocks.needs_decode(b)
             }
-            assert not needed & broken
+            assert not consumer.blocks_needed & broken
 
 
 @settings(max_examples=60)
@@ -107,3 +103,35 @@ def test_a_rank_that_waited_long_enough_is_told_the_stage_and_what_is_missing() 
     assert stalled.waited_s > STALL_S
     assert stalled.stage == "plan"
     run.end()
+
+
+def _blocks_that_lie_as_they_are_read(monkeypatch: pytest.MonkeyPatch, seed: int) -> Run:
+    monkeypatch.setattr("scheduler_world.KINDS", (("file", True),) * 4)
+    run = Run(random.Random(seed), tight=False)
+    run.consume(run.deliver_to(run.worlds[1]), 0, 1, steps=(0, 1))
+    return run
+
+
+def test_a_slab_of_blocks_that_need_no_loading_waits_for_no_other_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = _blocks_that_lie_as_they_are_read(monkeypatch, 1)
+    run.consumers[0].ask()
+    while not run.consumers[0].held:
+        run.settle()
+        assert run.outside.pending, "nothing is under way, and the consumer waits"
+        run.end_one()
+        run.settle()
+
+
+def test_whoever_asked_twice_for_a_slab_that_failed_is_told_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = _blocks_that_lie_as_they_are_read(monkeypatch, 1)
+    run.outside.refused = 1.0
+    consumer = run.consumers[0]
+    consumer.ask()
+    consumer.ask()
+    run.drain()
+    assert isinstance(consumer.error, BudgetTooSmall)
+    assert consumer.asked == 0

@@ -6,23 +6,14 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_run import Run, several, simulate
+from scheduler_run import Run, simulate
+from scheduler_scenes import jobs, several
 from scheduler_world import PAGE
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import BudgetTooSmall, StoreDenied
 
 SEEDS = st.integers(0, 10**9)
-
-
-def jobs(run: Run, count: int = 3) -> None:
-    """Jobs of one group over each world, each with its own delivery arena."""
-    for world in run.worlds.values():
-        dp_size = run.chance.randint(1, min(2, world.spec.global_batch))
-        for dp_rank in range(dp_size):
-            group = ("group", world.dataset_id, dp_rank)
-            for _ in range(run.chance.randint(2, count)):
-                run.consume(run.deliver_to(world, group, is_declared=True), dp_rank, dp_size)
 
 
 @settings(max_examples=40)

@@ -1,0 +1,15 @@
+"""Some of the histories that `python tests/scheduler_histories.py` has thousands of."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_histories import failure
+
+_TOGETHER = 50
+
+
+@pytest.mark.parametrize("first", range(0, 300, _TOGETHER))
+def test_every_invariant_holds_after_every_event_of_a_history(first: int) -> None:
+    for seed in range(first, first + _TOGETHER):
+        what = failure(seed)
+        assert not what, f"{what}again: python tests/scheduler_histories.py --seed {seed}"

@@ -1,0 +1,77 @@
+"""What runs of a scheduler begin with, and whole histories, each of them drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+
+from scheduler_run import STALL_S, Run
+
+from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced, StoreDenied
+
+
+def several(run: Run) -> None:
+    """Some deliveries, with peers that share them or walk alone."""
+    chance = run.chance
+    for world in run.worlds.values():
+        dp_size = chance.randint(1, min(3, world.spec.global_batch))
+        for dp_rank in range(dp_size):
+            place = run.deliver_to(world, chance.choice([None, ("peers", len(run.places))]))
+            for _ in range(chance.choice([1, 1, 2, 3])):
+                run.consume(place, dp_rank, dp_size)
+
+
+def jobs(run: Run, count: int = 3) -> None:
+    """Jobs of one group over each world, each with its own delivery arena."""
+    for world in run.worlds.values():
+        dp_size = run.chance.randint(1, min(2, world.spec.global_batch))
+        for dp_rank in range(dp_size):
+            group = ("group", world.dataset_id, dp_rank)
+            for _ in range(run.chance.randint(2, count)):
+                run.consume(run.deliver_to(world, group, is_declared=True), dp_rank, dp_size)
+
+
+def alike(run: Run) -> None:
+    """Jobs of several orders over each dataset, each with its own delivery arena."""
+    for world in run.worlds.values():
+        for _ in range(run.chance.randint(1, 3)):
+            run.consume(run.deliver_to(world, spec=world.job()), 0, 1)
+
+
+def history(seed: int) -> Run:
+    """Everything that a scheduler may live through, of all kinds and at any pace.
+
+    Raises:  AssertionError: names the invariant that did not hold.
+    """
+    chance = random.Random(f"history {seed}")
+    is_tight = chance.random() < 0.2
+    run = Run(
+        chance,
+        tight=is_tight,
+        hoard=chance.random() < 0.1,
+        is_timed=chance.random() < 0.6,
+        restless=chance.choice([0.0, 0.0, 0.03, 0.1]),
+        stall_s=chance.choice([2.0, STALL_S]),
+    )
+    allowed: list[type[DataplaneError]] = []
+    allowed += [BudgetTooSmall] * is_tight + [LeaseFenced] * (run.restless > 0)
+    chance.choice((several, several, jobs, alike))(run)
+    if chance.random() < 0.2:
+        run.outside.away = chance.choice([0.1, 0.5])
+    if chance.random() < 0.15:
+        run.outside.refused = chance.choice([0.02, 0.1])
+        allowed.append(BudgetTooSmall)
+    if chance.random() < 0.15:
+        allowed.append(StoreDenied)
+        for world in run.worlds.values():
+            world.broken.add(chance.randrange(len(world.sizes)))
+    for consumer in run.consumers:
+        consumer.stopped = chance.random() < 0.05
+    for _ in range(chance.choice([0, 0, 0, 1, 3])):
+        run.go(run.acts + chance.randint(0, 60))
+        run.forget_one()
+    run.go(chance.choice([run.acts + chance.randint(0, 100), 20_000, 20_000, 20_000]))
+    run.end()
+    for consumer in run.consumers:
+        error = consumer.error
+        assert error is None or isinstance(error, tuple(allowed)), repr(error)
+    return run

@@ -1,0 +1,267 @@
+"""What the invariants of the scheduler say of its traffic: events in, effects out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.model import Region
+from dataplane.plan.order import Order
+from dataplane.rpc import messages, tasks
+from dataplane.scheduler import events
+from dataplane.scheduler.block import Block
+from dataplane.scheduler.blocks import SMALL_FETCHES
+from dataplane.scheduler.scheduler import Scheduler
+
+_NEVER = 1 << 62
+_WORKERS_MAX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What could be evicted before an event, and how far each walk had come."""
+
+    evictable: dict[int, Block]
+    walks: list[tuple[int, Order, int]]
+
+
+class Traffic:
+    """Everything that was asked of the outside and has not ended, and what was lent."""
+
+    def __init__(self, scheduler: Scheduler, fetch_count: int) -> None:
+        self._scheduler = scheduler
+        self._fetches_max = SMALL_FETCHES * fetch_count
+        self._blocks: dict[int, tuple[int, int]] = {}
+        self._forgotten: set[int] = set()
+        self._nowhere: set[int] = set()
+        self._loading: dict[int, tuple[int, int]] = {}
+        self._fetching: set[int] = set()
+        self._busy: dict[tuple[str, int], list[Region]] = {}
+        self._planning: set[int] = set()
+        self._making: dict[int, int] = {}
+        self._in_use: Counter[int] = Counter()
+        self._requests: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._layouts: dict[int, events.DeliveryOpened] = {}
+        self._lent: dict[int, tuple[int, int, bool]] = {}
+        self._closed: set[int] = set()
+        self._dropped: set[int] = set()
+        self._streams: dict[int, events.StreamOpened] = {}
+        self._makes: dict[int, events.AssembleSlab] = {}
+        self._spans: dict[int, tuple[list[int], list[int]]] = {}
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def before(self, event: events.Event) -> _Before | None:
+        """To be asked before each event; the answer goes to `after`."""
+        match event:
+            case events.DeliveryOpened():
+                self._layouts[event.delivery_id] = event
+            case events.DeliveryClosed():
+                self._closed.add(event.delivery_id)
+                self._take_back(event.delivery_id)
+            case events.StreamOpened():
+                self._streams[event.stream_id] = event
+            case events.StreamClosed():
+                self._requests.pop(event.stream_id, None)
+            case events.Requested():
+                self._requests[event.stream_id].append(event.request_id)
+            case events.Released():
+                for slab_id in event.slab_ids:
+                    self._lent.pop(slab_id, None)
+            case events.HolderGone():
+                self._take_back(event.delivery_id, event.holder)
+            case events.Planned():
+                self._planning.remove(event.stream_id)
+            case events.Fetched():
+                self._fetching.remove(event.key)
+                self._end(event.key)
+            case events.Decoded():
+                is_local = len(self._busy["block", event.key]) == 1
+                if is_local and isinstance(event.result, tasks.Decoded) and not event.result.stored:
+                    self._nowhere.add(event.key)  # nothing of it is anywhere
+                self._end(event.key)
+            case events.Assembled():
+                self._busy.pop(("slab", event.number), None)
+                del self._making[event.number]
+                made = self._makes.pop(event.number, None)
+                self._in_use.subtract(made.keys if made is not None else ())
+            case events.Settled():
+                return self._snapshot()
+        return None
+
+    def _take_back(self, delivery_id: int, holder: int | None = None) -> None:
+        self._lent = {
+            slab_id: loan
+            for slab_id, loan in self._lent.items()
+            if loan[0] != delivery_id or holder not in {None, loan[1]}
+        }
+
+    def _end(self, key: int) -> None:
+        del self._loading[key]
+        del self._busy["block", key]
+
+    def _snapshot(self) -> _Before | None:
+        """What blocks 3 needs, where no slab is kept: those change positions while it is decided."""
+        if self._scheduler._groups:
+            return None
+        blocks = self._scheduler._blocks._by_key
+        evictable = {key: block for key, block in blocks.items() if block.is_evictable}
+        walks = [
+            (s.delivery.dataset.dataset_id, s.walk.order, s.position)
+            for s in self._scheduler._streams._streams.values()
+        ]
+        return _Before({k: b for k, b in evictable.items() if b.regions}, walks)
+
+    # -- effects ---------------------------------------------------------------------------------
+
+    def after(self, before: _Before | None, effects: list[events.Effect]) -> None:
+        """To be told what each event has led to.
+
+        Raises:  AssertionError: names the invariant.
+        """
+        gone: list[int] = []
+        for effect in effects:
+            match effect:
+                case events.Fetch() | events.DecodeBlock():
+                    if before is not None and gone:
+                        self._check_evicted(before, gone, effect)
+                    gone = []
+                    self._load(effect)
+                case events.ClearTrails():
+                    assert not gone, "blocks 5: something was evicted for trails"
+                    self._check_free(effect.region)
+                case events.ForgetBlock():
+                    self._forget(effect.key)
+                    gone.append(effect.key)
+                case events.PlanSteps():
+                    assert effect.stream_id not in self._planning, "scheduler 6"
+                    self._planning.add(effect.stream_id)
+                case events.AssembleSlab() | events.CopyKept():
+                    gone = []
+                    self._make(effect)
+                case events.Send() | events.Stalled():
+                    self._answer(effect)
+                case events.DropDelivery():
+                    self._drop(effect.delivery_id)
+                case events.Resize():
+                    assert 1 <= effect.count <= _WORKERS_MAX, "autoscaler 1"
+
+    def _load(self, effect: events.Fetch | events.DecodeBlock) -> None:
+        key, block = effect.key, (effect.dataset_id, effect.block)
+        assert block not in self._loading.values(), "blocks 1: loaded twice at once"
+        assert self._blocks.setdefault(key, block) == block, "blocks 4: a key used again"
+        assert key not in self._forgotten, "blocks 4: a key used again"
+        regions = [effect.into]
+        self._check_free(effect.into)
+        if isinstance(effect, events.Fetch):
+            self._fetching.add(key)
+            assert len(self._fetching) <= self._fetches_max, "more fetches than allowed at once"
+        elif effect.raw is not None:
+            regions.append(effect.raw)
+        self._loading[key] = block
+        self._busy["block", key] = regions
+
+    def _check_free(self, region: Region) -> None:
+        for busy in self._busy.values():
+            for each in busy:
+                is_beside = (
+                    region.offset + region.length <= each.offset
+                    or each.offset + each.length <= region.offset
+                )
+                assert is_beside, "scheduler 6: memory that is written or read was given away"
+
+    def _forget(self, key: int) -> None:
+        assert key not in self._forgotten, "blocks 4: forgotten twice"
+        assert key not in self._loading, "scheduler 6: forgotten while it is loaded"
+        assert not self._in_use[key], "slab_tasks 1: forgotten while rows are gathered from it"
+        self._forgotten.add(key)
+
+    def _make(self, effect: events.AssembleSlab | events.CopyKept) -> None:
+        assert effect.number not in self._making, "scheduler 6"
+        assert effect.delivery_id not in self._closed, "a slab that nobody wants"
+        self._making[effect.number] = effect.delivery_id
+        if isinstance(effect, events.CopyKept):
+            self._busy["slab", effect.number] = [effect.kept]
+            return
+        self._makes[effect.number] = effect
+        self._in_use.update(effect.keys)
+        if effect.keep is not None:
+            self._check_free(effect.keep)
+            self._busy["slab", effect.number] = [effect.keep]
+
+    def _answer(self, effect: events.Send | events.Stalled) -> None:
+        asked = self._requests[effect.stream_id]
+        assert asked, "scheduler 1: an answer that nobody waits for"
+        assert asked.popleft() == effect.request_id, "scheduler 1: not the request that is next"
+        if not isinstance(effect, events.Send) or not isinstance(effect.body, messages.Slab):
+            return
+        slab, opened = effect.body, self._streams[effect.stream_id]
+        layout = self._layouts[opened.delivery_id].layout
+        is_zone = slab.region.offset == layout.slot_bytes * layout.slot_count
+        self._lent[slab.slab_id] = opened.delivery_id, opened.holder, is_zone
+        held = sum(d == opened.delivery_id and not z for d, _, z in self._lent.values())
+        is_held_up = held > layout.slot_count - layout.ahead_slots
+        assert slab.copy_out == (is_zone or is_held_up), "scheduler 5"
+        times = slab.times
+        stages = (times.fetch, times.decode, times.room, times.queue, times.assemble, times.ready)
+        assert min(stages) >= 0, "account: a stage that took less than no time"
+
+    def _drop(self, delivery_id: int) -> None:
+        assert delivery_id not in self._dropped, "a delivery is dropped twice"
+        assert delivery_id in self._closed, "a delivery is dropped that is in use"
+        assert delivery_id not in self._making.values(), "scheduler 6: a worker writes into it"
+        self._dropped.add(delivery_id)
+
+    def check_end(self, pending_count: int) -> None:
+        """When all is closed and whatever was asked for has ended.
+
+        Raises:  AssertionError: names the invariant.
+        """
+        left = (self._planning, self._loading, self._making, self._busy)
+        assert not pending_count, "scheduler 6"
+        assert not any(left), "scheduler 6"
+        assert self._dropped == set(self._layouts), "a delivery was never dropped"
+        ready = set(self._blocks) - self._forgotten - self._nowhere
+        assert not ready, "blocks of a forgotten dataset are still there"
+
+    # -- eviction --------------------------------------------------------------------------------
+
+    def _check_evicted(
+        self, before: _Before, gone: list[int], effect: events.Fetch | events.DecodeBlock
+    ) -> None:
+        """blocks 3: what went for this block is needed last; and later than it, unless it is the
+        head's.
+        """
+        mine = self._use(before, effect.dataset_id, effect.block)
+        going = [self._use(before, *self._blocks[key]) for key in gone if key in self._blocks]
+        head = self._scheduler._head
+        needed = head is not None and head.dataset.dataset_id == effect.dataset_id
+        if not (needed and head.needs(effect.block)):
+            assert all(use > mine or use == _NEVER for use in going), "blocks 3: needed sooner"
+        staying = [
+            self._use(before, block.dataset.dataset_id, block.index)
+            for key, block in before.evictable.items()
+            if key not in self._forgotten and key != effect.key and block.is_evictable
+        ]
+        assert min(going, default=_NEVER) >= max(staying, default=0), (
+            "blocks 3: another is needed later"
+        )
+
+    def _use(self, before: _Before, dataset_id: int, block: int) -> int:
+        """How far away the block is needed again, at the soonest."""
+        soonest = _NEVER
+        for walked, order, position in before.walks:
+            if walked == dataset_id:
+                first, last = self._span(order)
+                if last[block] >= position:
+                    soonest = min(soonest, max(first[block] - position, 0))
+        return soonest
+
+    def _span(self, order: Order) -> tuple[list[int], list[int]]:
+        found = self._spans.get(id(order))
+        if found is None:
+            first, last = order.block_span(np.arange(order.block_count))
+            found = self._spans[id(order)] = first.tolist(), last.tolist()
+        return found
