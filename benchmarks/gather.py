@@ -23,13 +23,13 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.model import ColumnOptions, ListPolicy
-from dataplane.node.columns import BlockColumns, Packing, RowIndex, open_block
-from dataplane.node.gather import Gather
-from dataplane.node.packing import open_stored, plan_packing, store, stored_bytes
-from dataplane.node.rows import NumpyRows, Open, rows_of
 from dataplane.rpc.messages import Batch
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import ColumnPlan, plan_columns
+from dataplane.worker.columns import BlockColumns, RowIndex, RowLayout, open_block
+from dataplane.worker.gather import Gather
+from dataplane.worker.row_layout import open_stored, plan_row_layout, store, stored_bytes
+from dataplane.worker.rows import NumpyRows, Open, rows_of
 
 ROUNDS = 7
 SLAB_BYTES = 4 << 20
@@ -102,7 +102,7 @@ class Slabs:
         random = np.random.default_rng(0)
         first = pa.record_batch(case.make(random, case.block_rows))
         self.plan: ColumnPlan = plan_columns(first.schema, ColumnOptions(lists=ListPolicy.RAGGED))
-        self.packing = plan_packing(self.plan.specs)
+        self.packing = plan_row_layout(self.plan.specs)
         self.blocks: list[BlockColumns] = []
         self._packed: list[BlockColumns] = []
         for _ in range(BLOCKS):
@@ -142,7 +142,7 @@ class Slabs:
         assert done.batch_count == len(self.batches)
         return done.bytes_used
 
-    def pack(self, number: int, packing: Packing) -> None:
+    def pack(self, number: int, packing: RowLayout) -> None:
         """Pack one block."""
         store(self.blocks[number].batch, self.plan.specs, packing, self._region)
 

@@ -71,7 +71,7 @@ LIBJPEG = Package(
         f"{sys.base_prefix}/share/doc/libjpeg-turbo/LICENSE*",
     ),
 )
-KERNEL = Library(Path("dataplane/node/kernel.c"), Path("dataplane/node/libkernel.so"), "numpy")
+KERNEL = Library(Path("dataplane/worker/kernel.c"), Path("dataplane/worker/libkernel.so"), "numpy")
 PIXELS = Library(
     Path("dataplane/transforms/csrc"),
     Path("dataplane/transforms/libpixels.so"),

@@ -25,14 +25,14 @@ from dataplane.errors import ConfigError, DataplaneError
 from dataplane.formats import base, registry
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.formats.unsupported import supported_names
+from dataplane.index.indexing import index_dataset
 from dataplane.model import ColumnOptions, ListPolicy
-from dataplane.node.columns import open_block
-from dataplane.node.gather import Gather
-from dataplane.node.index import index_dataset
-from dataplane.node.stacking import canonical_stacked, plan_stacked
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import Batch
 from dataplane.transforms.nulls import check_fills, check_nulls
+from dataplane.worker.columns import open_block
+from dataplane.worker.gather import Gather
+from dataplane.worker.stacking import canonical_stacked, plan_stacked
 
 Values = dict[str, list[Any]]
 _FILLS = re.compile(r"pass fill_null=(\{.*?\})")

@@ -8,9 +8,9 @@ from typing import NoReturn
 
 import pytest
 
-from dataplane.node.columns import BlockColumns, RowIndex
-from dataplane.node.kernel import kernel
-from dataplane.node.rows import CompiledRows, NumpyRows, Rows
+from dataplane.worker.columns import BlockColumns, RowIndex
+from dataplane.worker.kernel import kernel
+from dataplane.worker.rows import CompiledRows, NumpyRows, Rows
 
 
 def without(missing: str) -> NoReturn:

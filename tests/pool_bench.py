@@ -15,14 +15,14 @@ import pytest
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import JobSpec
+from dataplane.index.indexing import open_dataset
 from dataplane.model import Region
 from dataplane.node.dataset import Dataset, dataset_of
-from dataplane.node.index import open_dataset
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import Job
-from dataplane.node.process import MEMORY_BYTES
 from dataplane.rpc import messages, tasks
 from dataplane.trace import Trace
+from dataplane.worker.process import MEMORY_BYTES
 
 MIB = 1 << 20
 ROOM = Region(0, 64 << 10)

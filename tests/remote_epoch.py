@@ -12,7 +12,7 @@ import pytest
 from away import Proxy, proxy_before
 from servers import S3Server
 
-from dataplane.node.index import index_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 

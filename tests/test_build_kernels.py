@@ -27,9 +27,9 @@ from dataplane.build_kernels import (
     NotCompiled,
     compile_library,
 )
-from dataplane.node import kernel
 from dataplane.plan import loops
 from dataplane.transforms import pixels_library
+from dataplane.worker import kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -123,7 +123,7 @@ def test_a_build_has_the_libraries_and_the_platform_in_its_name(
     build: dict[str, Any] = {"artifacts": []}
     _hook(project).initialize("standard", build)
     assert build["artifacts"] == [
-        "dataplane/node/libkernel.so",
+        "dataplane/worker/libkernel.so",
         "dataplane/transforms/libpixels.so",
         "dataplane/plan/libloops.so",
     ]

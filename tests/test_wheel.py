@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MADE = """
 import hashlib, json, pathlib, sys
 import numpy as np
-from dataplane.node.kernel import kernel
+from dataplane.worker.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.transforms import pixels
 from dataplane.transforms.pixels_library import maker

@@ -9,11 +9,11 @@ import click
 from dataplane.commands.options import Settings, json_option, setting_options
 from dataplane.commands.output import warn, write_json, write_table
 from dataplane.compiled import INSTALL_AGAIN
-from dataplane.node.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.settings import BY_NAME, unknown_variables
 from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
+from dataplane.worker.kernel import kernel
 
 
 @click.group()

@@ -14,9 +14,9 @@ from dataplane.commands.stores import STORES
 from dataplane.config import NodeConfig
 from dataplane.formats import registry
 from dataplane.formats.base import RawBlock
+from dataplane.index.indexing import Connect, IndexProgress, open_dataset
+from dataplane.index.processes import IndexProcesses
 from dataplane.model import Region
-from dataplane.node.index import Connect, IndexProgress, open_dataset
-from dataplane.node.indexing import IndexProcesses
 from dataplane.plan.manifest import Manifest
 
 

@@ -138,7 +138,7 @@ def _manifests(
 ) -> Iterator[Manifest]:
     """One manifest a shard, so that one bad shard hides no other; or the one that was saved."""
     from dataplane.commands.stores import STORES
-    from dataplane.node.index import index_dataset, open_dataset
+    from dataplane.index.indexing import index_dataset, open_dataset
 
     if any(url.endswith(suffixes.MANIFEST) for url in urls):
         yield open_dataset(urls, format_name=format_name, connect=STORES.connect)
@@ -165,7 +165,7 @@ def _manifests(
 def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
     """The format's name, and the shards that `urls` stand for."""
     from dataplane.commands.stores import STORES
-    from dataplane.node.index import choose_shards
+    from dataplane.index.indexing import choose_shards
     from dataplane.store.expand import expand
     from dataplane.store.urls import normalise
 
@@ -176,7 +176,7 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
 
 def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:
     from dataplane.commands.datasets import schema_of
-    from dataplane.node.index import check_same
+    from dataplane.index.indexing import check_same
 
     url, first_url = one.shards[0].url, first.shards[0].url
     try:

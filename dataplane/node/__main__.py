@@ -33,12 +33,12 @@ def main() -> int:
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     given = parser.parse_args()
     if given.worker_fd is not None:
-        from dataplane.node import worker
+        from dataplane.worker import worker
 
         worker.main(given.worker_fd, given.memory_bytes)
         return 0
     if given.indexer_fd is not None:
-        from dataplane.node import indexer
+        from dataplane.index import indexer
 
         indexer.main(given.indexer_fd, given.memory_bytes)
         return 0

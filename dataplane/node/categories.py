@@ -27,12 +27,11 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
+from dataplane.index.journal import cache_faults, digest, publish
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy, Stream
-from dataplane.node.columns import TEXTS
-from dataplane.node.dataset import Dataset, WorkerBytes, dataset_of
+from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
-from dataplane.node.index_journal import cache_faults, digest, publish
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
@@ -42,6 +41,8 @@ from dataplane.rpc.messages import Column, EndOfStream, FromNodeBody, Layout, Sl
 from dataplane.scheduler.walk import Walk
 from dataplane.trace import Trace
 from dataplane.transforms.columns import is_null_name
+from dataplane.worker.columns import TEXTS
+from dataplane.worker.limits import WorkerBytes
 
 VALUES_MAX = 1 << 20
 BYTES_MAX = 16 << 20

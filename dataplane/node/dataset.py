@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
 
-from dataplane.config import JobSpec, NodeConfig
+from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
-from dataplane.node.columns import Ints, Packing
-from dataplane.node.death import Place
-from dataplane.node.packing import plan_packing
 from dataplane.node.projection import Projection
-from dataplane.node.stacking import StackedPlan, plan_stacked
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import BlockSizes
 from dataplane.plan.shards import starts_of
@@ -26,6 +21,11 @@ from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import with_categories
 from dataplane.transforms.trails import trail_bytes
+from dataplane.worker.columns import Ints, RowLayout
+from dataplane.worker.death import Place
+from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.row_layout import plan_row_layout
+from dataplane.worker.stacking import StackedPlan, plan_stacked
 
 # Blocks that would need no memory as they lie are packed if those of open windows take no more than
 # this part of the arena, and what is copied along with packed rows is at most so much larger.
@@ -34,31 +34,8 @@ _OTHERS_MAX = 4
 # Of the arena, that blocks which stay may fill with their trails.
 _STAYING_SHARE = 0.9
 # What an Arrow stream adds to its columns: a schema message, headers and padding.
-_MIB = 1 << 20
 _STREAM_BYTES = 4096
-# Decoding holds the columns as the library made them, their canonical form, and one column more.
-_DECODING_TIMES = 3
 _STREAM_BYTES_A_COLUMN = 512
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerBytes:
-    """What a worker may take of its own: `base`, and what the largest block of a dataset takes in
-    addition, up to `most` in all.
-    """
-
-    base: int
-    most: int
-
-    @classmethod
-    def of(cls, config: NodeConfig) -> Self:
-        """As a node's configuration has it."""
-        return cls(config.worker_memory_bytes, config.worker_memory_bytes_max)
-
-    def for_blocks_of(self, decoded_bytes: int) -> int:
-        """Enough to decode a block of this size."""
-        wanted = -(-(self.base + _DECODING_TIMES * decoded_bytes) // _MIB) * _MIB
-        return max(self.base, min(wanted, self.most))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -185,15 +162,15 @@ def _whole_bytes(manifest: Manifest, projection: Projection | None) -> Ints:
 def _decoded_bytes(
     manifest: Manifest,
     columns: Columns,
-    packing: Packing | None,
+    row_layout: RowLayout | None,
     projection: Projection | None = None,
 ) -> Ints:
     """What each block takes once decoded, as far as the index knows."""
     size = _whole_bytes(manifest, projection)
-    if packing is not None and columns.is_fixed:
+    if row_layout is not None and columns.is_fixed:
         size = manifest.block_rows * columns.fixed_bytes  # not of what nobody asked for
-    if packing is not None:
-        size = size + manifest.block_rows * packing.padding_bytes
+    if row_layout is not None:
+        size = size + manifest.block_rows * row_layout.padding_bytes
     return size + _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.plan.specs)
 
 
@@ -221,7 +198,7 @@ def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
 class Columns:
     """The columns of a dataset as a job reads them, `schema` that of the shards. `is_canonical`:
     zero-copy blocks have them in canonical form. `is_fixed`: all rows have one size, `fixed_bytes`,
-    which is otherwise that of the columns whose rows have. `packing` is how they would be packed.
+    which is otherwise that of the columns whose rows have. `row_layout`: how they would be packed.
     """
 
     schema: pa.Schema
@@ -229,7 +206,7 @@ class Columns:
     is_canonical: bool
     is_fixed: bool
     fixed_bytes: int
-    packing: Packing | None
+    row_layout: RowLayout | None
 
 
 def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
@@ -242,8 +219,8 @@ def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
     options = spec.column_options
     is_canonical = not (options.stack or options.codes) and _has_all(schema, plan.schema)
     is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
-    packing, fixed_bytes = plan_packing(plan.specs), _fixed_bytes(plan.schema)
-    return Columns(schema, plan, is_canonical, is_fixed, fixed_bytes, packing)
+    row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)
+    return Columns(schema, plan, is_canonical, is_fixed, fixed_bytes, row_layout)
 
 
 def _has_all(schema: pa.Schema, wanted: pa.Schema) -> bool:
@@ -263,13 +240,13 @@ def can_pack(
     Raises:  ConfigError: a column that is not there.
     """
     columns = known or columns_of(manifest, spec)
-    packing = columns.packing if spec.shuffle else None
-    if packing is None:
+    row_layout = columns.row_layout if spec.shuffle else None
+    if row_layout is None:
         return False
     if not (columns.is_canonical and manifest.shards.zero_copy.any()):
         return True
-    sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, packing))
-    if sizes.sample_bytes > (1 + _OTHERS_MAX) * packing.row_bytes:
+    sizes = BlockSizes.of(manifest.block_rows, _decoded_bytes(manifest, columns, row_layout))
+    if sizes.sample_bytes > (1 + _OTHERS_MAX) * row_layout.row_bytes:
         return False
     needed = sizes.open_window_bytes(spec.window) * spec.lanes
     return needed * _ROOM_PARTS <= arena_bytes
@@ -293,10 +270,10 @@ def dataset_of(
     """
     found = known or columns_of(manifest, spec)
     columns, schema = found.plan, found.schema
-    packing = found.packing if packed else None
-    direct = found.is_canonical and packing is None
+    row_layout = found.row_layout if packed else None
+    direct = found.is_canonical and row_layout is None
     projection = _projection(manifest, columns)
-    decoded = _decoded_bytes(manifest, found, packing, projection)
+    decoded = _decoded_bytes(manifest, found, row_layout, projection)
     marks = _marks(manifest, decoded, projection, direct=direct)
     kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
     trails = trail_bytes(int(np.where(kept > 0, kept, manifest.block_length).sum()))

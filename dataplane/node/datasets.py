@@ -14,12 +14,13 @@ from functools import partial
 
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.node.categories import Categories
-from dataplane.node.dataset import Dataset, WorkerBytes, can_pack, columns_of, dataset_of
+from dataplane.node.dataset import Dataset, can_pack, columns_of, dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.redact import redacted, unsigned
 from dataplane.transforms.images import delivered
 from dataplane.transforms.lists import check_lists
 from dataplane.transforms.nulls import check_fills, check_nulls
+from dataplane.worker.limits import WorkerBytes
 
 _URLS_SHOWN_MAX = 16
 _Signed = tuple[str, ...]

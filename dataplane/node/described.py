@@ -12,7 +12,6 @@ from dataplane.errors import ConfigError
 from dataplane.node.categories import Categories, stream_of
 from dataplane.node.dataset import Dataset
 from dataplane.node.member import Member
-from dataplane.node.stacking import StackedPlan
 from dataplane.rpc.messages import (
     CategoriesRead,
     ColumnsDescribed,
@@ -25,6 +24,7 @@ from dataplane.transforms.columns import Part, shown
 from dataplane.transforms.images import delivered
 from dataplane.transforms.leaves import Leaf, value_type
 from dataplane.transforms.lists import AS_THEY_ARE
+from dataplane.worker.stacking import StackedPlan
 
 # An answer is one packet, far below what a packet may have.
 _TEXT_BYTES_MAX = 64 << 10

@@ -27,7 +27,6 @@ from dataplane.arena.memfd import Arena
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
 from dataplane.node.dataset import Dataset
-from dataplane.node.death import Place
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
@@ -40,6 +39,7 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Plan, Walk
 from dataplane.store.unreachable import UNREACHABLE
 from dataplane.trace import Trace
+from dataplane.worker.death import Place
 
 _BLOCK_ARENA_ID = 0
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1

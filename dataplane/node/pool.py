@@ -26,12 +26,12 @@ from typing import Self
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
-from dataplane.node.death import Cause, End, blame, nobody_alive
 from dataplane.node.job_queue import JobQueue
 from dataplane.node.pool_worker import Job, PoolWorker
-from dataplane.node.process import MEMORY_BYTES, WorkerProcess
 from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
+from dataplane.worker.death import Cause, End, blame, nobody_alive
+from dataplane.worker.process import MEMORY_BYTES, WorkerProcess
 
 _DEATHS_MAX = 2
 _QUICK_DEATHS_MAX = 5

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dataplane.machine import OwnTime, kill_count_for_memory
-from dataplane.node.death import Cause, End, Place, end_of
-from dataplane.node.process import WorkerProcess
 from dataplane.rpc import tasks
+from dataplane.worker.death import Cause, End, Place, end_of
+from dataplane.worker.process import WorkerProcess
 
 _SCHEMA_PART_BYTES = 128 * 1024
 # A block's source has its url and its path, of a few thousand bytes each at most.

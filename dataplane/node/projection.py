@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 
 from dataplane.model import Region
-from dataplane.node.columns import Ints
 from dataplane.plan.column_places import ColumnPlaces
+from dataplane.worker.columns import Ints
 
 HOLE_BYTES_MIN = 256 << 10
 """What is skipped costs one request more; of less it is cheaper to read it."""

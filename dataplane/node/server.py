@@ -19,14 +19,13 @@ from dataplane import background
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
+from dataplane.index.processes import open_manifest
 from dataplane.node.described import describe
 from dataplane.node.door import Door
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
-from dataplane.node.indexing import open_manifest
 from dataplane.node.jobs import Jobs
-from dataplane.node.kernel import kernel
 from dataplane.node.member import Member
 from dataplane.node.pool import WorkerPool
 from dataplane.node.stopping import done_before, wait_stop
@@ -39,6 +38,7 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
+from dataplane.worker.kernel import kernel
 
 _TICK_S = 0.5
 _FIRST_CONNECTION_S = 30.0

@@ -18,7 +18,7 @@ from dataplane_bench.workloads.own import own
 from shards import parquet_bytes
 
 from dataplane.errors import ConfigError, CorruptShard, SchemaMismatch, ShardNotFound
-from dataplane.node.index import index_dataset
+from dataplane.index.indexing import index_dataset
 
 ROWS = 1000
 

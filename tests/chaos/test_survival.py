@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from fleet import Run, Service, free_address, node_processes, worker_processes
 
-from dataplane.node.index import index_dataset
+from dataplane.index.indexing import index_dataset
 from dataplane.plan.order import Order
 
 COUNT = 970

@@ -10,10 +10,10 @@ import pytest
 from pool_bench import ROOM, Bench, arrow_shards, instead_of_workers, on_bench
 
 from dataplane.model import Region
-from dataplane.node.death import Place
 from dataplane.node.job_queue import LIVE_S, LONG_S, JobQueue
 from dataplane.node.pool_worker import Job
 from dataplane.rpc import tasks
+from dataplane.worker.death import Place
 
 WIDE, OTHER_WIDE, NARROW = 1, 2, 3
 
@@ -181,7 +181,7 @@ def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
     held = tmp_path / "held"
     code = (
         "import fcntl\n"
-        "from dataplane.node import worker\n"
+        "from dataplane.worker import worker\n"
         "decode = worker._decode\n"
         "def slow(state, body):\n"
         "    if body.dataset_id == 7:\n"

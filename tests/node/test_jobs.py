@@ -14,11 +14,11 @@ from dataplane.arena.memfd import Arena
 from dataplane.config import VERSION
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import ConfigError
+from dataplane.index.indexing import open_dataset
 from dataplane.model import Topology
 from dataplane.node import jobs
 from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
-from dataplane.node.index import open_dataset
 from dataplane.node.jobs import Jobs
 from dataplane.node.pool import WorkerPool
 from dataplane.rpc.membership import JoinRequest, JoinResponse

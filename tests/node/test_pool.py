@@ -38,7 +38,7 @@ def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(
 ) -> None:
     mark = tmp_path / "mark"
     code = (
-        "from dataplane.node import worker\n"
+        "from dataplane.worker import worker\n"
         "worker._decode = lambda *_: os._exit(4)\n"
         "worker.main(int(sys.argv[-1]), 1 << 30)\n"
     )

@@ -20,9 +20,9 @@ from shards import NESTED, NESTED_ROWS, MemoryShard, parquet_bytes, raw_block
 from dataplane.errors import ConfigError
 from dataplane.formats.base import RawBlock, ShardIndex
 from dataplane.formats.parquet import Parquet
+from dataplane.index.indexing import index_dataset
 from dataplane.model import ColumnOptions, Region
 from dataplane.node import projection
-from dataplane.node.index import index_dataset
 from dataplane.node.projection import HOLE_BYTES_MIN, Projection
 from dataplane.plan.column_places import ColumnPlaces
 from dataplane.rpc import messages

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataplane.config import JobSpec
+from dataplane.index.indexing import index_dataset
 from dataplane.model import ColumnOptions
 from dataplane.node.dataset import dataset_of
-from dataplane.node.index import index_dataset
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.transforms.images import CenterCrop, ToDtype, image_specs
 

@@ -15,10 +15,7 @@ from pictures import drawn, encoded
 from dataplane.arena.allocator import Allocator
 from dataplane.config import JobSpec
 from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, Region
-from dataplane.node.columns import open_block
 from dataplane.node.dataset import dataset_of
-from dataplane.node.pictures import Pictures
-from dataplane.node.rows import rows_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.rpc import tasks
@@ -30,6 +27,9 @@ from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
 from dataplane.transforms.pixels_library import maker
 from dataplane.transforms.trails import places, trail_bytes
+from dataplane.worker.columns import open_block
+from dataplane.worker.pictures import Pictures
+from dataplane.worker.rows import rows_of
 
 BLOCK_BYTES = 1 << 20
 COUNT = 8

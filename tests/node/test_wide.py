@@ -20,16 +20,16 @@ from dataplane.errors import ConfigError
 from dataplane.formats import registry
 from dataplane.formats.base import RawBlock
 from dataplane.formats.conform import check_columns, check_shard
+from dataplane.index.indexing import open_dataset
 from dataplane.model import ColumnOptions
 from dataplane.node.dataset import dataset_of
 from dataplane.node.datasets import Datasets
-from dataplane.node.index import open_dataset
-from dataplane.node.kernel import kernel
-from dataplane.node.packing import open_stored, plan_packing, store, stored_bytes
-from dataplane.node.placed import may_have_nulls, placed_columns
 from dataplane.plan.manifest import Manifest
 from dataplane.settings import default_node_config
 from dataplane.transforms.columns import plan_columns
+from dataplane.worker.kernel import kernel
+from dataplane.worker.placed import may_have_nulls, placed_columns
+from dataplane.worker.row_layout import open_stored, plan_row_layout, store, stored_bytes
 
 FEW = 60
 WIDE = 8_000
@@ -122,7 +122,7 @@ def test_a_block_of_numbers_is_decoded_without_a_look_at_each_column(
         dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint), packed=True)
         schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
         chosen, plan = registry.by_name(form), dataset.columns
-        packing = plan_packing(plan.specs)
+        row_layout = plan_row_layout(plan.specs)
         raw, content = dataset.raw_block(0, None), memoryview(shard.read_bytes())
         preamble, body = raw.preamble_place, raw.place
         block = RawBlock(
@@ -137,11 +137,11 @@ def test_a_block_of_numbers_is_decoded_without_a_look_at_each_column(
             assert places is not None
             assert plan.is_plain
             assert not may_have_nulls(places)
-            region = memoryview(bytearray(stored_bytes(batch, packing)))
-            store(batch, plan.specs, packing, region, places=places)
+            region = memoryview(bytearray(stored_bytes(batch, row_layout)))
+            store(batch, plan.specs, row_layout, region, places=places)
             return region
 
-        rows = open_stored(decoded(), plan.specs, packing).values[-1].view.reshape(8, -1)
+        rows = open_stored(decoded(), plan.specs, row_layout).values[-1].view.reshape(8, -1)
         values = rows[:, : 4 * columns].reshape(-1).view(np.float32).reshape(8, columns)
         assert (values == np.arange(8)[:, None]).all()
         return decoded

@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from manifests import small
 
 from dataplane.errors import ConfigError
+from dataplane.index.journal import Journal
 from dataplane.model import Region
-from dataplane.node.index_journal import Journal
 from dataplane.plan.identity import identity_of, relative_names
 from dataplane.plan.loops import lay_records, loops
 from dataplane.plan.manifest import Manifest

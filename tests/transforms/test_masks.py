@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, Kind, ListPolicy, NullPolicy, StackSpec
-from dataplane.node.stacking import canonical_stacked, plan_stacked
 from dataplane.plan.null_counts import NEVER, NullCounts
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.nulls import check_nulls
+from dataplane.worker.stacking import canonical_stacked, plan_stacked
 
 URL = "file:///shard.parquet"
 MASK = ColumnOptions(nulls=NullPolicy.MASK)

@@ -20,8 +20,8 @@ from dataplane import suffixes
 from dataplane.errors import ConfigError, DataplaneError, TruncatedRead, rebuild
 from dataplane.formats import registry
 from dataplane.formats.base import Format
+from dataplane.index.indexing import choose_shards, index_dataset, open_dataset
 from dataplane.model import ObjectInfo
-from dataplane.node.index import choose_shards, index_dataset, open_dataset
 from dataplane.store.connect import connect
 from dataplane.store.expand import expand
 from dataplane.store.urls import normalise

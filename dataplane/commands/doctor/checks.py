@@ -19,13 +19,13 @@ from dataplane.commands.stores import STORES
 from dataplane.compiled import INSTALL_AGAIN
 from dataplane.config import NodeConfig
 from dataplane.machine import this_machine
-from dataplane.node.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.store.urls import FILE_PREFIX, local_path
 from dataplane.transforms.pixels_advice import INSTALL_LIBJPEG
 from dataplane.transforms.pixels_library import maker
+from dataplane.worker.kernel import kernel
 
 MORE = 4
 _PROBE_BYTES_MAX = 32 << 20

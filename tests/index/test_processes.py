@@ -20,12 +20,12 @@ from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes
 from typing_extensions import Buffer
 
 from dataplane.errors import BudgetTooSmall, CorruptShard, DataStallError, StoreUnavailable
+from dataplane.index.indexing import index_dataset
+from dataplane.index.processes import IndexProcesses
 from dataplane.model import ObjectInfo
-from dataplane.node.dataset import WorkerBytes
-from dataplane.node.index import index_dataset
-from dataplane.node.indexing import IndexProcesses
 from dataplane.plan.manifest import Manifest
 from dataplane.store.local import LocalStore
+from dataplane.worker.limits import WorkerBytes
 
 LIMIT = 256 * MIB
 HARD = WorkerBytes(LIMIT, 0)

@@ -2,7 +2,7 @@
 
 1. The manifest depends only on what was listed, never on the order in which shards were done.
 2. The dataset's schema is that of the first shard that has one.
-3. What was indexed before a failure or an interruption is not indexed again (see index_journal).
+3. What was indexed before a failure or an interruption is not indexed again (see journal.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.conform import same_type
 from dataplane.formats.inferred import contradicts, is_closed, is_inferred
 from dataplane.formats.nulls import aligned, node_count
+from dataplane.index.journal import Journal, digest, shard_key
 from dataplane.model import ObjectInfo
-from dataplane.node.index_journal import Journal, digest, shard_key
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.null_counts import NEVER
 from dataplane.plan.shard import IndexedShard

@@ -14,8 +14,8 @@ from pool_bench import MIB, ROOM, Bench, on_bench
 from dataplane.errors import BudgetTooSmall
 from dataplane.machine import own_memory_limit
 from dataplane.model import Region
-from dataplane.node.dataset import WorkerBytes
 from dataplane.rpc import tasks
+from dataplane.worker.limits import WorkerBytes
 
 LIMIT = 256 * MIB
 # Libraries and mapped files, which are no memory of its own.

@@ -17,23 +17,23 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.model import ColumnSpec, Kind
-from dataplane.node.columns import (
+from dataplane.rpc.messages import Batch, Column
+from dataplane.transforms.lists import AS_THEY_ARE, ListForm
+from dataplane.worker.columns import (
     TEXTS,
     BlockColumns,
     Bytes,
     Ints,
-    Packing,
     RowIndex,
+    RowLayout,
     by_block,
     element_bytes,
     row_sizes,
 )
-from dataplane.node.rows import Open, Rows, rows_of
-from dataplane.rpc.messages import Batch, Column
-from dataplane.transforms.lists import AS_THEY_ARE, ListForm
+from dataplane.worker.rows import Open, Rows, rows_of
 
 if TYPE_CHECKING:
-    from dataplane.node.pictures import Pictures
+    from dataplane.worker.pictures import Pictures
 
 _ALIGN_BYTES = 64
 _INT_BYTES = 8
@@ -83,7 +83,7 @@ class Gather:
     ) -> None:
         self._specs, self._sizes, self._lists = specs, row_sizes(specs), lists or {}
         self._pictures, self._blocks = pictures, blocks
-        self._packing = blocks[0].packing if blocks else None
+        self._packing = blocks[0].row_layout if blocks else None
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
         self._alike: dict[int, _Pieces] = {}  # FIXED columns, by the size of a row
@@ -226,12 +226,12 @@ class _Slab:
             self._rows.fixed(at, size, self._bytes[begin:end])
         return Column(tuple(bounds[:-1]), (), ())
 
-    def write_packed(self, packing: Packing, begins: Ints) -> None:
+    def write_packed(self, row_layout: RowLayout, begins: Ints) -> None:
         """The columns that are packed, all at once.
 
-        Shapes:  begins: int64[columns], where each of them begins, in the order of the packing.
+        Shapes:  begins: int64[columns], where each of them begins, in the order of the row_layout.
         """
-        self._rows.packed(packing, int(self.bounds[-1]), self._bytes, begins)
+        self._rows.packed(row_layout, int(self.bounds[-1]), self._bytes, begins)
 
     def _write_runs(
         self,

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import RowOutOfBounds
-from dataplane.node.columns import BlockColumns, Bytes, Ints, Packing, RowIndex, by_block
-from dataplane.node.kernel import kernel
+from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, RowLayout, by_block
+from dataplane.worker.kernel import kernel
 
 
 class Rows(Protocol):
@@ -29,10 +29,10 @@ class Rows(Protocol):
         Shapes:  out: uint8[rows * row_bytes].
         """
 
-    def packed(self, packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
+    def packed(self, row_layout: RowLayout, count: int, out: Bytes, begins: Ints) -> None:
         """The first rows of all columns that are packed, each column from where it begins in `out`.
 
-        Shapes:  begins: int64[columns], in the order of the packing.
+        Shapes:  begins: int64[columns], in the order of the row_layout.
         Raises:  RowOutOfBounds: a column does not end within `out`.
         """
 
@@ -102,12 +102,12 @@ class CompiledRows:
             count = len(out) // row_bytes
             self._library.gather_fixed(*self._sources(at, count), row_bytes, out.ctypes.data)
 
-    def packed(self, packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
-        _expect_room(packing, count, out, begins)
-        fields = fields_of(packing, begins + out.ctypes.data)
+    def packed(self, row_layout: RowLayout, count: int, out: Bytes, begins: Ints) -> None:
+        _expect_room(row_layout, count, out, begins)
+        fields = fields_of(row_layout, begins + out.ctypes.data)
         self._library.gather_packed(
             *self._sources(self._columns - 1, count),
-            packing.row_bytes,
+            row_layout.row_bytes,
             fields.ctypes.data,
             len(fields),
         )
@@ -155,12 +155,14 @@ class NumpyRows:
             count = int(np.searchsorted(put, len(into)))
             into[put[:count]] = block.values[at].view.view(one_row)[take[:count]]
 
-    def packed(self, packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
-        _expect_room(packing, count, out, begins)
+    def packed(self, row_layout: RowLayout, count: int, out: Bytes, begins: Ints) -> None:
+        _expect_room(row_layout, count, out, begins)
         for block, take, put in self._parts:
-            rows = block.values[-1].view.reshape(-1, packing.row_bytes)
+            rows = block.values[-1].view.reshape(-1, row_layout.row_bytes)
             some = int(np.searchsorted(put, count))
-            for (start, size), begin in zip(packing.fields.tolist(), begins.tolist(), strict=True):
+            for (start, size), begin in zip(
+                row_layout.fields.tolist(), begins.tolist(), strict=True
+            ):
                 into = out[begin : begin + count * size].reshape(-1, size)
                 into[put[:some]] = rows[take[:some], start : start + size]
 
@@ -197,16 +199,16 @@ class NumpyRows:
         return found[:count]
 
 
-def fields_of(packing: Packing, addresses: Ints) -> Ints:
+def fields_of(row_layout: RowLayout, addresses: Ints) -> Ints:
     """What the kernel knows of packed rows, and of columns that lie at these addresses.
 
     Shapes:  addresses: int64[columns].   result: int64[columns, 3].
     """
-    return np.concatenate([packing.fields, addresses[:, None]], axis=1)
+    return np.concatenate([row_layout.fields, addresses[:, None]], axis=1)
 
 
-def _expect_room(packing: Packing, count: int, out: Bytes, begins: Ints) -> None:
-    outside = (begins < 0) | (begins > len(out) - count * packing.fields[:, 1])
+def _expect_room(row_layout: RowLayout, count: int, out: Bytes, begins: Ints) -> None:
+    outside = (begins < 0) | (begins > len(out) - count * row_layout.fields[:, 1])
     if outside.any():
         raise RowOutOfBounds(f"{count} rows of packed columns do not fit into their slab", row=0)
 

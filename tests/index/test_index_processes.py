@@ -13,7 +13,7 @@ import pytest
 from counted import Counted
 from shards import parquet_bytes
 
-from dataplane.node.index import index_dataset
+from dataplane.index.indexing import index_dataset
 
 
 def write_shards(folder: Path, count: int, rows: int = 10) -> None:
@@ -37,7 +37,7 @@ def cache(tmp_path: Path) -> Path:
 RUN = textwrap.dedent(
     """
     import sys
-    from dataplane.node.index import index_dataset
+    from dataplane.index.indexing import index_dataset
 
     def told(progress):
         print(progress.shards_done, flush=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.compiled import Compiled
-from dataplane.node.columns import Ints
-from dataplane.node.kernel import kernel
+from dataplane.worker.columns import Ints
+from dataplane.worker.kernel import kernel
 
 _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)

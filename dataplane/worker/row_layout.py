@@ -15,19 +15,19 @@ import pyarrow as pa
 from dataplane.compiled import Compiled
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec
-from dataplane.node.columns import (
+from dataplane.worker.columns import (
     NOTHING,
     BlockColumns,
     Bytes,
     Ints,
-    Packing,
     Part,
+    RowLayout,
     open_block,
     row_sizes,
 )
-from dataplane.node.kernel import kernel
-from dataplane.node.placed import OFFSET, VALUES, placed_columns
-from dataplane.node.rows import fields_of
+from dataplane.worker.kernel import kernel
+from dataplane.worker.placed import OFFSET, VALUES, placed_columns
+from dataplane.worker.rows import fields_of
 
 _LINE_BYTES = 64
 _SMALL_BYTES = 32
@@ -38,7 +38,7 @@ _PADDING_SHARE = 8
 """Rows are padded, so that they cross fewer lines, by this part of their size at most."""
 
 
-def plan_packing(specs: Sequence[ColumnSpec]) -> Packing | None:
+def plan_row_layout(specs: Sequence[ColumnSpec]) -> RowLayout | None:
     """Which columns are worth it, or None where they are too few."""
     every = row_sizes(specs)
     sizes = {at: size for at, size in enumerate(every) if 0 < size <= _SMALL_BYTES}
@@ -49,7 +49,7 @@ def plan_packing(specs: Sequence[ColumnSpec]) -> Packing | None:
     widths = np.array([sizes[at] for at in columns], np.int64)
     ends = np.cumsum(widths)
     fields = np.stack([ends - widths, widths], axis=1)
-    return Packing(tuple(columns), fields, _padded(int(ends[-1])))
+    return RowLayout(tuple(columns), fields, _padded(int(ends[-1])))
 
 
 def _padded(size: int) -> int:
@@ -61,20 +61,20 @@ def _padded(size: int) -> int:
     return size
 
 
-def stored_bytes(batch: pa.RecordBatch, packing: Packing | None) -> int:
+def stored_bytes(batch: pa.RecordBatch, row_layout: RowLayout | None) -> int:
     """What a canonical block takes in the block arena."""
-    stream = _others(batch, packing)
+    stream = _others(batch, row_layout)
     mock = pa.MockOutputStream()
     with pa.ipc.new_stream(mock, stream.schema) as writer:
         writer.write_batch(stream)
     size = int(mock.size())
-    return size if packing is None else _lines(size) + _packed_bytes(batch, packing)
+    return size if row_layout is None else _lines(size) + _packed_bytes(batch, row_layout)
 
 
 def store(
     batch: pa.RecordBatch,
     specs: Sequence[ColumnSpec],
-    packing: Packing | None,
+    row_layout: RowLayout | None,
     region: memoryview,
     how: Compiled | None = None,
     places: Ints | None = None,
@@ -85,20 +85,20 @@ def store(
     Shapes:  region: uint8[stored_bytes], writable; padding keeps what it holds.
     Raises:  RowOutOfBounds: a buffer ends before its column does.
     """
-    stream = _others(batch, packing)
+    stream = _others(batch, row_layout)
     with (
         pa.FixedSizeBufferWriter(pa.py_buffer(region)) as sink,
         pa.ipc.new_stream(sink, stream.schema) as writer,
     ):
         writer.write_batch(stream)
-    if packing is not None and batch.num_rows:
-        start = len(region) - _packed_bytes(batch, packing)
-        length = batch.num_rows * packing.row_bytes
-        pack(batch, specs, packing, np.frombuffer(region, np.uint8, length, start), how, places)
+    if row_layout is not None and batch.num_rows:
+        start = len(region) - _packed_bytes(batch, row_layout)
+        length = batch.num_rows * row_layout.row_bytes
+        pack(batch, specs, row_layout, np.frombuffer(region, np.uint8, length, start), how, places)
 
 
 def open_stored(
-    region: memoryview, specs: Sequence[ColumnSpec], packing: Packing | None
+    region: memoryview, specs: Sequence[ColumnSpec], row_layout: RowLayout | None
 ) -> BlockColumns:
     """Where the columns of a stored block lie.
 
@@ -107,30 +107,30 @@ def open_stored(
     buffer = pa.py_buffer(region)
     with pa.ipc.open_stream(buffer) as reader:
         batch = reader.read_next_batch()
-    if packing is None:
+    if row_layout is None:
         return open_block(batch, specs)
-    start = buffer.size - _packed_bytes(batch, packing)
+    start = buffer.size - _packed_bytes(batch, row_layout)
     if start < 0:
         raise RowOutOfBounds(
             f"{batch.num_rows} packed rows take more than the {buffer.size} bytes of their block",
             row=0,
         )
-    length = batch.num_rows * packing.row_bytes
-    return open_block(batch, specs, packing, Part(buffer, start, length) if length else NOTHING)
+    length = batch.num_rows * row_layout.row_bytes
+    return open_block(batch, specs, row_layout, Part(buffer, start, length) if length else NOTHING)
 
 
-def _others(batch: pa.RecordBatch, packing: Packing | None) -> pa.RecordBatch:
+def _others(batch: pa.RecordBatch, row_layout: RowLayout | None) -> pa.RecordBatch:
     """What is not packed: as many rows, even where no column is left."""
-    if packing is None:
+    if row_layout is None:
         return batch
-    packed = frozenset(packing.columns)
+    packed = frozenset(row_layout.columns)
     return batch.select([at for at in range(batch.num_columns) if at not in packed])
 
 
 def pack(
     batch: pa.RecordBatch,
     specs: Sequence[ColumnSpec],
-    packing: Packing,
+    row_layout: RowLayout,
     out: Bytes,
     how: Compiled | None = None,
     places: Ints | None = None,
@@ -144,37 +144,37 @@ def pack(
     if library is not None:
         places = placed_columns(batch, how) if places is None else places
         assert places is not None
-        fields = fields_of(packing, _addresses(batch, specs, packing, places))
+        fields = fields_of(row_layout, _addresses(batch, specs, row_layout, places))
         library.pack_rows(
-            fields.ctypes.data, len(fields), batch.num_rows, packing.row_bytes, out.ctypes.data
+            fields.ctypes.data, len(fields), batch.num_rows, row_layout.row_bytes, out.ctypes.data
         )
         return
-    chosen = [specs[at] for at in packing.columns]
+    chosen = [specs[at] for at in row_layout.columns]
     columns = open_block(batch.select([spec.name for spec in chosen]), chosen).values
-    rows = out.reshape(-1, packing.row_bytes)
-    for (at, size), column in zip(packing.fields.tolist(), columns, strict=True):
+    rows = out.reshape(-1, row_layout.row_bytes)
+    for (at, size), column in zip(row_layout.fields.tolist(), columns, strict=True):
         rows[:, at : at + size] = column.view.reshape(-1, size)
 
 
 def _addresses(
-    batch: pa.RecordBatch, specs: Sequence[ColumnSpec], packing: Packing, places: Ints
+    batch: pa.RecordBatch, specs: Sequence[ColumnSpec], row_layout: RowLayout, places: Ints
 ) -> Ints:
     """Where the values of each packed column start."""
     try:
         batch.validate()
     except pa.ArrowInvalid as fault:
         raise RowOutOfBounds(f"a column is shorter than its block: {fault}", row=0) from fault
-    own = places[list(packing.columns)]
-    found = own[:, VALUES] + own[:, OFFSET] * packing.fields[:, 1]
-    for i, at in enumerate(packing.columns):
+    own = places[list(row_layout.columns)]
+    found = own[:, VALUES] + own[:, OFFSET] * row_layout.fields[:, 1]
+    for i, at in enumerate(row_layout.columns):
         if specs[at].shape:  # its values are those of the lists
             part = open_block(batch.select([at]), [specs[at]]).values[0]
             found[i] = part.address
     return found
 
 
-def _packed_bytes(batch: pa.RecordBatch, packing: Packing) -> int:
-    return _lines(batch.num_rows * packing.row_bytes)
+def _packed_bytes(batch: pa.RecordBatch, row_layout: RowLayout) -> int:
+    return _lines(batch.num_rows * row_layout.row_bytes)
 
 
 def _lines(size: int) -> int:

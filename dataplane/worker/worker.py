@@ -31,18 +31,18 @@ from dataplane.formats import base, registry
 from dataplane.formats.faults import is_out_of_memory
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
-from dataplane.node import packing
-from dataplane.node.columns import BlockColumns, Bytes, Ints, Packing, RowIndex, open_block
-from dataplane.node.gather import Gather
-from dataplane.node.mapped import MappedShard, MappedShards
-from dataplane.node.placed import may_have_nulls, placed_columns
-from dataplane.node.stacking import StackedPlan, canonical_stacked, plan_stacked
 from dataplane.rpc import local, tasks
 from dataplane.rpc.convert import encode
 from dataplane.rpc.messages import Batch, Layout
+from dataplane.worker import row_layout
+from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, RowLayout, open_block
+from dataplane.worker.gather import Gather
+from dataplane.worker.mapped import MappedShard, MappedShards
+from dataplane.worker.placed import may_have_nulls, placed_columns
+from dataplane.worker.stacking import StackedPlan, canonical_stacked, plan_stacked
 
 if TYPE_CHECKING:
-    from dataplane.node.pictures import Pictures
+    from dataplane.worker.pictures import Pictures
 
 _APART_BYTES = 1 << 20
 _FAULT_S_MAX = 0.02
@@ -54,7 +54,7 @@ class _Dataset:
     format: base.Format
     schema: pa.Schema
     plan: StackedPlan
-    packing: Packing | None
+    row_layout: RowLayout | None
     is_whole: bool
     """Whether all columns of its shards are needed."""
 
@@ -172,7 +172,7 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
         registry.by_name(body.format),
         schema,
         plan,
-        packing.plan_packing(plan.specs) if body.pack else None,
+        row_layout.plan_row_layout(plan.specs) if body.pack else None,
         set(plan.leaves.top_level).issuperset(schema.names),
     )
     return tasks.Done()
@@ -181,12 +181,12 @@ def _open_dataset(state: _State, body: tasks.OpenDataset) -> tasks.Done:
 def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     dataset = state.datasets[body.dataset_id]
     batch, places = _canonical_batch(state, dataset, body.raw)
-    size = packing.stored_bytes(batch, dataset.packing)
+    size = row_layout.stored_bytes(batch, dataset.row_layout)
     if size > body.into.length:
         return tasks.Decoded(size, stored=False)
     into = state.arenas[0].view(body.into.offset, size)
     state.arenas[0].populate_once(body.into.offset, size)
-    packing.store(batch, dataset.plan.specs, dataset.packing, into, places=places)
+    row_layout.store(batch, dataset.plan.specs, dataset.row_layout, into, places=places)
     if body.raw.path is not None:
         state.shards.of(body.raw)  # it may have been written while it was read
     return tasks.Decoded(size, stored=True)
@@ -262,7 +262,7 @@ def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> 
     assert source.decoded is not None
     region = source.decoded
     view = state.arenas[0].view(region.offset, region.length).toreadonly()
-    return packing.open_stored(view, specs, dataset.packing)
+    return row_layout.open_stored(view, specs, dataset.row_layout)
 
 
 def _trails_of(state: _State, source: tasks.BlockSource) -> Bytes | None:
@@ -357,7 +357,7 @@ def _pictures(
     if render is None:
         return None
     # Pillow and libjpeg are loaded where there are images.
-    from dataplane.node.pictures import Pictures
+    from dataplane.worker.pictures import Pictures
 
     origins = [block.origin for block in blocks if block.origin is not None]
     assert len(origins) == len(blocks)

@@ -9,12 +9,12 @@ import numpy as np
 from dataplane.errors import DataplaneError, ImageError
 from dataplane.formats.tar import KEY
 from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
-from dataplane.node.columns import BlockColumns, Bytes, Ints, RowIndex
-from dataplane.node.rows import Rows
 from dataplane.plan.permute import Words
 from dataplane.rpc.tasks import Origin, Render
 from dataplane.transforms import draws, pixels, trails
 from dataplane.transforms.images import delivered
+from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
+from dataplane.worker.rows import Rows
 
 _KEY_LENGTH_MAX = 300
 

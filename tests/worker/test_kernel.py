@@ -20,9 +20,9 @@ from kernels import BOTH, compiled_rows
 from dataplane.build_kernels import KERNEL, compile_library
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
-from dataplane.node.columns import BlockColumns, Ints, RowIndex, open_block
-from dataplane.node.kernel import LIBRARY, SOURCE, kernel
-from dataplane.node.rows import Open
+from dataplane.worker.columns import BlockColumns, Ints, RowIndex, open_block
+from dataplane.worker.kernel import LIBRARY, SOURCE, kernel
+from dataplane.worker.rows import Open
 
 UNTOUCHED = 0xAA
 
@@ -202,9 +202,9 @@ RUNS_FAR_AWAY = textwrap.dedent(
     import pyarrow as pa
     from dataplane.errors import RowOutOfBounds
     from dataplane.model import ColumnSpec, Kind
-    from dataplane.node.columns import open_block
-    from dataplane.node.kernel import SOURCE, load
-    from dataplane.node.rows import CompiledRows
+    from dataplane.worker.columns import open_block
+    from dataplane.worker.kernel import SOURCE, load
+    from dataplane.worker.rows import CompiledRows
 
     values = pa.array([[1, 2]] * 40, pa.large_list(pa.int64()))
     batch = pa.record_batch({"c": values})

@@ -19,8 +19,8 @@ from dataplane.errors import (
     ShardNotFound,
 )
 from dataplane.formats import registry
-from dataplane.node import index_journal
-from dataplane.node.index import IndexProgress, index_dataset, open_dataset
+from dataplane.index import journal
+from dataplane.index.indexing import IndexProgress, index_dataset, open_dataset
 from dataplane.plan.manifest import Manifest
 
 
@@ -117,7 +117,7 @@ def test_a_torn_log_is_read_up_to_the_tear(dataset: Path, cache: Path) -> None:
     content = log.read_bytes()
     for end in (0, 1, 7, len(content) // 2, len(content) - 1):
         log.write_bytes(content[:end])
-        assert len(index_journal._read_log(content[:end])) < 11
+        assert len(journal._read_log(content[:end])) < 11
     damaged = bytearray(content)
     damaged[len(content) // 2] ^= 1
     log.write_bytes(damaged)
@@ -138,13 +138,13 @@ def test_the_cache_holds_one_log_and_a_few_manifests(dataset: Path, cache: Path)
         (dataset / "004.parquet").write_bytes(parquet_bytes(table))
         index_dataset(dataset, cache_dir=str(cache))
     assert len(list(cache.rglob("*.log"))) == 1
-    assert len(list(cache.rglob("*.manifest"))) <= index_journal.MANIFESTS_KEPT
+    assert len(list(cache.rglob("*.manifest"))) <= journal.MANIFESTS_KEPT
 
 
 def test_file_systems_without_nameless_files_work_too(
     dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_journal, "publish", index_journal._publish_named)
+    monkeypatch.setattr(journal, "publish", journal._publish_named)
     manifest = index_dataset(dataset, cache_dir=str(cache))
     assert index_dataset(dataset, cache_dir=str(cache)) == manifest
     assert [path.name for path in cache.rglob(".*")] == []
@@ -159,7 +159,7 @@ def test_what_a_killed_publisher_left_is_swept(
     left.write_bytes(b"half")
     index_dataset(dataset, cache_dir=str(cache))
     assert left.exists()
-    monkeypatch.setattr(index_journal, "STALE_S", -1.0)
+    monkeypatch.setattr(journal, "STALE_S", -1.0)
     index_dataset(dataset, cache_dir=str(cache))
     assert not left.exists()
 

@@ -28,17 +28,17 @@ from typing import Self
 from dataplane.config import NodeConfig
 from dataplane.errors import ClosedError, DataplaneError, PeerLost, StoreError
 from dataplane.formats.base import Format, ShardIndex
+from dataplane.index.indexer import PART_BYTES
+from dataplane.index.indexing import Connect, StoredShard, open_dataset
+from dataplane.index.journal import decode_index
 from dataplane.machine import OwnTime, kill_count_for_memory
-from dataplane.node.dataset import WorkerBytes
-from dataplane.node.death import Cause, End, Place, blame, end_of
-from dataplane.node.index import Connect, StoredShard, open_dataset
-from dataplane.node.index_journal import decode_index
-from dataplane.node.indexer import PART_BYTES
-from dataplane.node.process import WORDS_BYTES_MAX, start_parser
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages, tasks
 from dataplane.store.urls import local_path
 from dataplane.trace import Trace
+from dataplane.worker.death import Cause, End, Place, blame, end_of
+from dataplane.worker.limits import WorkerBytes
+from dataplane.worker.process import WORDS_BYTES_MAX, start_parser
 
 _PROCESSES_MAX = 4
 _TASKS_BEFORE_NEXT = 2

@@ -15,11 +15,11 @@ from pool_bench import MIB, ROOM, SLAB, Bench, arrow_shards, instead_of_workers,
 from dataplane import machine
 from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
 from dataplane.model import Cut, ImageSpec, Region
-from dataplane.node.death import Cause, end_of
 from dataplane.node.pool_worker import PoolWorker
 from dataplane.rpc import tasks
+from dataplane.worker.death import Cause, end_of
 
-START = "from dataplane.node import worker\n"
+START = "from dataplane.worker import worker\n"
 SERVE = "worker.main(int(sys.argv[-1]), 1 << 30)\n"
 
 

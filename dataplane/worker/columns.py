@@ -46,8 +46,8 @@ NOTHING = Part(None, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packing:
-    """The columns whose rows lie side by side in packed rows, in this order; see packing.py.
+class RowLayout:
+    """The columns whose rows lie side by side in packed rows, in this order; see row_layout.py.
 
     Shapes:  fields: int64[columns, 2], where each column starts in a packed row, and its size.
     """
@@ -68,7 +68,7 @@ class BlockColumns:
 
     `batch` is the block, without packed columns; `values[c]` the rows of a FIXED column, or what
     `starts[c]` (int64[rows + 1], in elements) cuts into runs; `valid[c]` is there for a column that
-    has nulls. Where there is a packing, its rows are one column more, the last.
+    has nulls. Where there is a row_layout, its rows are one column more, the last.
 
     Shapes:  valid[c]: uint8[rows].   table: int64[columns, 4], the addresses of values, starts and
     valid, 0 for what is not there, and the count of elements that the starts cut.
@@ -80,7 +80,7 @@ class BlockColumns:
     starts: tuple[Part, ...]
     valid: dict[int, Bytes]
     table: Ints
-    packing: Packing | None = None
+    row_layout: RowLayout | None = None
 
 
 def element_bytes(spec: ColumnSpec) -> int:
@@ -112,7 +112,7 @@ def row_sizes(specs: Sequence[ColumnSpec]) -> list[int]:
 def open_block(
     batch: pa.RecordBatch,
     specs: Sequence[ColumnSpec],
-    packing: Packing | None = None,
+    row_layout: RowLayout | None = None,
     packed: Part = NOTHING,
 ) -> BlockColumns:
     """Where the columns of a canonical block lie, some of them in packed rows.
@@ -120,7 +120,7 @@ def open_block(
     Raises:  RowOutOfBounds: a buffer ends before its column does.
     """
     values, starts, valid, table = [], [], {}, []
-    elsewhere = frozenset(packing.columns if packing is not None else ())
+    elsewhere = frozenset(row_layout.columns if row_layout is not None else ())
     for at, spec in enumerate(specs):
         own, cuts, count, mask = NOTHING, NOTHING, 0, 0
         if spec.kind is not Kind.OBJECT and at not in elsewhere:
@@ -136,7 +136,7 @@ def open_block(
         values.append(own)
         starts.append(cuts)
         table.append((own.address, cuts.address, mask, count))
-    if packing is not None:
+    if row_layout is not None:
         values.append(packed)
         starts.append(NOTHING)
         table.append((packed.address, 0, 0, 0))
@@ -147,7 +147,7 @@ def open_block(
         tuple(starts),
         valid,
         np.array(table, np.int64).reshape(-1, 4),
-        packing,
+        row_layout,
     )
 
 

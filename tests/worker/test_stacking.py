@@ -15,10 +15,10 @@ from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, Kind, StackSpec
-from dataplane.node.stacking import canonical_stacked, plan_stacked
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.transforms.stacks import Stack, stack_specs
+from dataplane.worker.stacking import canonical_stacked, plan_stacked
 
 NUMPY = Compiled(None, "chosen")
 FLOATS = ("float16", "float32", "float64")

@@ -12,9 +12,9 @@ import numpy as np
 
 from dataplane.arena.memfd import populate
 from dataplane.errors import DatasetChangedError, ShardNotFound
-from dataplane.node.columns import BlockColumns
 from dataplane.rpc import tasks
 from dataplane.store.local import local_etag
+from dataplane.worker.columns import BlockColumns
 
 _OPEN_SHARDS_MAX = 256
 

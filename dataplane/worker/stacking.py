@@ -14,8 +14,6 @@ import pyarrow as pa
 from dataplane.compiled import Compiled
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, StackSpec
-from dataplane.node import packing
-from dataplane.node.columns import Packing
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import (
     ColumnPlan,
@@ -26,6 +24,8 @@ from dataplane.transforms.columns import (
 from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.lists import ListForm, list_forms
 from dataplane.transforms.stacks import stacked_columns
+from dataplane.worker import row_layout
+from dataplane.worker.columns import RowLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ def _side_by_side(
             names=members.schema.names,
         )
         fields = np.array([(at * size, size) for at in range(width)], np.int64)
-        rows_of = Packing(tuple(range(width)), fields, width * size)
+        rows_of = RowLayout(tuple(range(width)), fields, width * size)
         specs = [ColumnSpec(name, spec.kind, spec.dtype) for name in alike.schema.names]
-        packing.pack(alike, specs, rows_of, out, how)
+        row_layout.pack(alike, specs, rows_of, out, how)
     values = pa.Array.from_buffers(target.value_type, rows * width, [None, pa.py_buffer(out)])
     return pa.FixedSizeListArray.from_arrays(values, type=target)
 

@@ -15,13 +15,13 @@ from kernels import BOTH, compiled_rows
 from slabs import batch_values
 
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
-from dataplane.node.columns import BlockColumns, open_block
-from dataplane.node.gather import Gather
-from dataplane.node.rows import Open
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Assembled
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
+from dataplane.worker.columns import BlockColumns, open_block
+from dataplane.worker.gather import Gather
+from dataplane.worker.rows import Open
 
 FILL = 3.0
 GUARD = 64

@@ -18,29 +18,29 @@ from kernels import BOTH, compiled_rows
 from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
 from dataplane.errors import RowOutOfBounds
+from dataplane.index.indexing import open_dataset
 from dataplane.model import ColumnOptions, ColumnSpec, Kind
-from dataplane.node import packing
-from dataplane.node.columns import BlockColumns, Packing, open_block, row_bytes
 from dataplane.node.dataset import can_pack, dataset_of
-from dataplane.node.gather import Gather
-from dataplane.node.index import open_dataset
-from dataplane.node.rows import Open
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc.messages import Batch
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
+from dataplane.worker import row_layout
+from dataplane.worker.columns import BlockColumns, RowLayout, open_block, row_bytes
+from dataplane.worker.gather import Gather
+from dataplane.worker.rows import Open
 
 DTYPES = ("bool", "int8", "uint16", "float32", "int64")
 UNTOUCHED = 0xAA
 
 
 def packed_block(
-    batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...], how: Packing
+    batch: pa.RecordBatch, specs: tuple[ColumnSpec, ...], how: RowLayout
 ) -> BlockColumns:
     """As a worker writes a block into the arena, and finds it there."""
-    region = memoryview(bytearray([UNTOUCHED]) * packing.stored_bytes(batch, how))
-    packing.store(batch, specs, how, region)
-    return packing.open_stored(region, specs, how)
+    region = memoryview(bytearray([UNTOUCHED]) * row_layout.stored_bytes(batch, how))
+    row_layout.store(batch, specs, how, region)
+    return row_layout.open_stored(region, specs, how)
 
 
 def slab_of(
@@ -80,7 +80,7 @@ def test_any_block_gives_the_same_slab_packed_or_not(
         source = source.add_column(i, f"more{i}", pa.array(np.arange(rows).astype(dtype)))
     fills = tuple((leaf.name, 3.0) for leaf in leaves)
     plan = plan_columns(source.schema, ColumnOptions(fill_null=fills))
-    how = packing.plan_packing(plan.specs)
+    how = row_layout.plan_row_layout(plan.specs)
     assert how is not None
     cut = data.draw(st.integers(0, rows))
     parts = [
@@ -105,7 +105,7 @@ def test_any_block_gives_the_same_slab_packed_or_not(
 def test_many_rows_of_small_columns_come_back(how: Open, rows: int, width: int) -> None:
     batch = _all_small(rows, width, seed=rows + width)
     plan = plan_columns(batch.schema)
-    packed_as = packing.plan_packing(plan.specs)
+    packed_as = row_layout.plan_row_layout(plan.specs)
     assert packed_as is not None
     block = canonical(batch, plan, "url")
     index = np.zeros((rows, 2), np.int32)
@@ -121,12 +121,12 @@ def test_many_rows_of_small_columns_come_back(how: Open, rows: int, width: int) 
 def test_numpy_packs_the_same_bytes(rows: int) -> None:
     batch = _all_small(rows, 30, seed=rows)
     plan = plan_columns(batch.schema)
-    block, packed_as = canonical(batch, plan, ""), packing.plan_packing(plan.specs)
+    block, packed_as = canonical(batch, plan, ""), row_layout.plan_row_layout(plan.specs)
     assert packed_as is not None
     stored = []
     for how in (None, Compiled(None, "chosen")):
-        region = memoryview(bytearray(packing.stored_bytes(block, packed_as)))
-        packing.store(block, plan.specs, packed_as, region, how)
+        region = memoryview(bytearray(row_layout.stored_bytes(block, packed_as)))
+        row_layout.store(block, plan.specs, packed_as, region, how)
         stored.append(bytes(region))
     assert stored[0] == stored[1]
 
@@ -139,7 +139,7 @@ def test_fields_of_a_row_never_overlap_and_padding_is_small(
     specs = [ColumnSpec(f"c{i}", Kind.FIXED, dtype) for i, dtype in enumerate(dtypes)]
     specs += [ColumnSpec(f"l{i}", Kind.FIXED, "int8", (n,)) for i, n in enumerate(widths)]
     small = [at for at, spec in enumerate(specs) if row_bytes(spec) <= 32]
-    how = packing.plan_packing([*specs, ColumnSpec("t", Kind.STRING, "")])
+    how = row_layout.plan_row_layout([*specs, ColumnSpec("t", Kind.STRING, "")])
     if len(small) < 4:
         assert how is None
         return
@@ -158,7 +158,7 @@ def test_fields_of_a_row_never_overlap_and_padding_is_small(
 def test_a_row_outside_of_a_packed_block_is_refused(how: Open, wrong: tuple[int, int]) -> None:
     batch = _all_small(5, 6, seed=1)
     plan = plan_columns(batch.schema)
-    packed_as = packing.plan_packing(plan.specs)
+    packed_as = row_layout.plan_row_layout(plan.specs)
     assert packed_as is not None
     block = packed_block(canonical(batch, plan, ""), plan.specs, packed_as)
     index = np.array([(0, 4), wrong], np.int32)
@@ -170,12 +170,12 @@ def test_a_row_outside_of_a_packed_block_is_refused(how: Open, wrong: tuple[int,
 def test_a_region_that_is_too_short_for_its_rows_is_refused() -> None:
     batch = _all_small(100, 6, 1, ("int64",))
     plan = plan_columns(batch.schema)
-    how = packing.plan_packing(plan.specs)
+    how = row_layout.plan_row_layout(plan.specs)
     assert how is not None
-    region = memoryview(bytearray(packing.stored_bytes(batch, how)))
-    packing.store(batch, plan.specs, how, region)
+    region = memoryview(bytearray(row_layout.stored_bytes(batch, how)))
+    row_layout.store(batch, plan.specs, how, region)
     with pytest.raises(RowOutOfBounds, match="100 packed rows"):
-        packing.open_stored(region[:300], plan.specs, how)
+        row_layout.open_stored(region[:300], plan.specs, how)
 
 
 def _manifest(folder: Path, *dtypes: str) -> Manifest:
@@ -237,7 +237,7 @@ def test_a_packed_block_is_decoded_where_another_lies_in_its_file(tmp_path: Path
 def test_columns_that_do_not_fit_into_their_slab_are_refused(how: Open, begin: int) -> None:
     batch = _all_small(5, 4, 1, ("int64",))
     plan = plan_columns(batch.schema)
-    packed_as = packing.plan_packing(plan.specs)
+    packed_as = row_layout.plan_row_layout(plan.specs)
     assert packed_as is not None
     block = packed_block(canonical(batch, plan, ""), plan.specs, packed_as)
     rows = how([block], np.zeros((4, 2), np.int32))

@@ -11,8 +11,8 @@ from undead import undead
 
 from dataplane.node import pool as pools
 from dataplane.node.pool import WorkerPool
-from dataplane.node.process import WorkerProcess
 from dataplane.trace import Trace
+from dataplane.worker.process import WorkerProcess
 
 
 def test_the_loop_turns_while_a_killed_worker_does_not_die() -> None:

@@ -27,9 +27,9 @@ from typing_extensions import Buffer
 from dataplane.errors import CorruptShard, DataplaneError, PeerLost
 from dataplane.formats import registry
 from dataplane.formats.faults import is_out_of_memory
+from dataplane.index.journal import encode_index
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
-from dataplane.node.index_journal import encode_index
 from dataplane.rpc import local, tasks
 from dataplane.store.local import LocalStore
 

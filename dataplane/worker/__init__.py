@@ -1,0 +1,1 @@
+"""The process that decodes blocks and fills slabs, how it is started, and how it may end."""

@@ -1,0 +1,32 @@
+"""What memory a process that parses foreign bytes may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from dataplane.config import NodeConfig
+
+_MIB = 1 << 20
+# Decoding holds the columns as the library made them, their canonical form, and one column more.
+_DECODING_TIMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBytes:
+    """What a worker may take of its own: `base`, and what the largest block of a dataset takes in
+    addition, up to `most` in all.
+    """
+
+    base: int
+    most: int
+
+    @classmethod
+    def of(cls, config: NodeConfig) -> Self:
+        """As a node's configuration has it."""
+        return cls(config.worker_memory_bytes, config.worker_memory_bytes_max)
+
+    def for_blocks_of(self, decoded_bytes: int) -> int:
+        """Enough to decode a block of this size."""
+        wanted = -(-(self.base + _DECODING_TIMES * decoded_bytes) // _MIB) * _MIB
+        return max(self.base, min(wanted, self.most))
