@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import resource
 import subprocess
@@ -21,12 +22,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
 
 from dataplane.config import JobSpec, NodeConfig
-from dataplane.model import End, Region
+from dataplane.errors import ClosedError
+from dataplane.index.indexing import index_dataset
+from dataplane.model import End, ObjectInfo, Region
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.datasets import Datasets
 from dataplane.plan.identity import identity_of
@@ -34,6 +38,7 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order, default_lanes_window
 from dataplane.plan.shard import Shard
 
+_FOLDER = "s3://training-data/corpus/v3"
 _SIZES = (1_000, 300_000, 3_000_000)
 _BLOCKS_A_SHARD = 3
 _SAMPLE_BYTES = 8192
@@ -68,7 +73,7 @@ def manifest_of(shards: int, blocks: int) -> Manifest:
     footer = Region((1 << 30) - 4096, 4096)
     made = tuple(
         Shard(
-            f"s3://training-data/corpus/v3/{each % 1000:04d}/part-{each:08d}.parquet",
+            f"{_FOLDER}/{each % 1000:04d}/part-{each:08d}.parquet",
             1 << 30,
             f'"{etags[32 * each : 32 * each + 32]}"',
             count,
@@ -79,7 +84,7 @@ def manifest_of(shards: int, blocks: int) -> Manifest:
     )
     schema = _SCHEMA.serialize().to_pybytes()
     return Manifest(
-        ("s3://training-data/corpus/v3/",), "parquet", schema, made, block_shard, rows, offset,
+        (f"{_FOLDER}/",), "parquet", schema, made, block_shard, rows, offset,
         length, length,
     )  # fmt: skip
 
@@ -163,6 +168,29 @@ def _running_s() -> float:
     return time.perf_counter() - int(waited_ns) / 1e9
 
 
+class _Listing:
+    """A store that only lists."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._facts = [(one.url, one.size_bytes, one.etag) for one in manifest.shards]
+
+    def list(self, _prefix: str) -> Iterator[ObjectInfo]:
+        return (ObjectInfo(*each) for each in self._facts)
+
+
+def listed(path: Path) -> Iterator[Measure]:
+    """All that comes before the first shard is indexed, or the manifest is found in the cache."""
+    store = _Listing(Manifest.from_bytes(path.read_bytes()))
+    began = time.process_time()
+    with contextlib.suppress(ClosedError):
+        index_dataset([f"{_FOLDER}/"], connect=lambda _url: store, index_shard=_refuse)
+    yield Measure("shards listed and looked up, CPU", time.process_time() - began, "s")
+
+
+def _refuse(_format: object, _shard: object) -> NoReturn:
+    raise ClosedError("enough")
+
+
 def called(path: Path) -> Iterator[Measure]:
     manifest = Manifest.from_bytes(path.read_bytes())
     spec = spec_of(manifest)
@@ -224,18 +252,21 @@ def in_process(part: str, path: Path, *numbers: int) -> list[Measure]:
 
 def measure(sizes: list[int]) -> list[Measure]:
     found: list[Measure] = []
+    largest: list[Measure] = []
     with tempfile.TemporaryDirectory() as folder:
         for blocks in sizes:
             path = Path(folder) / f"{blocks}.manifest"
             shards = max(blocks // _BLOCKS_A_SHARD, 1)
             made = in_process("written", path, shards, blocks)
             if blocks == max(sizes):
-                found = [*made, *in_process("loaded", path), *in_process("opened", path), *found]
+                for part in ("loaded", "listed", "opened"):
+                    made += in_process(part, path)
+                largest = made
             found += [
                 Measure(f"{each.name}, of {blocks:,} blocks", each.value, each.unit)
                 for each in in_process("called", path)
             ]
-    return found
+    return largest + found
 
 
 def main() -> int:
@@ -247,7 +278,13 @@ def main() -> int:
     parser.add_argument("numbers", type=int, nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.part:
-        parts = {"written": written, "loaded": loaded, "opened": opened, "called": called}
+        parts = {
+            "written": written,
+            "loaded": loaded,
+            "opened": opened,
+            "listed": listed,
+            "called": called,
+        }
         print(json.dumps([asdict(each) for each in parts[asked.part](asked.path, *asked.numbers)]))
         return 0
     measures = measure(asked.blocks)

@@ -79,8 +79,11 @@ def by_name(name: str) -> Format:
 def format_of_url(url: str) -> Format | None:
     """The format whose suffix the url's path ends with, the longest one first."""
     path = suffixes.path_of(url)
-    fitting = [(len(s), name) for s, name in _by_suffix() if path.endswith(s)]
-    return by_name(max(fitting, key=lambda pair: pair[0])[1]) if fitting else None
+    # Few suffixes end in the same letter: a listing may have a million urls.
+    for suffix, name in _by_end().get(path[-1:], ()):
+        if path.endswith(suffix):
+            return by_name(name)
+    return None
 
 
 def shard_suffixes() -> tuple[str, ...]:
@@ -94,6 +97,15 @@ def _by_suffix() -> tuple[tuple[str, str], ...]:
     ours = [(suffix, name) for name, known in suffixes.BY_FORMAT.items() for suffix in known]
     theirs = [(suffix, f.name) for f in _others().values() for suffix in f.suffixes]
     return (*ours, *theirs)
+
+
+@functools.cache
+def _by_end() -> Mapping[str, tuple[tuple[str, str], ...]]:
+    """The suffixes that end in each letter, the longest first, each with its format."""
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for suffix, name in sorted(_by_suffix(), key=lambda pair: -len(pair[0])):
+        found[suffix[-1:]] = (*found.get(suffix[-1:], ()), (suffix, name))
+    return found
 
 
 def dataset_format(urls: Iterable[str]) -> Format:

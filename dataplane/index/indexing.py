@@ -14,18 +14,19 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 from typing_extensions import Buffer
 
-from dataplane import suffixes
+from dataplane import collector, suffixes
 from dataplane.errors import ClosedError, ConfigError, SchemaMismatch
 from dataplane.formats import not_shards, registry
 from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.conform import same_type
 from dataplane.formats.inferred import contradicts, is_closed, is_inferred
 from dataplane.formats.nulls import aligned, node_count
-from dataplane.index.journal import Journal, digest, shard_key
+from dataplane.index.journal import Journal, digest, listing_key, shard_keys
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.null_counts import NEVER
@@ -147,17 +148,19 @@ def index_dataset(
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
     """
     names = _names(urls)
-    chosen, listed = choose_shards(expand(names, connect), names, format_name)
-    version = (chosen.name, registry.INDEX_VERSION, int(getattr(chosen, "index_version", 0)))
-    keys = [shard_key(version, shard) for shard in listed]
+    with collector.resting():
+        chosen, listed = choose_shards(expand(names, connect), names, format_name)
+        version = (chosen.name, registry.INDEX_VERSION, int(getattr(chosen, "index_version", 0)))
+        keys = shard_keys(version, listed)
     run = _Run(chosen, listed, progress, connect, index_shard or _index_here)
     if not cache_dir:
         return run.manifest(names, run.indexed(workers, {}, keys, None))
     journal = Journal(cache_dir, digest(*version, *names))
     try:
-        key = digest(*version, *keys)
+        key = listing_key(version, keys)
         known = journal.manifest(key)
         if known is not None:
+            collector.release(listed, keys)
             return known
         indexes = run.indexed(workers, journal.remembered(), keys, journal)
         manifest = run.manifest(names, indexes)
@@ -185,15 +188,16 @@ def choose_shards(
     own url is left out unless its name is that of a shard.
     """
     literal = set(names)
-    by_suffix = [(shard, registry.format_of_url(shard.url)) for shard in listed]
+    formats = [registry.format_of_url(shard.url) for shard in listed]
+    by_suffix = partial(zip, listed, formats, strict=True)
     if format_name:
         chosen = registry.by_name(format_name)
-        named = [s for s, f in by_suffix if (f and f.name == chosen.name) or s.url in literal]
+        named = [s for s, f in by_suffix() if (f and f.name == chosen.name) or s.url in literal]
         # Many TFRecord shards have no ending at all (train-00000-of-01024).
-        named = named or [s for s, f in by_suffix if f is None]
+        named = named or [s for s, f in by_suffix() if f is None]
         shards = named or list(listed)
         return chosen, shards
-    shards = [s for s, f in by_suffix if f is not None or s.url in literal]
+    shards = [s for s, f in by_suffix() if f is not None or s.url in literal]
     if not shards:
         urls = [s.url for s in listed]
         why = not_shards.said_of(urls[0], urls) or (
@@ -207,6 +211,9 @@ def choose_shards(
             field="format",
             shard=urls[0],
         )
+    known = {f.name for f in formats if f is not None}
+    if len(known) == 1 and len(shards) == len(formats) - formats.count(None):
+        return registry.by_name(known.pop()), shards
     return registry.dataset_format(s.url for s in shards), shards
 
 

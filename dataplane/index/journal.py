@@ -35,6 +35,7 @@ from dataplane.plan.manifest import Manifest
 
 MANIFESTS_KEPT = 4
 STALE_S = 3600.0
+_HASHED_AT_ONCE = 1 << 12
 _FRAME = struct.Struct("<II")
 _HEADER = struct.Struct("<I")
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
@@ -44,6 +45,17 @@ def digest(*parts: object) -> str:
     """32 hex digits that name these parts."""
     canonical = json.dumps(parts, separators=(",", ":")).encode()
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+def listing_key(format_: Sequence[object], keys: Sequence[str]) -> str:
+    """`digest(*format_, *keys)`, in steps between which other threads run."""
+    hashed = hashlib.blake2b(digest_size=16)
+    hashed.update(json.dumps(format_, separators=(",", ":"))[:-1].encode())
+    for begin in range(0, len(keys), _HASHED_AT_ONCE):
+        some = json.dumps(keys[begin : begin + _HASHED_AT_ONCE], separators=(",", ":"))
+        hashed.update(f",{some[1:-1]}".encode())
+    hashed.update(b"]")
+    return hashed.hexdigest()
 
 
 class Journal:
@@ -254,6 +266,11 @@ def _publish_named(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def shard_key(format_: Sequence[object], shard: ObjectInfo) -> str:
-    """What a shard's index is remembered under."""
-    return digest(*format_, shard.url, shard.size_bytes, shard.etag)
+def shard_keys(format_: Sequence[object], shards: Iterable[ObjectInfo]) -> list[str]:
+    """What each shard's index is remembered under: `digest(*format_, url, size, etag)`."""
+    head = json.dumps(format_, separators=(",", ":"))[:-1]
+    found = []
+    for shard in shards:
+        canonical = f"{head},{json.dumps(shard.url)},{shard.size_bytes},{json.dumps(shard.etag)}]"
+        found.append(hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest())
+    return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from dataplane.errors import ConfigError, ShardNotFound
@@ -34,18 +35,23 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     if not names:
         raise ConfigError("no shards: the list of urls is empty")
     found: dict[str, ObjectInfo] = {}
-    named_by: dict[str, Url] = {}
+    counts: list[int] = []
     for name in names:
         matches = [info for pattern in _patterns(name) for info in _objects(pattern, stores)]
-        for info in sorted(matches, key=lambda info: info.url):
+        # Stores list in this order. A sort of a million keeps all other threads waiting.
+        if any(one.url > next_.url for one, next_ in pairwise(matches)):
+            matches.sort(key=lambda info: info.url)
+        for info in matches:
             if info.url in found:
+                at = list(found).index(info.url)
+                first = names[bisect_right(counts, at)]
                 raise ConfigError(
-                    f"{info.url} is named twice, by {os.fspath(named_by[info.url])!r} and by "
+                    f"{info.url} is named twice, by {os.fspath(first)!r} and by "
                     f"{os.fspath(name)!r}: an epoch visits each shard once",
                     shard=info.url,
                 )
             found[info.url] = info
-            named_by[info.url] = name
+        counts.append(len(found))
     return list(found.values())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 _MAGIC = re.compile(r"[*?\[]")
+_HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))")
 _VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
 """At the start of a segment: it is not hidden."""
 
@@ -27,7 +28,7 @@ def literal_prefix(pattern: str) -> str:
 
 def is_hidden(name: str) -> bool:
     """Whether any segment of a key below a folder is one that data folders do not show."""
-    return any(re.match(_VISIBLE, segment) is None for segment in name.split("/"))
+    return _HIDDEN.search(name) is not None
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:

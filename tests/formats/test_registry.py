@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataplane import suffixes
 from dataplane.errors import ConfigError
@@ -70,3 +72,17 @@ def test_the_table_says_what_the_formats_say() -> None:
     assert registry.BUILT_IN.keys() == suffixes.BY_FORMAT.keys()
     for name, known in suffixes.BY_FORMAT.items():
         assert (registry.by_name(name).name, registry.by_name(name).suffixes) == (name, known)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", ".", "/", "?", "#", "T", *(s for s, _ in registry._by_suffix())]),
+        max_size=5,
+    ).map("".join)
+)
+def test_the_longest_suffix_tells_the_format(url: str) -> None:
+    path = suffixes.path_of(url)
+    fitting = [(len(s), name) for s, name in registry._by_suffix() if path.endswith(s)]
+    found = registry.format_of_url(url)
+    expected = max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+    assert (found and found.name) == expected

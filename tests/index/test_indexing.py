@@ -21,6 +21,7 @@ from dataplane.errors import (
 from dataplane.formats import registry
 from dataplane.index import journal
 from dataplane.index.indexing import IndexProgress, index_dataset, open_dataset
+from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 
 
@@ -314,3 +315,13 @@ def test_formats_of_every_kind_make_manifests(tmp_path: Path) -> None:
     manifest = index_dataset(tmp_path)
     assert manifest.shards[0].zero_copy
     assert registry.by_name(manifest.format).name == "arrow"
+
+
+@pytest.mark.parametrize("count", [0, 1, 4096, 4097])
+def test_a_listing_is_remembered_under_the_digest_of_its_shards(count: int) -> None:
+    version = ("parquet", 3, 0)
+    shards = [ObjectInfo(f's3://b/é"{at}', at, f'"{at}"') for at in range(count)]
+    keys = journal.shard_keys(version, shards)
+    digest = journal.digest
+    assert keys == [digest(*version, s.url, s.size_bytes, s.etag) for s in shards]
+    assert journal.listing_key(version, keys) == digest(*version, *keys)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -29,3 +30,23 @@ def test_scale_script_fails_when_a_bar_is_missed():
     done = run(*SMALL, *EASY, "--seek-ms-max", "0")
     assert done.returncode == 1, done.stderr
     assert "MISSED" in done.stdout
+
+
+def test_the_script_about_manifests_measures_every_part(tmp_path):
+    path = SCRIPT.with_name("manifests.py")
+    spec = importlib.util.spec_from_file_location("manifests_benchmark", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    try:
+        spec.loader.exec_module(script)
+        script._CALLS, script._OTHER_BYTES = 3, 1 << 10
+        saved = tmp_path / "small.manifest"
+        parts = (
+            script.written(saved, 40, 100),
+            *(part(saved) for part in (script.loaded, script.listed, script.opened, script.called)),
+        )
+        measures = [each for part in parts for each in part]
+    finally:
+        del sys.modules[spec.name]
+    assert all(each.value >= 0 for each in measures)
+    assert {"manifest, loaded", "block_in_shard", "raw_block"} <= {each.name for each in measures}

@@ -99,6 +99,7 @@ def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> 
     with pytest.raises(ConfigError, match="named twice") as raised:
         names(root, *urls)
     assert str(raised.value.shard) in str(raised.value)
+    assert all(url in str(raised.value) for url in urls)
 
 
 @pytest.mark.parametrize(

@@ -223,3 +223,10 @@ def test_a_question_mark_opens_the_query_of_an_http_url() -> None:
     assert globs.compile_glob("https://host/a*?b=1").fullmatch("https://host/a2?b=1")
     assert not globs.is_glob("s3://bucket/a{0..1}")
     assert os.sep == "/"
+
+
+@given(st.text("a._=/\n", max_size=12))
+def test_a_name_is_hidden_if_one_of_its_segments_is(name: str) -> None:
+    segments = name.split("/")
+    expected = any(s[:1] == "." or (s[:1] == "_" and "=" not in s) for s in segments)
+    assert globs.is_hidden(name) == expected
