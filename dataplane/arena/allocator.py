@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 
 from dataplane.errors import ClosedError
 
@@ -27,38 +28,33 @@ class Allocator:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // GRANULE_BYTES * GRANULE_BYTES
-        self._starts = [0]
-        self._lengths = {0: self.size_bytes}
+        self._lengths: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._by_length: list[tuple[int, int]] = []
         self._taken: dict[int, int] = {}
         self.free_bytes = self.size_bytes
-        self.high_water = 0
+        self._insert(0, self.size_bytes)
 
     def allocate(self, length: int) -> int | None:
         """The offset of `length` bytes, or None where no free extent is that long."""
         need = rounded(length)
-        fitting = [(size, at) for at, size in self._lengths.items() if size >= need]
-        if not fitting:
+        where = bisect.bisect_left(self._by_length, (need, 0))
+        if where == len(self._by_length):
             return None
-        size, at = min(fitting)
+        size, at = self._by_length[where]
         self._remove(at)
         if size > need:
             self._insert(at + need, size - need)
         self._taken[at] = need
         self.free_bytes -= need
-        self.high_water = max(self.high_water, at + need)
         return at
 
-    def copy(self) -> Allocator:
-        """Another one in the same state, to try things out."""
-        twin = Allocator(self.size_bytes)
-        twin._starts = self._starts.copy()
-        twin._lengths = self._lengths.copy()
-        twin._taken = self._taken.copy()
-        twin.free_bytes, twin.high_water = self.free_bytes, self.high_water
-        return twin
+    def trial(self) -> Trial:
+        """To see what would be free if some extents were given back."""
+        return Trial(self._taken, self._lengths, self._starts)
 
-    def free(self, offset: int) -> int:
-        """Give an extent back: the length of the free extent that it is part of now.
+    def free(self, offset: int) -> None:
+        """Give an extent back.
 
         Raises:  ClosedError: it was not given out, or was given back before.
         """
@@ -66,16 +62,14 @@ class Allocator:
         if length is None:
             raise ClosedError(f"nothing was allocated at {offset}")
         self.free_bytes += length
-        where = bisect.bisect_left(self._starts, offset)
-        if where < len(self._starts) and self._starts[where] == offset + length:
-            length += self._remove(self._starts[where])
-        if where > 0:
-            before = self._starts[where - 1]
-            if before + self._lengths[before] == offset:
-                length += self._remove(before)
-                offset = before
-        self._insert(offset, length)
-        return length
+        end = offset + length
+        if end in self._lengths:
+            end += self._remove(end)
+        before = self._starts.get(offset)
+        if before is not None:
+            self._remove(before)
+            offset = before
+        self._insert(offset, end - offset)
 
     def shrink(self, offset: int, length: int) -> None:
         """Give back the tail of an extent of which only `length` bytes are needed."""
@@ -93,12 +87,54 @@ class Allocator:
     @property
     def largest_free(self) -> int:
         """The longest extent that could be allocated now, in bytes."""
-        return max(self._lengths.values(), default=0)
+        return self._by_length[-1][0] if self._by_length else 0
 
     def _remove(self, at: int) -> int:
-        del self._starts[bisect.bisect_left(self._starts, at)]
-        return self._lengths.pop(at)
+        length = self._lengths.pop(at)
+        del self._starts[at + length]
+        del self._by_length[bisect.bisect_left(self._by_length, (length, at))]
+        return length
 
     def _insert(self, at: int, length: int) -> None:
-        bisect.insort(self._starts, at)
-        self._lengths[at] = length
+        if length:
+            self._lengths[at] = length
+            self._starts[at + length] = at
+            bisect.insort(self._by_length, (length, at))
+
+
+class Trial:
+    """Extents of an allocator as if some more were free; the allocator stays as it is. Of no use
+    once that has changed.
+    """
+
+    def __init__(
+        self, taken: Mapping[int, int], lengths: Mapping[int, int], starts: Mapping[int, int]
+    ) -> None:
+        """`taken` and `lengths` are the lengths of extents by their starts, `starts` the other way
+        about.
+        """
+        self._taken, self._lengths, self._starts = taken, lengths, starts
+        self._ends_now: dict[int, int] = {}
+        self._starts_now: dict[int, int] = {}
+
+    def free(self, offset: int) -> int:
+        """The length of the free extent that this one would be part of, with all that were freed
+        here before.
+        """
+        start, end = offset, offset + self._taken[offset]
+        while True:
+            if end in self._ends_now:
+                end = self._ends_now.pop(end)
+            elif end in self._lengths:
+                end += self._lengths[end]
+            else:
+                break
+        while True:
+            if start in self._starts_now:
+                start = self._starts_now.pop(start)
+            elif start in self._starts:
+                start = self._starts[start]
+            else:
+                break
+        self._ends_now[start], self._starts_now[end] = end, start
+        return end - start

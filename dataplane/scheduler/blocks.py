@@ -15,10 +15,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Callable, Generator, Sequence
 
 from dataplane.arena.allocator import Allocator, rounded
 from dataplane.errors import DataplaneError
@@ -36,7 +35,7 @@ from dataplane.scheduler.events import (
     Fetched,
     ForgetBlock,
 )
-from dataplane.scheduler.eviction import NEVER, uses_of, victims
+from dataplane.scheduler.next_use import NEVER, NextUse
 from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment, SharedSlab
 from dataplane.scheduler.shared import SharedSlabs
@@ -47,6 +46,9 @@ FETCH_BYTES_MIN = 2 << 20
 SMALL_FETCHES = 4
 
 _DIRECT_BLOCKS_MAX = 4096
+
+Victims = Generator[tuple[Block | SharedSlab, int], None, None]
+"""What may be evicted, and how many positions away its next use is."""
 
 
 class BlockTable:
@@ -70,6 +72,10 @@ class BlockTable:
         self._changes: list[BlockChange] = []
         self._blocks: dict[tuple[int, int], Block] = {}
         self._by_key: dict[int, Block] = {}
+        self._uses = NextUse(shared.readings)
+        self._direct = NextUse(shared.readings)
+        self._uses_of: dict[int, NextUse] = {}
+        """Which of the two each block stands in, by key: what takes memory, and what takes none."""
         self._forgotten: set[int] = set()
         self._again = ReadAgain(self.arena_bytes, do)
         self._keys = itertools.count(1)
@@ -135,6 +141,7 @@ class BlockTable:
             return self._fetch(block, greedy=greedy)
         if dataset.needs_decode(index):
             return self._decode(block, greedy=greedy)
+        self._trim()
         self._add(block)
         self._become_ready(block)
         return True
@@ -142,6 +149,15 @@ class BlockTable:
     def _add(self, block: Block) -> None:
         self._blocks[block.dataset.dataset_id, block.index] = block
         self._by_key[block.key] = block
+        self._stand_in(self._uses if block.regions else self._direct, block)
+
+    def _stand_in(self, uses: NextUse, block: Block) -> None:
+        """Have it evicted in the order of these."""
+        former = self._uses_of.pop(block.key, None)
+        if former is not None:
+            former.remove(block)
+        uses.add(block)
+        self._uses_of[block.key] = uses
 
     def drop_unpinned(self) -> None:
         """Evict all that can be evicted: the last resort against gaps."""
@@ -210,7 +226,8 @@ class BlockTable:
         if decoded is None:
             return False
         block.decoded, block.phase = decoded, BlockPhase.DECODING
-        self._add(block)
+        if block.key not in self._by_key:
+            self._add(block)
         self._decoding += 1
         self._do(DecodeBlock(block.key, dataset.dataset_id, index, block.raw, decoded))
         return True
@@ -260,8 +277,6 @@ class BlockTable:
     def _become_ready(self, block: Block) -> None:
         block.phase = BlockPhase.READY
         block.dataset.marks.keys[block.index] = block.key
-        if not block.regions:
-            self._trim(block)
         self._give_trails(block)
         self._changed(Change.READY, block)
 
@@ -275,6 +290,8 @@ class BlockTable:
         if at is not None:
             block.trails = Region(at, length)
             self._do(ClearTrails(block.key, block.trails))
+            if self._uses_of[block.key] is self._direct:
+                self._stand_in(self._uses, block)
 
     def _fail(self, block: Block, error: DataplaneError) -> None:
         self._remove(block)
@@ -286,67 +303,65 @@ class BlockTable:
         """Room for what is no block: what is free, what no block needs, and then `going`."""
         at = self._allocator.allocate(length)
         if at is None:
-            unneeded = [block for block, use in self._evictable(None)[0] if use == NEVER]
-            at = self._evict_until([*unneeded, *going], length)
+            at = self._evict_until(self._unneeded(going), length)
         return None if at is None else Region(at, length)
 
     def _room(self, block: Block, length: int, *, greedy: bool) -> Region | None:
         at = self._allocator.allocate(length)
         if at is None:
-            at = self._make_room(block, length, greedy=greedy)
+            at = self._evict_until(self._needed_less(block, greedy=greedy), length)
         return None if at is None else Region(at, length)
 
-    def _make_room(self, block: Block, length: int, *, greedy: bool) -> int | None:
-        evictable, limit = self._evictable(block)
-        unneeded = [other for other, use in evictable if use == NEVER]
-        later = [other for other, use in evictable if use != NEVER and (greedy or use > limit)]
-        at = self._evict_until([*unneeded, *self._shared.spare(), *later], length)
-        if at is not None:
-            # Evicted although their windows are open:
-            again = (other for other, use in evictable if not use and not other.regions)
-            self._again.note(again, self._time.now)
-        return at
+    def _unneeded(self, going: Sequence[SharedSlab]) -> Victims:
+        with contextlib.closing(self._uses.farthest()) as farthest:
+            yield from itertools.takewhile(lambda each: each[1] == NEVER, farthest)
+        for slab in going:
+            yield slab, NEVER
 
-    def _evictable(self, block: Block | None) -> tuple[list[tuple[Block, int]], int]:
-        """The blocks that could go, each with its next use, farthest first; and the use of `block`,
-        which is none of them.
-        """
-        found = [
-            other
-            for other in self._blocks.values()
-            if other is not block and other.is_evictable and other.regions
-        ]
-        use = uses_of([*found, *([] if block is None else [block])], self._shared.walks)
-        touched = np.array([other.touched for other in found], np.int64)
-        order = victims(use[: len(found)], touched).tolist()
-        return [(found[i], int(use[i])) for i in order], int(use[-1]) if block else NEVER
+    def _needed_less(self, block: Block, *, greedy: bool) -> Victims:
+        """What may go for this block, least needed first: if somebody waits for it, everything."""
+        limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)
+        kept: list[SharedSlab] | None = self._shared.spare()
+        with contextlib.closing(self._uses.farthest()) as farthest:
+            for other, use in farthest:
+                if use != NEVER and kept is not None:
+                    yield from ((slab, NEVER) for slab in kept)
+                    kept = None
+                if use != NEVER and use <= limit:
+                    return
+                if other is not block:
+                    yield other, use
+        yield from ((slab, NEVER) for slab in kept or ())
 
-    def _evict_until(self, going: Sequence[Block | SharedSlab], length: int) -> int | None:
+    def _evict_until(self, going: Victims, length: int) -> int | None:
         """Evict the first of these, as many as it takes, or none if that is not enough."""
         # Tried out first: to evict what leaves too little room would be to load it again in vain.
-        trial = self._allocator.copy()
-        for count, each in enumerate(going, 1):
-            if max(trial.free(region.offset) for region in each.regions) >= rounded(length):
-                for other in going[:count]:
-                    if isinstance(other, Block):
-                        self._evict(other)
-                    else:
-                        self._shared.evict(other)
-                return self._allocator.allocate(length)
-        return None
+        trial, need = self._allocator.trial(), rounded(length)
+        chosen: list[tuple[Block | SharedSlab, int]] = []
+        with contextlib.closing(going):
+            for each, use in going:
+                chosen.append((each, use))
+                if max(trial.free(region.offset) for region in each.regions) >= need:
+                    break
+            else:
+                return None
+        for each, use in chosen:
+            if isinstance(each, SharedSlab):
+                self._shared.evict(each)
+            else:
+                self._evict(each)
+                if not use:  # although its window is open
+                    self._again.note([each], self._time.now)
+        return self._allocator.allocate(length)
 
-    def _trim(self, newest: Block) -> None:
+    def _trim(self) -> None:
         """Blocks that lie in local files take no memory, but a worker remembers each of them."""
-        direct = [
-            block
-            for block in self._blocks.values()
-            if block is not newest and block.is_evictable and not block.regions
-        ]
-        if len(direct) <= _DIRECT_BLOCKS_MAX:
-            return
-        touched = np.array([block.touched for block in direct], np.int64)
-        for i in victims(uses_of(direct, self._shared.walks), touched)[: len(direct) // 4].tolist():
-            self._evict(direct[i])
+        while len(self._direct) >= _DIRECT_BLOCKS_MAX:
+            with contextlib.closing(self._direct.farthest()) as farthest:
+                block, _ = next(farthest, (None, 0))
+            if block is None:
+                return
+            self._evict(block)
 
     def _evict(self, block: Block) -> None:
         self._remove(block)
@@ -361,5 +376,6 @@ class BlockTable:
         self._drop(block)
 
     def _drop(self, block: Block) -> None:
+        self._uses_of.pop(block.key).remove(block)
         del self._by_key[block.key]
         del self._blocks[block.dataset.dataset_id, block.index]

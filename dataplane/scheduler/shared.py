@@ -27,9 +27,9 @@ from typing import Self
 
 from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
-from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.next_use import Reading
 from dataplane.scheduler.records import Group, Moment, SharedSlab, SlabKey, SlabTask, StreamState
 from dataplane.scheduler.streams import StreamTable
 
@@ -90,10 +90,10 @@ class SharedSlabs:
             return None
         return self._slabs.get((group, _key(task)))
 
-    def walks(self, dataset: DatasetBlocks) -> list[tuple[Order, int]]:
-        """The walks over this dataset: order, and the position from which each needs blocks."""
+    def readings(self, dataset: DatasetBlocks) -> list[Reading]:
+        """Who reads this dataset: in which order, and from which position on."""
         found = self.streams.of_dataset(dataset)
-        return [(stream.walk.order, self.position(stream)) for stream in found]
+        return [Reading(s.stream_id, s.walk.order, self.position(s)) for s in found]
 
     def position(self, stream: StreamState) -> int:
         """The first position for which the stream needs blocks, as far as it is planned."""

@@ -49,7 +49,7 @@ def test_a_released_extent_is_used_again_before_new_memory():
     allocator.allocate(GRANULE_BYTES)
     allocator.free(first)
     assert allocator.allocate(2 * GRANULE_BYTES) == first
-    assert allocator.high_water == 4 * GRANULE_BYTES
+    assert allocator.allocate(GRANULE_BYTES) == first + 2 * GRANULE_BYTES
 
 
 def test_an_extent_is_given_back_once():
@@ -58,3 +58,32 @@ def test_an_extent_is_given_back_once():
     allocator.free(at)
     with pytest.raises(ClosedError):
         allocator.free(at)
+
+
+@given(steps=actions, chosen=st.sets(st.integers(0, 60)))
+def test_a_trial_says_what_freeing_would_do_and_changes_nothing(steps, chosen):
+    allocator, taken = Allocator(SIZE), []
+    for action, number in steps:
+        if action == "allocate" and (at := allocator.allocate(number)) is not None:
+            taken.append(at)
+        elif action == "free" and taken:
+            allocator.free(taken.pop(number % len(taken)))
+    before = allocator.free_extents()
+    going = [at for place, at in enumerate(taken) if place in chosen]
+    trial = allocator.trial()
+    lengths = [trial.free(at) for at in going]
+    assert allocator.free_extents() == before
+    for at, length in zip(going, lengths, strict=True):
+        allocator.free(at)
+        assert length in {size for _, size in allocator.free_extents()}
+    assert max(lengths, default=0) <= allocator.largest_free
+
+
+def test_of_extents_that_fit_the_tightest_is_taken_and_of_those_the_lowest():
+    allocator = Allocator(SIZE)
+    places = [allocator.allocate(size * GRANULE_BYTES) for size in (3, 1, 2, 1, 2, 1)]
+    for at in (places[0], places[2], places[4]):
+        allocator.free(at)
+    assert allocator.allocate(2 * GRANULE_BYTES) == places[2]
+    assert allocator.allocate(2 * GRANULE_BYTES) == places[4]
+    assert allocator.allocate(GRANULE_BYTES) == places[0]

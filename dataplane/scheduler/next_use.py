@@ -1,0 +1,281 @@
+"""Which of the blocks in memory is needed again last, without looking at all of them. Pure.
+
+Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
+Systems Journal 5(2), 1966. Usually the future must be guessed; here the plan says it.
+
+The first and the last position at which an order may need a block never change; only its readers
+move. So a block stands in the heaps of one reader: of those that have not passed its last position,
+the one that comes to it soonest. It is placed anew when that reader has passed it, and when it is
+about to be evicted and another reader has come much closer.
+
+Invariants:
+1. Every block that was added and not removed stands in `never`, or in the heaps of one reader.
+2. `farthest` gives each evictable block once. First those that nobody needs any more, then those
+   that are needed later, each at least half as far away as any that follows; last those of open
+   windows, which may be needed at once: the least recently touched first, but for windows that
+   were opened since these were put in order.
+3. To add a block, or to find the next victim, costs a logarithm of what is there. A reader that is
+   new, ends, or goes back costs a look at all blocks of its dataset.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from dataplane.plan.order import Order
+from dataplane.scheduler.block import Block
+from dataplane.scheduler.dataset import DatasetBlocks
+
+NEVER = np.iinfo(np.int64).max
+
+
+class Reading(NamedTuple):
+    """Somebody who reads a dataset in this order, and the position from which he needs blocks."""
+
+    number: int
+    order: Order
+    position: int
+
+
+Readings = Callable[[DatasetBlocks], Sequence[Reading]]
+Spans = dict[int, tuple[int, int]]
+"""The first and the last position at which each block may be needed, by key."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """`by_first` has (-first, key, serial) of the blocks that stand here, `by_last` (last, key,
+    serial). What was placed elsewhere since is passed over.
+    """
+
+    position: int
+    spans: Spans
+    by_first: list[tuple[int, int, int]] = field(default_factory=list)
+    by_last: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def use(self, key: int) -> int:
+        """How many positions away the next use may be."""
+        first, last = self.spans[key]
+        return NEVER if last < self.position else max(first - self.position, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Resident:
+    """The blocks of one dataset that are in memory, by key; where each stands, with a serial number
+    that tells it from where it stood before.
+    """
+
+    dataset: DatasetBlocks
+    blocks: dict[int, Block] = field(default_factory=dict)
+    spans: dict[int, tuple[Order, Spans]] = field(default_factory=dict)
+    readers: dict[int, _Reader] = field(default_factory=dict)
+    never: dict[int, None] = field(default_factory=dict)
+    stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
+    serials: Iterator[int] = field(default_factory=itertools.count)
+
+    def use(self, key: int) -> int:
+        """How many positions away the next use may be, over all readers."""
+        return min((reader.use(key) for reader in self.readers.values()), default=NEVER)
+
+    def add(self, block: Block) -> None:
+        """It is there from now on."""
+        self.blocks[block.key] = block
+        for order, spans in self.spans.values():
+            _learn(spans, order, [block])
+        self.place(block.key)
+
+    def remove(self, key: int) -> None:
+        """It is gone."""
+        del self.blocks[key]
+        self.never.pop(key, None)
+        self.stands.pop(key, None)
+        for _, spans in self.spans.values():
+            del spans[key]
+
+    def place(self, key: int) -> None:
+        """Have a block stand where it belongs now."""
+        self.never.pop(key, None)
+        self.stands.pop(key, None)
+        soonest = min(self.readers.values(), key=lambda reader: reader.use(key), default=None)
+        if soonest is None or soonest.use(key) == NEVER:
+            self.never[key] = None
+            return
+        serial, (first, last) = next(self.serials), soonest.spans[key]
+        self.stands[key] = (soonest, serial)
+        heapq.heappush(soonest.by_first, (-first, key, serial))
+        heapq.heappush(soonest.by_last, (last, key, serial))
+
+    def is_at(self, reader: _Reader, serial: int, key: int) -> bool:
+        """Whether what is said of it in the heap of a reader still holds."""
+        return self.stands.get(key) == (reader, serial)
+
+    def move(self, readings: Sequence[Reading]) -> None:
+        """The readers have come to these positions."""
+        now = {reading.number: reading for reading in readings}
+        if now.keys() != self.readers.keys() or any(
+            now[number].position < reader.position for number, reader in self.readers.items()
+        ):
+            self._start_anew(readings)
+            return
+        for number, reader in self.readers.items():
+            reader.position = now[number].position
+        for reader in self.readers.values():
+            while reader.by_last and reader.by_last[0][0] < reader.position:
+                _, key, serial = heapq.heappop(reader.by_last)
+                if self.is_at(reader, serial, key):
+                    self.place(key)
+
+    def _start_anew(self, readings: Sequence[Reading]) -> None:
+        former, self.spans, self.readers = self.spans, {}, {}
+        blocks = list(self.blocks.values())
+        for reading in readings:
+            name = id(reading.order)
+            if name not in self.spans:
+                self.spans[name] = former.get(name) or (reading.order, {})
+                if name not in former:
+                    _learn(self.spans[name][1], reading.order, blocks)
+            self.readers[reading.number] = _Reader(reading.position, self.spans[name][1])
+        for key in self.blocks:
+            self.place(key)
+
+    def farthest_of(self, reader: _Reader) -> int:
+        """The next use of the farthest block that stands there; 0 if there is none, or all of them
+        may be needed at once.
+        """
+        while reader.by_first:
+            _, key, serial = reader.by_first[0]
+            if self.is_at(reader, serial, key):
+                use = self.use(key)
+                if 2 * use >= reader.use(key):
+                    return use
+                self.place(key)
+            heapq.heappop(reader.by_first)
+        return 0
+
+
+class NextUse:
+    """Blocks that are in memory, in the order in which to evict them."""
+
+    def __init__(self, readings: Readings) -> None:
+        self._readings = readings
+        self._residents: dict[int, _Resident] = {}
+        self._open: deque[tuple[int, Block]] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return self._count
+
+    def add(self, block: Block) -> None:
+        """It is in memory from now on, or on its way there."""
+        name = block.dataset.dataset_id
+        resident = self._residents.get(name)
+        if resident is None:
+            resident = self._residents[name] = _Resident(block.dataset)
+        resident.add(block)
+        self._count += 1
+
+    def remove(self, block: Block) -> None:
+        """It is in memory no longer."""
+        resident = self._residents[block.dataset.dataset_id]
+        resident.remove(block.key)
+        self._count -= 1
+        if not resident.blocks:
+            del self._residents[block.dataset.dataset_id]
+
+    def use_of(self, dataset: DatasetBlocks, index: int) -> int:
+        """How many positions away the next use of a block may be; NEVER if there is none."""
+        spans: dict[int, tuple[int, int]] = {}
+        soonest = NEVER
+        for _, order, position in self._readings(dataset):
+            span = spans.get(id(order))
+            if span is None:
+                first, last = order.block_span(np.array([index]))
+                span = spans[id(order)] = (int(first[0]), int(last[0]))
+            if span[1] >= position:
+                soonest = min(soonest, max(span[0] - position, 0))
+        return soonest
+
+    def farthest(self) -> Generator[tuple[Block, int], None, None]:
+        """Evictable blocks and how far away their next use is, the farthest first. To be closed
+        before any block is added or removed.
+        """
+        for resident in self._residents.values():
+            resident.move(self._readings(resident.dataset))
+            for key in resident.never:
+                if resident.blocks[key].is_evictable:
+                    yield resident.blocks[key], NEVER
+        yield from self._needed_later()
+        yield from self._of_open_windows()
+
+    def _needed_later(self) -> Iterator[tuple[Block, int]]:
+        residents = self._residents.values()
+        heads = [(one, reader) for one in residents for reader in one.readers.values()]
+        best = [
+            (-use, at) for at, head in enumerate(heads) if (use := head[0].farthest_of(head[1]))
+        ]
+        heapq.heapify(best)
+        passed: list[tuple[_Resident, int]] = []
+        try:
+            while best:
+                known, at = heapq.heappop(best)
+                resident, reader = heads[at]
+                use = resident.farthest_of(reader)
+                if use == -known:
+                    _, key, _ = heapq.heappop(reader.by_first)
+                    del resident.stands[key]
+                    passed.append((resident, key))
+                    if resident.blocks[key].is_evictable:
+                        yield resident.blocks[key], use
+                    use = resident.farthest_of(reader)
+                if use:
+                    heapq.heappush(best, (-use, at))
+        finally:
+            for resident, key in passed:
+                resident.place(key)
+
+    def _of_open_windows(self) -> Iterator[tuple[Block, int]]:
+        """An order lasts until its end: who was touched since it was made comes after all of it."""
+        passed: list[tuple[int, Block]] = []
+        try:
+            yield from self._in_order(passed)
+            known = {block.key for _, block in passed}
+            self._open.extend(self._in_open_windows(known))
+            yield from self._in_order(passed)
+        finally:
+            self._open.extendleft(reversed(passed))
+
+    def _in_order(self, passed: list[tuple[int, Block]]) -> Iterator[tuple[Block, int]]:
+        while self._open:
+            touched, block = self._open.popleft()
+            resident = self._residents.get(block.dataset.dataset_id)
+            if resident is None or block.key not in resident.blocks or block.touched != touched:
+                continue
+            passed.append((touched, block))
+            if block.is_evictable and not resident.use(block.key):
+                yield block, 0
+
+    def _in_open_windows(self, known: set[int]) -> list[tuple[int, Block]]:
+        found = [
+            (block.touched, key, block)
+            for resident in self._residents.values()
+            for key, block in resident.blocks.items()
+            if key not in known and not resident.use(key)
+        ]
+        return [(touched, block) for touched, _, block in sorted(found, key=lambda each: each[:2])]
+
+
+def _learn(spans: Spans, order: Order, blocks: Sequence[Block]) -> None:
+    """Where these blocks stand in the order."""
+    if not blocks:
+        return
+    first, last = order.block_span(np.array([block.index for block in blocks], np.int64))
+    keys = [block.key for block in blocks]
+    spans.update(zip(keys, zip(first.tolist(), last.tolist(), strict=True), strict=True))
