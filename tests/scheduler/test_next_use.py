@@ -114,9 +114,7 @@ def _check_farthest(memory: Memory) -> None:
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=30), st.data())
-def test_whatever_happens_the_farthest_goes_first(
-    rows: list[int], data: st.DataObject
-) -> None:
+def test_whatever_happens_the_farthest_goes_first(rows: list[int], data: st.DataObject) -> None:
     total = sum(rows)
     orders = [_order(rows, seed, *shape) for seed, shape in ((1, (1, 9)), (2, (2, 4)))]
     draw: Callable[[Any], Any] = data.draw

@@ -1,0 +1,176 @@
+"""What does it cost to decide what a node does next, as there are more blocks?
+
+    python benchmarks/scheduling.py [--json]
+
+The scheduler runs without stores, workers or sockets: whatever it asks for has ended by the time
+that it asks for the next thing. Every block must be fetched, and the arena is full, so that each
+one evicts another. Told is the CPU time of its decisions, per block that is loaded and per slab:
+for 500 to 15,000 blocks in memory, for 10^3 to 3 * 10^6 in the dataset, and for 1 and 8 ranks.
+Exit status 1 says that any of these costs more than 1.2 times as much at its large end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from dataplane.arena.slots import plan_slots
+from dataplane.config import JobSpec
+from dataplane.model import Stream
+from dataplane.plan.order import Order
+from dataplane.rpc import messages, tasks
+from dataplane.scheduler import events
+from dataplane.scheduler.autoscaler import Autoscaler
+from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler.scheduler import Scheduler
+from dataplane.scheduler.walk import SlabSizes, Walk
+
+PAGE = 4096
+ROWS_A_BLOCK = 16
+ROUNDS = 3
+RATIO_MAX = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """So many blocks in the arena and in the dataset, and ranks that read it in lanes."""
+
+    resident: int
+    blocks: int
+    ranks: int = 1
+    batch: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU time of the decisions in one case, in microseconds."""
+
+    resident: int
+    blocks: int
+    ranks: int
+    us_a_block: float
+    us_a_slab: float
+
+
+class Node:
+    """A scheduler, and an outside in which everything ends at once."""
+
+    def __init__(self, case: Case) -> None:
+        self._scheduler = Scheduler(case.resident * PAGE, 64, Autoscaler(2, 2, 2), 1e9)
+        rows = np.full(case.blocks, ROWS_A_BLOCK, np.int64)
+        raw, decoded = np.full(case.blocks, PAGE, np.int64), np.zeros(case.blocks, np.int64)
+        marks = Marks.of(raw, decoded, np.ones(case.blocks, np.bool_))
+        dataset = DatasetBlocks(1, "made up", marks, raw, url=str)
+        # An eighth of what is in memory belongs to windows that are open.
+        window = max(case.resident // 8, 1) * ROWS_A_BLOCK
+        self._order = Order(rows, 1, True, 1, window, 0)
+        spec = JobSpec("f", seed=1, shuffle=True, window=window, global_batch=case.batch)
+        self._pending: deque[events.Event] = deque()
+        self._now = self.cpu_s = 0.0
+        self.loaded = self.slabs = 0
+        self._requests = 0
+        for rank in range(case.ranks):
+            delivery = events.DeliveryOpened(rank, plan_slots(1 << 20, 1 << 16), dataset)
+            self._tell(delivery)
+            at = Stream(0, 0, rank, case.ranks, 0, 1)
+            walk = Walk(spec, self._order, at, SlabSizes(1, 1, 1 << 16))
+            self._tell(events.StreamOpened(rank, rank, walk, rank))
+        self._ranks = range(case.ranks)
+
+    def _tell(self, event: events.Event) -> None:
+        self._pending.append(event)
+
+    def run(self, slab_count: int) -> None:
+        """Until each rank has had so many slabs more."""
+        end = self.slabs + slab_count * len(self._ranks)
+        while self.slabs < end:
+            for rank in self._ranks:
+                self._requests += 1
+                self._tell(events.Requested(rank, self._requests))
+            wanted = self.slabs + len(self._ranks)
+            while self.slabs < wanted:
+                self._step()
+
+    def _step(self) -> None:
+        event = self._pending.popleft() if self._pending else events.Settled()
+        self._now += 1e-6
+        began = time.process_time_ns()
+        effects = self._scheduler.decide(event, self._now)
+        self.cpu_s += (time.process_time_ns() - began) / 1e9
+        for effect in effects:
+            match effect:
+                case events.PlanSteps():
+                    plans = effect.walk.next_plans(effect.count)
+                    self._tell(events.Planned(effect.stream_id, plans))
+                case events.Fetch():
+                    self.loaded += 1
+                    self._tell(events.Fetched(effect.key))
+                case events.AssembleSlab():
+                    count = len(effect.plan.batches)
+                    result = tasks.Assembled(count, bytes_needed=0, bytes_used=1)
+                    self._tell(events.Assembled(effect.number, result, self._now))
+                case events.Send(body=messages.Slab(slab_id=slab_id)):
+                    self.slabs += 1
+                    self._tell(events.Released(effect.stream_id, (slab_id,)))
+
+
+def measured(case: Case) -> Cost:
+    """The least of several rounds: what else this machine does only adds to it."""
+    node = Node(case)
+    # As many as read the blocks of two windows: those of a window are loaded together.
+    slabs = max(2 * case.resident // 8 * ROWS_A_BLOCK // case.batch // case.ranks, 100)
+    # Until the arena is full, and every block that comes evicts another.
+    node.run(case.resident * ROWS_A_BLOCK // case.batch // case.ranks + 50)
+    found = []
+    for _ in range(ROUNDS):
+        cpu_s, loaded, made = node.cpu_s, node.loaded, node.slabs
+        node.run(slabs)
+        cpu_us = (node.cpu_s - cpu_s) * 1e6
+        found.append((cpu_us / max(node.loaded - loaded, 1), cpu_us / (node.slabs - made)))
+    block, slab = (min(each) for each in zip(*found, strict=True))
+    return Cost(case.resident, case.blocks, case.ranks, round(block, 1), round(slab, 1))
+
+
+def show(name: str, costs: list[Cost]) -> None:
+    print(name)
+    for cost in costs:
+        print(
+            f"  {cost.resident:>7,} in memory, {cost.blocks:>9,} in all, {cost.ranks} ranks:",
+            f"{cost.us_a_block:8.1f} us a block, {cost.us_a_slab:8.1f} us a slab",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--json", action="store_true", help="figures as JSON")
+    given = parser.parse_args()
+    groups = {
+        "blocks in memory": [Case(resident, 100_000) for resident in (500, 3_700, 15_000)],
+        "blocks in the dataset": [Case(500, blocks) for blocks in (1_000, 100_000, 3_000_000)],
+        "ranks": [Case(3_700, 100_000, ranks) for ranks in (1, 8)],
+    }
+    costs: dict[str, list[Cost]] = {}
+    for name, cases in groups.items():
+        costs[name] = [measured(case) for case in cases]
+        if not given.json:
+            show(name, costs[name])
+    if given.json:
+        print(json.dumps({name: [asdict(cost) for cost in found] for name, found in costs.items()}))
+    ratios = [
+        max(found[-1].us_a_block / found[0].us_a_block, 0)
+        if name != "ranks"
+        else found[-1].us_a_slab / found[0].us_a_slab
+        for name, found in costs.items()
+    ]
+    return int(max(ratios) > RATIO_MAX)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
