@@ -37,6 +37,10 @@ EXCEPTIONS: dict[str, str] = {
         "wants an AssertionError from iter(): load_state_dict() raises ConfigError, and only for "
         "datasets that have a state"
     ),
+    "TestEndOfEpochBehavior_shard0::test_end_of_epoch_behavior": (
+        "wants an empty pass of a state that is taken in the loop after the last step: ours is the "
+        "start of the next epoch"
+    ),
     "TestInitialState_shard0::test_init_error": (
         "wants worker_init_fn's error from iter(): it comes with the first batch, as torch's does"
     ),

@@ -33,6 +33,7 @@ class Allocator:
         self._by_length: list[tuple[int, int]] = []
         self._taken: dict[int, int] = {}
         self.free_bytes = self.size_bytes
+        self.high_water = 0
         self._insert(0, self.size_bytes)
 
     def allocate(self, length: int) -> int | None:
@@ -47,6 +48,7 @@ class Allocator:
             self._insert(at + need, size - need)
         self._taken[at] = need
         self.free_bytes -= need
+        self.high_water = max(self.high_water, at + need)
         return at
 
     def trial(self) -> Trial:

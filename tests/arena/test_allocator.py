@@ -50,6 +50,7 @@ def test_a_released_extent_is_used_again_before_new_memory():
     allocator.free(first)
     assert allocator.allocate(2 * GRANULE_BYTES) == first
     assert allocator.allocate(GRANULE_BYTES) == first + 2 * GRANULE_BYTES
+    assert allocator.high_water == 4 * GRANULE_BYTES
 
 
 def test_an_extent_is_given_back_once():
