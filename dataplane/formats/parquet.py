@@ -10,7 +10,6 @@ Source:  https://parquet.apache.org/docs/file-format/
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,14 +27,15 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.parquet_footers import MAGIC, Footers, parsed
 from dataplane.formats.parquet_nulls import HISTOGRAM, NULL_COUNT, NullCounter
 from dataplane.formats.splice import spliced
 from dataplane.formats.thrift import Shape, struct
 from dataplane.model import Region
 from dataplane.suffixes import BY_FORMAT
 
-MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
+_footers = Footers()
 _DEPTH_MAX = 256
 # Bytes of a decoded value, by physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE and
 # BYTE_ARRAY. That of FIXED_LEN_BYTE_ARRAY is in the schema.
@@ -82,7 +82,7 @@ class Parquet:
                 raise ValueError("a field has another type than the format says") from fault
             except KeyError as fault:
                 raise ValueError(f"field {fault} of a structure is missing") from fault
-            schema = _metadata(raw)[0].schema.to_arrow_schema()
+            schema = parsed(raw).metadata.schema.to_arrow_schema()
             nulls = array("q", counter.counts(schema))
         relaxed = dataset_schema(schema, shard.url)
         return ShardIndex(relaxed, blocks, footer, zero_copy=False, nulls=nulls)
@@ -91,7 +91,8 @@ class Parquet:
         """As `Format.decode`."""
         url, start = block.url, block.place.offset
         with foreign_faults(url, block.preamble_place.offset, "the Parquet footer is damaged"):
-            metadata, group = _located(bytes(block.preamble), block.index)
+            footer = _footers.of(url, block.preamble)
+            metadata, group = footer.metadata, footer.groups[block.index]
         pieces = [*_pieces(block), (block.preamble_place.offset, block.preamble)]
         with foreign_faults(url, start, f"row group {group} cannot be decoded"):
             opened = pq.ParquetFile(
@@ -255,23 +256,6 @@ def _decoded_bytes(facts: dict[int, Any], width: int) -> int:
         longest = max((len(bounds.get(bound, b"")) for bound in _BOUNDS), default=0)
         size += values * max(16, longest)
     return size
-
-
-@functools.lru_cache(maxsize=16)
-def _metadata(footer: bytes) -> tuple[pq.FileMetaData, tuple[int, ...]]:
-    """A parsed footer and its row groups that have rows, which are the blocks.
-
-    Every block of a shard needs the footer, and parsing a large one costs more than a small block,
-    so the last few are remembered by their bytes.
-    """
-    metadata = pq.read_metadata(pa.BufferReader(MAGIC + footer))
-    groups = range(metadata.num_row_groups)
-    return metadata, tuple(i for i in groups if metadata.row_group(i).num_rows)
-
-
-def _located(footer: bytes, index: int) -> tuple[pq.FileMetaData, int]:
-    metadata, groups = _metadata(footer)
-    return metadata, groups[index]
 
 
 def _leaf_count(kind: pa.DataType) -> int:
