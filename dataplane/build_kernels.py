@@ -1,7 +1,8 @@
 """Compiles the C sources when the project is installed or built: a build hook of hatchling.
 
 Nothing imports this module but hatchling, `make setup` and tests. If something cannot be compiled,
-the build goes on without it: numpy sorts and gathers, and Pillow makes images.
+the build goes on without it: numpy sorts and gathers, Python reads Parquet's footers, and Pillow
+makes images.
 """
 
 # No annotations from __future__: hatchling does not run this file as a module, and a dataclass
@@ -79,7 +80,12 @@ PIXELS = Library(
     LIBJPEG,
 )
 LOOPS = Library(Path("dataplane/plan/loops.c"), Path("dataplane/plan/libloops.so"), "numpy")
-LIBRARIES = (KERNEL, PIXELS, LOOPS)
+FOOTER = Library(
+    Path("dataplane/formats/parquet_facts.c"),
+    Path("dataplane/formats/libparquet_facts.so"),
+    "Python",
+)
+LIBRARIES = (KERNEL, PIXELS, LOOPS, FOOTER)
 
 
 class NotCompiled(Exception):

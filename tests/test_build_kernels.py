@@ -18,6 +18,7 @@ from hatchling.plugin.utils import load_plugin_from_script
 from kernels import without
 
 from dataplane.build_kernels import (
+    FOOTER,
     KERNEL,
     LIBRARIES,
     LOOPS,
@@ -27,6 +28,7 @@ from dataplane.build_kernels import (
     NotCompiled,
     compile_library,
 )
+from dataplane.formats import parquet_facts
 from dataplane.plan import loops
 from dataplane.transforms import pixels_library
 from dataplane.worker import kernel
@@ -47,6 +49,7 @@ ALL = (
     Loaded(KERNEL, lambda path, at: kernel.load(path, at).missing, "kernel.c"),
     Loaded(PIXELS, lambda path, at: pixels_library.load(path, at).missing, "csrc/"),
     Loaded(LOOPS, lambda path, at: loops.load(path, at).missing, "loops.c"),
+    Loaded(FOOTER, lambda path, at: parquet_facts.load(path, at).missing, "parquet_facts.c"),
 )
 
 
@@ -126,6 +129,7 @@ def test_a_build_has_the_libraries_and_the_platform_in_its_name(
         "dataplane/worker/libkernel.so",
         "dataplane/transforms/libpixels.so",
         "dataplane/plan/libloops.so",
+        "dataplane/formats/libparquet_facts.so",
     ]
     assert build["pure_python"] is False
     assert build["tag"].startswith("py3-none-linux_")

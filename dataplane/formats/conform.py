@@ -30,7 +30,7 @@ def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
                 shard=url,
                 field=name,
             )
-        if is_flat(schema) and all(field.nullable for field in schema):
+        if is_flat(schema) and False not in [field.nullable for field in schema]:
             return schema
         return pa.schema([_nullable(field) for field in schema], metadata=schema.metadata)
 

@@ -28,7 +28,7 @@ _CHILDLESS = frozenset(
 
 def is_flat(schema: pa.Schema) -> bool:
     """Whether each field is known to be one field node, and no dictionary."""
-    return all(kind.id in _CHILDLESS for kind in schema.types)
+    return {kind.id for kind in schema.types} <= _CHILDLESS
 
 
 def children(kind: pa.DataType) -> Sequence[pa.Field]:

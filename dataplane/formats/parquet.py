@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -27,35 +27,36 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
+from dataplane.formats.parquet_facts import (
+    BYTES,
+    COLUMN_COUNT,
+    DECODED_BYTES,
+    DICTIONARY,
+    ENCRYPTED,
+    FIELDS,
+    FIRST_PAGE,
+    FLAGS,
+    LEVELS,
+    LONGEST_BOUND,
+    METADATA,
+    OTHER_FILE,
+    TOLD,
+    VALUES,
+    FooterFacts,
+    Int64,
+    read_footer,
+    reader,
+)
 from dataplane.formats.parquet_footers import MAGIC, Footers, parsed
-from dataplane.formats.parquet_nulls import HISTOGRAM, NULL_COUNT, NullCounter
+from dataplane.formats.parquet_nulls import NullCounter
+from dataplane.formats.parquet_schema import SchemaTree, schema_tree
 from dataplane.formats.splice import spliced
-from dataplane.formats.thrift import Shape, struct
 from dataplane.model import Region
 from dataplane.suffixes import BY_FORMAT
 
 TAIL_BYTES = 64 << 10
 _footers = Footers()
-_DEPTH_MAX = 256
-# Bytes of a decoded value, by physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE and
-# BYTE_ARRAY. That of FIXED_LEN_BYTE_ARRAY is in the schema.
-_WIDTHS = {0: 1, 1: 4, 2: 8, 3: 8, 4: 4, 5: 8, 6: 0}
-# Of FileMetaData: the schema's types, lengths and child counts; each row group's columns and rows;
-# of each column its file, what its pages hold (number of values, sizes, offsets, bounds, nulls) and
-# how it is encrypted.
-_BOUNDS = (1, 2, 5, 6)
-_STATISTICS: Shape = {**dict.fromkeys(_BOUNDS), **NULL_COUNT}
-_COLUMN: Shape = {
-    **dict.fromkeys((5, 6, 7, 9, 11)),
-    12: _STATISTICS,
-    16: HISTOGRAM,
-}
-_FOOTER: Shape = {
-    2: {1: None, 2: None, 3: None, 5: None},
-    3: None,
-    4: {1: {1: None, 3: _COLUMN, 8: None}, 3: None},
-    8: None,
-}
+_ESTIMATE_MAX = float(1 << 62)
 
 
 class Parquet:
@@ -68,22 +69,15 @@ class Parquet:
         """As `Format.index`: reads the footer and nothing else."""
         footer, raw = _footer(shard)
         with foreign_faults(shard.url, footer.offset, "the Parquet footer is damaged"):
-            try:
-                facts = struct(raw[:-8], _FOOTER)
-                blocks = tuple(_blocks(facts, shard.url, footer))
-                found = sum(block.rows for block in blocks)
-                if facts[3] > found:  # less than that is what early writers in Rust say
-                    raise ValueError(f"{facts[3]} rows, and {found} in its row groups")
-                counter = NullCounter(facts[2])
-                for row_group in facts[4]:
-                    if row_group[3]:
-                        counter.add(row_group[1])
-            except (TypeError, AttributeError) as fault:
-                raise ValueError("a field has another type than the format says") from fault
-            except KeyError as fault:
-                raise ValueError(f"field {fault} of a structure is missing") from fault
+            facts = read_footer(memoryview(raw)[:-8], reader().library)
+            tree = schema_tree(facts.elements)
+            counter = NullCounter(tree.level_max)
+            blocks = tuple(_blocks(facts, tree, counter, shard.url, footer))
+            found = sum(block.rows for block in blocks)
+            if facts.rows > found:  # less than that is what early writers in Rust say
+                raise ValueError(f"{facts.rows} rows, and {found} in its row groups")
             schema = parsed(raw).metadata.schema.to_arrow_schema()
-            nulls = array("q", counter.counts(schema))
+            nulls = array("q", counter.counts(schema).tobytes())
         relaxed = dataset_schema(schema, shard.url)
         return ShardIndex(relaxed, blocks, footer, zero_copy=False, nulls=nulls)
 
@@ -151,63 +145,93 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
     return place, bytes(memoryview(shard.read(place.offset, length)))
 
 
-def _blocks(facts: dict[int, Any], url: str, footer: Region) -> Iterator[Block]:
-    if 8 in facts:
+def _blocks(
+    facts: FooterFacts, tree: SchemaTree, counter: NullCounter, url: str, footer: Region
+) -> Iterator[Block]:
+    """The row groups that have rows; `counter` is told of each."""
+    if facts.is_encrypted:
         raise corrupt(url, footer.offset, "encrypted Parquet files are not supported; decrypt it")
-    _check_depth(facts[2])
-    leaves = [element for element in facts[2] if not element.get(5)]
-    widths = [_WIDTHS.get(leaf.get(1, -1), leaf.get(2, 0)) for leaf in leaves]
-    top_level = _top_level(facts[2])
-    for group, row_group in enumerate(facts[4]):
-        rows, columns = row_group[3], row_group[1]
-        if rows < 0 or len(columns) != len(widths):
-            raise ValueError(f"row group {group} has {rows} rows, {len(columns)} columns")
+    column_ends = np.cumsum(facts.groups[:, COLUMN_COUNT]).tolist()
+    level_ends = np.concatenate(([0], np.cumsum(facts.columns[:, LEVELS])))
+    for group, (rows, count) in enumerate(facts.groups.tolist()):
+        if rows < 0 or count != len(tree.widths):
+            raise ValueError(f"row group {group} has {rows} rows, {count} columns")
         if rows == 0:
             continue
-        start, end = footer.offset, 4
-        places, sizes = [], []
-        for at, column in enumerate(columns):
-            first, last = _pages(column, url, footer)
-            if not 4 <= first <= last <= footer.offset:
-                raise corrupt(
-                    url,
-                    footer.offset,
-                    f"row group {group}, column {at} lies outside of the file",
-                    expected=f"bytes 4 to {footer.offset}",
-                    found=f"{first} to {last}",
-                )
-            start, end = min(start, first), max(end, last)
-            places.append((first, last))
-            # Each column has its validity, and each list its offsets.
-            sizes.append(9 * rows + _decoded_bytes(column[3], widths[at]))
-        if not columns:
+        if not count:
             raise ValueError(f"row group {group} has no columns")
-        columns_at = array("q")
-        for leaves_of in top_level:
-            first = min(places[leaf][0] for leaf in leaves_of)
-            last = max(places[leaf][1] for leaf in leaves_of)
-            size = sum(sizes[leaves_of.start : leaves_of.stop])
-            columns_at.extend((first - start, last - first, size))
-        yield Block(rows, Region(start, end - start), sum(sizes), columns_at)
+        end = column_ends[group]
+        columns = facts.columns[end - count : end]
+        first, last = _places(columns, group, url, footer)
+        sizes = _sizes(columns, tree.widths, rows)
+        start = int(first.min())
+        yield Block(
+            rows,
+            Region(start, int(last.max()) - start),
+            int(sizes.sum()),
+            array("q", _columns_at(tree, first - start, last - start, sizes).tobytes()),
+        )
+        counter.add(columns, facts.levels[level_ends[end - count] : level_ends[end]])
 
 
-def _top_level(elements: list[dict[int, Any]]) -> list[range]:
-    """The leaves of each top-level column: groups come before their children."""
-    found: list[range] = []
-    leaf, open_groups = 0, [elements[0].get(5, 0)]
-    for element in elements[1:]:
-        if len(open_groups) == 1:
-            found.append(range(leaf, leaf))
-        open_groups[-1] -= 1
-        children = element.get(5, 0)
-        if children:
-            open_groups.append(children)
-        else:
-            leaf += 1
-            found[-1] = range(found[-1].start, leaf)
-        while len(open_groups) > 1 and open_groups[-1] == 0:
-            open_groups.pop()
-    return found
+def _places(columns: Int64, group: int, url: str, footer: Region) -> tuple[Int64, Int64]:
+    """Where each column's pages begin and end; the dictionary, where there is one, comes first."""
+    flags = columns[:, FLAGS]
+    if (flags & OTHER_FILE).any():
+        raise corrupt(url, footer.offset, "columns in other files are not supported")
+    if ((flags & ENCRYPTED) | (~flags & METADATA)).any():
+        raise corrupt(url, footer.offset, "encrypted Parquet columns are not supported; decrypt it")
+    for number in (FIRST_PAGE, BYTES, VALUES):
+        _require(columns, number)
+    first, dictionary = columns[:, FIRST_PAGE], columns[:, DICTIONARY]
+    first = np.where((dictionary > 0) & (dictionary < first), dictionary, first)
+    length = columns[:, BYTES]
+    is_within = (first >= 4) & (first <= footer.offset) & (length >= 0)
+    is_within &= length <= footer.offset - np.where(is_within, first, 0)
+    if not is_within.all():
+        at = int(np.argmin(is_within))
+        raise corrupt(
+            url,
+            footer.offset,
+            f"row group {group}, column {at} lies outside of the file",
+            expected=f"bytes 4 to {footer.offset}",
+            found=f"{first[at]} to {int(first[at]) + max(-1, int(length[at]))}",
+        )
+    return first, first + length
+
+
+def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
+    """Estimates that rather err upwards: pages may hold each distinct value only once. Each column
+    has its validity, and each list its offsets.
+    """
+    is_open = widths == 0
+    _require(columns[is_open], DECODED_BYTES)
+    values = np.maximum(columns[:, VALUES], 0)
+    decoded = np.maximum(columns[:, DECODED_BYTES], 0)
+    has_dictionary = is_open & (columns[:, DICTIONARY] != 0)
+    each = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9.0, 9.0)
+    each = np.where(is_open, each, np.abs(widths + 1.0))
+    if (values * each + np.where(is_open, decoded, 0.0) + 9.0 * rows).sum() > _ESTIMATE_MAX:
+        raise ValueError("its row groups cannot be as large as it says")
+    each = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9, 9)
+    sizes = np.where(is_open, values * each + decoded, values * (widths + 1))
+    return 9 * rows + sizes
+
+
+def _columns_at(tree: SchemaTree, first: Int64, last: Int64, sizes: Int64) -> Int64:
+    """As Block.columns, from what is known of the leaves."""
+    if (tree.first == tree.last).any():
+        raise ValueError("a group of the schema has no columns")
+    if len(tree.first) < len(first):
+        first = np.minimum.reduceat(first, tree.first)
+        last = np.maximum.reduceat(last, tree.first)
+        sizes = np.add.reduceat(sizes, tree.first)
+    return np.stack((first, last - first, sizes), axis=1).reshape(-1)
+
+
+def _require(columns: Int64, number: int) -> None:
+    if not (columns[:, FLAGS] & TOLD[number]).all():
+        raise ValueError(f"field {FIELDS[number]} of a structure is missing")
 
 
 def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
@@ -217,45 +241,6 @@ def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
         found.append((piece.offset, block.body[at : at + piece.length]))
         at += piece.length
     return found
-
-
-def _check_depth(elements: list[dict[int, Any]]) -> None:
-    """The schema lists each group before its children; other readers follow it by recursion."""
-    open_groups: list[int] = []
-    for element in elements:
-        while open_groups and open_groups[-1] == 0:
-            open_groups.pop()
-        if open_groups:
-            open_groups[-1] -= 1
-        open_groups.append(element.get(5, 0))
-        if len(open_groups) > _DEPTH_MAX:
-            raise ValueError(f"columns are nested deeper than {_DEPTH_MAX} levels")
-
-
-def _pages(column: dict[int, Any], url: str, footer: Region) -> tuple[int, int]:
-    """Where a column's pages lie; the dictionary, where there is one, comes first."""
-    if column.get(1):
-        raise corrupt(url, footer.offset, "columns in other files are not supported")
-    if 8 in column or 3 not in column:
-        raise corrupt(url, footer.offset, "encrypted Parquet columns are not supported; decrypt it")
-    facts = column[3]
-    first: int = facts[9]
-    if 0 < facts.get(11, 0) < first:
-        first = facts[11]
-    return first, first + max(-1, facts[7])
-
-
-def _decoded_bytes(facts: dict[int, Any], width: int) -> int:
-    """An estimate that rather errs upwards: pages may hold each distinct value only once."""
-    values = int(max(0, facts[5]))
-    if width:
-        return values * (width + 1)
-    size = values * 9 + int(max(0, facts[6]))
-    if facts.get(11):
-        bounds = facts.get(12, {})
-        longest = max((len(bounds.get(bound, b"")) for bound in _BOUNDS), default=0)
-        size += values * max(16, longest)
-    return size
 
 
 def _leaf_count(kind: pa.DataType) -> int:

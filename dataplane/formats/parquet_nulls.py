@@ -10,20 +10,19 @@ Source:  https://github.com/apache/parquet-format (Statistics and SizeStatistics
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from dataplane.formats.nulls import children
-from dataplane.formats.thrift import Shape
+from dataplane.formats.nulls import children, is_flat
+from dataplane.formats.parquet_facts import LEVELS, NULLS, VALUES, Int64
 from dataplane.plan.null_counts import NEVER, UNKNOWN
 
-# Of what a column's pages hold: its statistics' count of nulls, and its histogram of levels.
-NULL_COUNT: Shape = {3: None}
-HISTOGRAM: Shape = {3: None}
-_REQUIRED = 0
+_ENTRIES_MAX = 1 << 48
+"""More than that no column has, and sums of fewer do not overflow."""
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class _Leaf:
 
     level_max: int
     empty: int | None
-    levels: list[int] | None
+    levels: Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +47,81 @@ class _Nullable:
 
 
 class NullCounter:
-    """Adds up what the row groups of one footer tell. `elements` are the schema's: groups come
-    before their children.
+    """Adds up what the row groups of one footer tell of its columns, all columns at once.
+    `level_max` are SchemaTree's.
+
+    Shapes:  level_max: int64[leaves].
     """
 
-    def __init__(self, elements: Sequence[dict[int, Any]]) -> None:
-        self._leaves = [_Leaf(most, 0, [0] * (most + 1)) for most in _level_maxima(elements)]
+    def __init__(self, level_max: Int64) -> None:
+        self._level_max = level_max
+        self._starts = np.cumsum(level_max + 1) - (level_max + 1)
+        self._empty = np.zeros(len(level_max), np.int64)
+        self._levels = np.zeros(int((level_max + 1).sum()), np.int64)
+        self._has_empty = np.ones(len(level_max), np.bool_)
+        self._has_levels = np.ones(len(level_max), np.bool_)
 
-    def add(self, columns: Sequence[dict[int, Any]]) -> None:
-        """What one row group tells of its columns. Numbers that cannot be are not believed."""
-        for leaf, column in zip(self._leaves, columns, strict=True):
-            facts = column[3]
-            entries = facts[5]
-            empty = facts.get(12, {}).get(3, -1)
-            if leaf.empty is not None:
-                leaf.empty = leaf.empty + empty if 0 <= empty <= entries else None
-            if leaf.levels is not None:
-                levels = facts.get(16, {}).get(3, ())
-                is_whole = len(levels) == len(leaf.levels) and sum(levels) == entries
-                leaf.levels = (
-                    [a + b for a, b in zip(leaf.levels, levels, strict=True)]
-                    if is_whole and min(levels) >= 0
-                    else None
-                )
+    def add(self, columns: Int64, levels: Int64) -> None:
+        """What one row group tells of its columns, as FooterFacts has it. Numbers that cannot be
+        are not believed.
 
-    def counts(self, schema: pa.Schema) -> list[int]:
+        Shapes:  columns: int64[leaves, 9].   levels: int64[sum of their LEVELS].
+        """
+        entries, empty = columns[:, VALUES], columns[:, NULLS]
+        is_sane = (entries >= 0) & (entries < _ENTRIES_MAX)
+        self._has_empty &= is_sane & (empty >= 0) & (empty <= entries)
+        self._empty += np.where(self._has_empty, empty, 0)
+        self._has_empty &= self._empty >= 0
+        self._has_levels &= is_sane & (columns[:, LEVELS] == self._level_max + 1)
+        if self._has_levels.any():
+            self._add_levels(entries, columns[:, LEVELS], levels)
+
+    def _add_levels(self, entries: Int64, counts: Int64, levels: Int64) -> None:
+        """Of the columns that have as many levels as their schema says, and had so far."""
+        is_chosen = np.repeat(self._has_levels, counts)
+        chosen, columns = levels[is_chosen], np.flatnonzero(self._has_levels)
+        lengths = counts[columns]
+        starts = np.cumsum(lengths) - lengths
+        each = np.repeat(entries[columns], lengths)
+        is_sane = np.logical_and.reduceat((chosen >= 0) & (chosen <= each), starts)
+        is_whole = np.add.reduceat(np.where(chosen > each, 0, chosen), starts) == entries[columns]
+        places = np.repeat(self._starts[columns] - starts, lengths) + np.arange(len(chosen))
+        self._levels[places] += chosen
+        is_sane &= np.logical_and.reduceat(self._levels[places] >= 0, starts)
+        self._has_levels[columns] = is_sane & is_whole
+
+    def counts(self, schema: pa.Schema) -> Int64:
         """Of each field node of the shard's own Arrow schema: its nulls, UNKNOWN or NEVER."""
-        walk = _Walk(self._leaves)
+        if is_flat(schema) and len(schema) == len(self._level_max):
+            is_nullable = np.array([field.nullable for field in schema], np.bool_)
+            return self._flat_counts(is_nullable)
+        walk = _Walk(self._leaves())
         for field in schema:
             walk.visit(field, (), 0)
-        return walk.counts
+        return np.array(walk.counts, np.int64)
+
+    def _flat_counts(self, is_nullable: NDArray[np.bool_]) -> Int64:
+        """Where each field is one leaf, and in no other field: what _Walk does, for all of them."""
+        is_as_declared = self._level_max == is_nullable
+        nulls = np.where(self._has_levels, self._levels[self._starts], self._empty)
+        is_told = is_as_declared & (self._has_levels | self._has_empty)
+        return np.where(is_nullable, np.where(is_told, nulls, UNKNOWN), NEVER)
+
+    def _leaves(self) -> Iterable[_Leaf]:
+        levels, starts = self._levels.tolist(), self._starts.tolist()
+        for leaf, level_max in enumerate(self._level_max.tolist()):
+            start = starts[leaf]
+            yield _Leaf(
+                level_max,
+                int(self._empty[leaf]) if self._has_empty[leaf] else None,
+                levels[start : start + level_max + 1] if self._has_levels[leaf] else None,
+            )
 
 
 class _Walk:
     """Along the Arrow schema and the Parquet columns together."""
 
-    def __init__(self, leaves: Sequence[_Leaf]) -> None:
+    def __init__(self, leaves: Iterable[_Leaf]) -> None:
         self.counts: list[int] = []
         self._leaves = iter(leaves)
 
@@ -120,24 +158,3 @@ class _Walk:
                 if not at.is_struct:
                     self.counts[at.node] = UNKNOWN
             self.counts[node] = UNKNOWN
-
-
-def _level_maxima(elements: Sequence[dict[int, Any]]) -> list[int]:
-    """The highest definition level of each Parquet column: how many groups on the way to it, and
-    itself, may have no value.
-    """
-    found = []
-    open_groups: list[tuple[int, int]] = []  # children to come, and the level within
-    for at, element in enumerate(elements):
-        while open_groups and open_groups[-1][0] == 0:
-            open_groups.pop()
-        level = 0
-        if open_groups:
-            left, level = open_groups[-1]
-            open_groups[-1] = (left - 1, level)
-        level += at > 0 and element.get(3, _REQUIRED) != _REQUIRED
-        if element.get(5):
-            open_groups.append((element[5], level))
-        else:
-            found.append(level)
-    return found

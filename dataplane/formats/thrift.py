@@ -80,7 +80,7 @@ def _value(content: bytes, at: int, kind: int, shape: Shape, depth: int) -> tupl
     if kind in {_TRUE, _FALSE, _BYTE}:
         return content[at], at + 1
     if kind in {_DOUBLE, _UUID}:
-        return _taken(content, at, 8 if kind == _DOUBLE else 16)
+        return None, _taken(content, at, 8 if kind == _DOUBLE else 16)[1]  # nobody wants one
     if kind == _MAP:
         return _map(content, at, depth)
     raise ValueError(f"there is no thrift type {kind}")
@@ -133,7 +133,10 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
         at += 1
         value |= (byte & 127) << shift
         if byte < 128:
+            if value >> 64:
+                break
             return value, at
         shift += 7
         if shift > 63:
-            raise ValueError("a varint does not end")
+            break
+    raise ValueError("a varint does not end")

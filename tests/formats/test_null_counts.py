@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import arrow_columns
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -28,7 +29,9 @@ from dataplane.formats.base import Format
 from dataplane.formats.jsonl import JsonLines
 from dataplane.formats.nulls import aligned, node_count
 from dataplane.formats.parquet import Parquet
+from dataplane.formats.parquet_facts import CHILDREN, LEVELS, NULLS, REPETITION, VALUES, Int64
 from dataplane.formats.parquet_nulls import NullCounter
+from dataplane.formats.parquet_schema import schema_tree
 from dataplane.formats.tar import Tar
 from dataplane.formats.tfrecord import TfRecord
 from dataplane.plan.null_counts import NEVER, UNKNOWN
@@ -128,39 +131,83 @@ def test_levels_tell_a_null_list_from_an_empty_one_and_from_a_null_within():
 
 
 def test_parquet_without_statistics_knows_what_its_schema_forbids():
-    counter = NullCounter([{5: 2}, {1: 1, 3: 0}, {1: 1, 3: 1}])
-    counter.add([{3: {5: 4}}, {3: {5: 4}}])
+    counter = counter_of([2, 0], [0, 0], [0, 1])
+    counter.add(told((4, -1), (4, -1)), NO_LEVELS)
     required = pa.field("x", pa.int32(), nullable=False)
-    assert counter.counts(pa.schema([required, ("y", pa.int32())])) == [NEVER, UNKNOWN]
+    assert counter.counts(pa.schema([required, ("y", pa.int32())])).tolist() == [NEVER, UNKNOWN]
 
 
 def test_without_levels_only_lists_without_gaps_are_known():
     """As older writers leave it: an empty list is an entry without a value, as a null one is."""
-    listed = [{5: 1}, {3: 1, 5: 1}, {3: 2, 5: 1}, {1: 1, 3: 1}]
+    listed = [[1, 0], [1, 1], [1, 2], [0, 1]]
     schema = pa.schema([("l", pa.list_(pa.int32()))])
     for empty, expected in ((0, [0, 0]), (2, [UNKNOWN, UNKNOWN])):
-        counter = NullCounter(listed)
-        counter.add([{3: {5: 4, 12: {3: empty}}}])
-        assert counter.counts(schema) == expected
+        counter = counter_of(*listed)
+        counter.add(told((4, empty)), NO_LEVELS)
+        assert counter.counts(schema).tolist() == expected
     # A list whose items are written another way than Arrow reads them is not misunderstood.
-    counter = NullCounter([{5: 1}, {3: 1, 5: 1}, {3: 2, 5: 1}, {3: 1, 5: 1}, {1: 1, 3: 1}])
-    counter.add([{3: {5: 4, 12: {3: 0}}}])
-    assert counter.counts(schema) == [UNKNOWN, UNKNOWN]
+    counter = counter_of([1, 0], [1, 1], [1, 2], [1, 1], [0, 1])
+    counter.add(told((4, 0)), NO_LEVELS)
+    assert counter.counts(schema).tolist() == [UNKNOWN, UNKNOWN]
 
 
 def test_null_counts_that_cannot_be_are_not_believed():
-    counter = parquet_counter([(3, {3: 9})])
-    assert counter == [UNKNOWN]
-    assert parquet_counter([(3, {3: -1})]) == [UNKNOWN]
-    assert parquet_counter([(3, {3: 2}), (4, {})]) == [UNKNOWN]
-    assert parquet_counter([(3, {3: 2}), (4, {3: 1})]) == [3]
+    assert parquet_counter((3, 9)) == UNKNOWN
+    assert parquet_counter((3, -1)) == UNKNOWN
+    assert parquet_counter((3, 2), (4, -1)) == UNKNOWN
+    assert parquet_counter((3, 2), (4, 1)) == 3
+    assert parquet_counter((1 << 62, 1 << 62), (1 << 62, 1 << 62)) == UNKNOWN
 
 
-def parquet_counter(groups: Iterable[tuple[int, dict[int, int]]]) -> list[int]:
-    counter = NullCounter([{5: 1}, {1: 1, 3: 1}])
-    for entries, statistics in groups:
-        counter.add([{3: {5: entries, 12: statistics}}])
-    return counter.counts(pa.schema([("x", pa.int32())]))
+@pytest.mark.parametrize(
+    ("groups", "nulls"),
+    [
+        ([(5, [2, 3])], 2),
+        ([(5, [2, 3]), (4, [0, 4])], 2),
+        ([(5, [2, 3]), (4, [])], UNKNOWN),
+        ([(5, [2, 4])], UNKNOWN),
+        ([(5, [-1, 6])], UNKNOWN),
+        ([(5, [2, 3, 0])], UNKNOWN),
+        ([(4, [1 << 62] * 2), (4, [1 << 62] * 2)], UNKNOWN),
+        ([(5, [2, 4]), (5, [2, 3])], UNKNOWN),
+    ],
+)
+def test_a_histogram_of_levels_is_believed_if_it_adds_up(
+    groups: list[tuple[int, list[int]]], nulls: int
+):
+    """In a column between two whose histograms are whole, or not there."""
+    counter = counter_of([3, 0], [0, 1], [0, 1], [0, 1])
+    for entries, levels in groups:
+        columns = told((entries, -1), (entries, -1), (entries, -1))
+        columns[:, LEVELS] = 2, len(levels), 0
+        counter.add(columns, np.array([1, entries - 1, *levels], np.int64))
+    schema = pa.schema((name, pa.int32()) for name in "xyz")
+    assert counter.counts(schema).tolist() == [len(groups), nulls, UNKNOWN]
+
+
+NO_LEVELS = np.empty(0, np.int64)
+
+
+def counter_of(*elements: list[int]) -> NullCounter:
+    """Of each element of a schema: how many children, and its repetition."""
+    table = np.zeros((len(elements), 4), np.int64)
+    table[:, [CHILDREN, REPETITION]] = elements
+    return NullCounter(schema_tree(table).level_max)
+
+
+def told(*columns: tuple[int, int]) -> Int64:
+    """What a row group tells of its columns: entries, and nulls."""
+    table = np.zeros((len(columns), 9), np.int64)
+    table[:, [VALUES, NULLS]] = columns
+    return table
+
+
+def parquet_counter(*groups: tuple[int, int]) -> int:
+    counter = counter_of([1, 0], [0, 1])
+    for group in groups:
+        counter.add(told(group), NO_LEVELS)
+    (found,) = counter.counts(pa.schema([("x", pa.int32())])).tolist()
+    return found
 
 
 def test_tar_counts_the_fields_that_samples_lack():
