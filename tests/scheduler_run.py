@@ -52,6 +52,8 @@ class Run:
         drawn = chance.choice([0.3, 0.6]) if tight else chance.choice([1.0, 1.0, 1.5, 8.0])
         arena_bytes = int(max(self.most.values()) * (factor or drawn))
         arena_bytes = max(arena_bytes, 4 * PAGE) // PAGE * PAGE
+        for world in self.worlds.values():
+            world.keep_trails(arena_bytes)
         self.outside = Outside(arena_bytes, self.worlds, self.row_bytes)
         self.outside.chance = chance
         waits = (events.PlanSteps, events.Fetch, events.DecodeBlock, events.AssembleSlab)

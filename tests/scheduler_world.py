@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +27,7 @@ from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.scheduler.walk import Plan
+from dataplane.transforms.trails import trail_bytes
 
 PAGE = 4096
 BATCH_MAX = 8
@@ -57,7 +59,6 @@ class World:
             Marks.of(raw, decoded, is_remote),
             self.lengths,
             "{}".format,
-            keeps_trails=chance.random() < 0.3,
         )
         self.broken: set[int] = set()
         self._orders: dict[tuple[JobSpec, int], tuple[Order, list[list[int]]]] = {}
@@ -111,6 +112,13 @@ class World:
             samples = np.stack(order.locate(np.arange(self.sample_count)), 1).tolist()
             found = self._orders[spec, epoch] = order, samples
         return found
+
+    def keep_trails(self, arena_bytes: int) -> None:
+        """Its images are worth trails, if all blocks have room with theirs, and now and then."""
+        stored = [max(int(self.lengths[i]), self.true_bytes(i)) for i in range(len(self.sizes))]
+        need = sum(self.cost_of(i) + rounded(trail_bytes(n)) for i, n in enumerate(stored))
+        is_worth = need <= arena_bytes and self.chance.random() < 0.5
+        self.blocks = replace(self.blocks, keeps_trails=is_worth)
 
     def cost_of(self, block: int) -> int:
         """An upper bound of what the block may take of the arena while it is loaded."""

@@ -1,0 +1,223 @@
+"""Faults that somebody could make: (name, file, what stands there, what would stand there)."""
+
+from __future__ import annotations
+
+_SCHEDULER = "dataplane/scheduler/scheduler.py"
+_TASKS = "dataplane/scheduler/slab_tasks.py"
+_BLOCKS = "dataplane/scheduler/blocks.py"
+_SHARED = "dataplane/scheduler/shared.py"
+_RECORDS = "dataplane/scheduler/records.py"
+_STATE = "dataplane/coordinator/state.py"
+
+BY_HAND = (
+    (
+        "a dataset is never forgotten",
+        _SCHEDULER,
+        "lambda event: self._blocks.forget_dataset(event.dataset)",
+        "lambda event: None",
+    ),
+    (
+        "what is in use of a forgotten dataset stays",
+        _BLOCKS,
+        "        if dataset.dataset_id in self._forgotten:\n            for index",
+        "        if False:\n            for index",
+    ),
+    (
+        "what was on its way to a forgotten dataset stays",
+        _BLOCKS,
+        "        if block.dataset.dataset_id in self._forgotten:\n            self._evict(block)",
+        "        if False:\n            self._evict(block)",
+    ),
+    (
+        "tasks that are not the head evict what is needed sooner",
+        _SCHEDULER,
+        "self._load(task, greedy=False)",
+        "self._load(task, greedy=True)",
+    ),
+    (
+        "the head evicts nothing that is needed",
+        _SCHEDULER,
+        "self._load(head, greedy=True)",
+        "self._load(head, greedy=False)",
+    ),
+    (
+        "the arena is emptied although something is on its way",
+        _SCHEDULER,
+        "        if head is not None and head.missing and idle:\n",
+        "        if head is not None and head.missing:\n",
+    ),
+    (
+        "an arena that was emptied for the head is filled by others",
+        _SCHEDULER,
+        "            loading = loading and self._emptied_for is None\n",
+        "",
+    ),
+    (
+        "the arena is not emptied for a head that is stuck",
+        _SCHEDULER,
+        "            self._blocks.drop_unpinned()\n",
+        "",
+    ),
+    (
+        "the pins of a former head stay",
+        _SCHEDULER,
+        "            if self._head.phase is SlabPhase.WAITING:\n                self._tasks.unpin(self._head)\n",
+        "",
+    ),
+    (
+        "the head has no pins",
+        _SCHEDULER,
+        "            self._head = task\n            self._tasks.pin(task)\n",
+        "            self._head = task\n",
+    ),
+    (
+        "what is ready without an event is not seen",
+        _SCHEDULER,
+        "        self.is_settled &= all(task.missing for task in lacking)\n",
+        "",
+    ),
+    (
+        "a second request is not seen",
+        _SCHEDULER,
+        "            self.is_settled = False  # the task after it is awaited from now on\n",
+        "            pass\n",
+    ),
+    (
+        "what a stream was making when it closed goes on",
+        _SCHEDULER,
+        "        for task in stream.tasks:\n            self._tasks.drop(task)\n",
+        "",
+    ),
+    (
+        "a holder that is gone keeps its slabs",
+        _SCHEDULER,
+        "if loan.holder == event.holder",
+        "if loan.holder != event.holder",
+    ),
+    (
+        "pins stay after a slab was assembled",
+        _TASKS,
+        "        task.delivery.assembling_count -= 1\n        self.unpin(task)\n",
+        "        task.delivery.assembling_count -= 1\n",
+    ),
+    (
+        "what is assembled has no pins",
+        _TASKS,
+        "        self.pin(task)\n        kept = self._shared.wanted",
+        "        kept = self._shared.wanted",
+    ),
+    (
+        "the slot of what nobody wants any more is lost",
+        _TASKS,
+        "        if task.phase is SlabPhase.GONE:\n            self._free_slot(task)\n",
+        "        if task.phase is SlabPhase.GONE:\n            pass\n",
+    ),
+    (
+        "the slot of what is dropped while it is written is free at once",
+        _TASKS,
+        "            return  # its slot and pins are free when the worker has answered\n",
+        "            pass\n",
+    ),
+    (
+        "what is made again later does not see blocks that go",
+        _TASKS,
+        "            task.assembled, task.phase = None, SlabPhase.WAITING\n            self._watch(task)\n",
+        "            task.assembled, task.phase = None, SlabPhase.WAITING\n",
+    ),
+    (
+        "what was made too early keeps its slot",
+        _TASKS,
+        "            self._make_again_later(self._spare(task))\n            slot = take()\n",
+        "            pass\n",
+    ),
+    (
+        "what was outgrown keeps its slot",
+        _TASKS,
+        "        self._free_slot(task)\n        zone = ",
+        "        zone = ",
+    ),
+    (
+        "the other batches of a task that is cut are left out",
+        _TASKS,
+        "        task.stream.tasks.insert(task.stream.tasks.index(task) + 1, after)\n",
+        "",
+    ),
+    (
+        "the other batches of a task that is cut come last",
+        _TASKS,
+        "        task.stream.tasks.insert(task.stream.tasks.index(task) + 1, after)\n",
+        "        task.stream.tasks.append(after)\n",
+    ),
+    (
+        "a delivery arena goes while a worker writes into it",
+        _TASKS,
+        "        if delivery.closing and not delivery.assembling_count:\n",
+        "        if delivery.closing:\n",
+    ),
+    (
+        "a block that went is not missed",
+        _TASKS,
+        "                task.missing.add(changed.index)\n",
+        "",
+    ),
+    (
+        "a shared slab goes while it is read",
+        _SHARED,
+        "if slab.made is not None and not slab.readers]",
+        "if slab.made is not None]",
+    ),
+    (
+        "a shared slab goes while it is made",
+        _SHARED,
+        "if slab.made is not None and not slab.readers]",
+        "if not slab.readers]",
+    ),
+    (
+        "the slabs of a group that is gone stay",
+        _SHARED,
+        "        group.is_closed = True\n        for slab in self.spare():\n",
+        "        group.is_closed = True\n        for slab in []:\n",
+    ),
+    (
+        "a slab that is read when its group ends stays",
+        _SHARED,
+        "        if not slab.readers and slab.group.is_closed:\n",
+        "        if False:\n",
+    ),
+    (
+        "blocks stay for slabs that a group has",
+        _SHARED,
+        "            if self.find(task) is None:\n",
+        "            if True:\n",
+    ),
+    (
+        "kept slabs may take all of the arena",
+        _SHARED,
+        "_ARENA_PARTS = 2\n",
+        "_ARENA_PARTS = 1\n",
+    ),
+    (
+        "what is new is kept in place of what is needed sooner",
+        _SHARED,
+        "if need < mine]",
+        "if need > mine]",
+    ),
+    (
+        "a slab of another length is taken for the same one",
+        _SHARED,
+        "at.step_stride, len(task.plan.batches)\n",
+        "at.step_stride, 0\n",
+    ),
+    (
+        "a block that was fetched is decoded without its bytes being kept",
+        _BLOCKS,
+        "            self._allocator.free(block.raw.offset)\n            block.raw = None\n",
+        "            block.raw = None\n",
+    ),
+    (
+        "whoever holds too much is not told to copy",
+        _RECORDS,
+        "        return len(held) > layout.slot_count - layout.ahead_slots\n",
+        "        return False\n",
+    ),
+)
