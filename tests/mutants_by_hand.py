@@ -7,7 +7,6 @@ _TASKS = "dataplane/scheduler/slab_tasks.py"
 _BLOCKS = "dataplane/scheduler/blocks.py"
 _SHARED = "dataplane/scheduler/shared.py"
 _RECORDS = "dataplane/scheduler/records.py"
-_STATE = "dataplane/coordinator/state.py"
 
 BY_HAND = (
     (
@@ -203,10 +202,10 @@ BY_HAND = (
         "if need > mine]",
     ),
     (
-        "a slab of another length is taken for the same one",
+        "a slab of other steps is taken for the same one",
         _SHARED,
-        "at.step_stride, len(task.plan.batches)\n",
-        "at.step_stride, 0\n",
+        "walk.position_of(task.plan), at.step_stride, len",
+        "walk.position_of(task.plan), 1, len",
     ),
     (
         "a block that was fetched is decoded without its bytes being kept",

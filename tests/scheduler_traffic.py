@@ -13,6 +13,7 @@ from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.block import Block
 from dataplane.scheduler.blocks import SMALL_FETCHES
+from dataplane.scheduler.records import SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 
 _NEVER = 1 << 62
@@ -25,6 +26,7 @@ class _Before:
 
     evictable: dict[int, Block]
     walks: list[tuple[int, Order, int]]
+    emptied_for: SlabTask | None
 
 
 class Traffic:
@@ -104,15 +106,16 @@ class Traffic:
 
     def _snapshot(self) -> _Before | None:
         """What blocks 3 needs, where no slab is kept: those change positions while it is decided."""
+        emptied_for = self._scheduler._emptied_for
         if self._scheduler._groups:
-            return None
+            return None if emptied_for is None else _Before({}, [], emptied_for)
         blocks = self._scheduler._blocks._by_key
         evictable = {key: block for key, block in blocks.items() if block.is_evictable}
         walks = [
             (s.delivery.dataset.dataset_id, s.walk.order, s.position)
             for s in self._scheduler._streams._streams.values()
         ]
-        return _Before({k: b for k, b in evictable.items() if b.regions}, walks)
+        return _Before({k: b for k, b in evictable.items() if b.regions}, walks, emptied_for)
 
     # -- effects ---------------------------------------------------------------------------------
 
@@ -125,8 +128,10 @@ class Traffic:
         for effect in effects:
             match effect:
                 case events.Fetch() | events.DecodeBlock():
-                    if before is not None and gone:
+                    if before is not None and before.walks and gone:
                         self._check_evicted(before, gone, effect)
+                    if before is not None and before.emptied_for is not None:
+                        self._check_emptied(before.emptied_for, effect)
                     gone = []
                     self._load(effect)
                 case events.ClearTrails():
@@ -225,6 +230,12 @@ class Traffic:
         assert self._dropped == set(self._layouts), "a delivery was never dropped"
         ready = set(self._blocks) - self._forgotten - self._nowhere
         assert not ready, "blocks of a forgotten dataset are still there"
+
+    def _check_emptied(self, head: SlabTask, effect: events.Fetch | events.DecodeBlock) -> None:
+        """scheduler 2: an arena that was emptied for the head is filled for it alone."""
+        if self._scheduler._emptied_for is head:
+            is_its = head.dataset.dataset_id == effect.dataset_id and head.needs(effect.block)
+            assert is_its, "scheduler 2: it was emptied for another task"
 
     # -- eviction --------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,13 @@ from scheduler_run import Run, simulate
 from scheduler_scenes import jobs, several
 from scheduler_world import PAGE
 
+from dataplane.arena.allocator import Allocator
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import BudgetTooSmall, StoreDenied
+from dataplane.model import Region, Stream
+from dataplane.rpc.tasks import Assembled
+from dataplane.scheduler.records import Group, Moment, SharedSlab
+from dataplane.scheduler.shared import SharedSlabs
 
 SEEDS = st.integers(0, 10**9)
 
@@ -93,3 +100,60 @@ def test_a_slab_that_cannot_be_made_fails_those_who_want_it(seed: int) -> None:
     run = simulate(lambda: Run(random.Random(seed), tight=False), scene)
     for consumer in run.consumers:
         assert consumer.error is None or isinstance(consumer.error, StoreDenied)
+
+
+def test_a_stream_whose_next_slabs_are_kept_needs_none_of_their_blocks() -> None:
+    run = Run(random.Random(3), tight=False, factor=400)
+    world = run.worlds[1]
+    for _ in range(2):
+        run.consume(run.deliver_to(world, "group", is_declared=True), 0, 1, steps=(0, 1))
+    first = run.consumers[0]
+    while not first.ended:
+        first.ask()
+        run.drain()
+        while first.held:
+            first.release()
+    run.drain()
+    stream, shared = run.scheduler._streams.find(2), run.scheduler._shared
+    assert stream is not None
+    assert stream.tasks
+    assert stream.position < shared.position(stream) == stream.planned_to
+    run.end()
+
+
+class _Consumers:
+    """Of every group one, which wants whatever comes from a position on."""
+
+    def __init__(self, position: int) -> None:
+        order = SimpleNamespace(sample_count=1000)
+        walk = SimpleNamespace(stream=Stream(0, 0, 0, 1), global_batch=1, order=order)
+        self._stream = SimpleNamespace(walk=walk, wanted_position=position, after=None)
+
+    def of_group(self, group: Group) -> list[Any]:
+        return [self._stream]
+
+
+def test_a_new_slab_is_kept_in_place_of_what_is_needed_later_and_of_nothing_else() -> None:
+    allocator, group = Allocator(64 * PAGE), Group("group", is_declared=True)
+    streams: Any = _Consumers(position=5)
+    shared = SharedSlabs(allocator, streams, Moment())
+
+    def slab(position: int) -> SharedSlab:
+        return SharedSlab(group, (0, position, 1, 1), position, Region(0, 8 * PAGE))
+
+    for position in (10, 20, 30, 40):
+        kept = slab(position)
+        offset = allocator.allocate(8 * PAGE)
+        assert offset is not None
+        shared.begin(kept, Region(offset, 8 * PAGE))
+        kept.made = Assembled(1, bytes_used=8 * PAGE)
+    assert shared.make_way(slab(50)) is None
+    assert [each.number for each in shared.spare()] == [40, 30, 20, 10]
+    assert [each.number for each in shared.make_way(slab(25)) or ()] == [30]
+    assert [each.number for each in shared.spare()] == [30, 20, 10]
+    # Nobody comes to what was before: it goes before all others, the oldest first.
+    behind = slab(4)
+    shared.begin(behind, Region(allocator.allocate(8 * PAGE) or 0, 8 * PAGE))
+    behind.made = Assembled(1, bytes_used=8 * PAGE)
+    assert [each.number for each in shared.spare()] == [4, 30, 20, 10]
+    assert shared.make_way(slab(3)) is None
