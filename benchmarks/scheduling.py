@@ -69,19 +69,30 @@ class Node:
         dataset = DatasetBlocks(1, "made up", marks, raw, url=str)
         # An eighth of what is in memory belongs to windows that are open.
         window = max(case.resident // 8, 1) * ROWS_A_BLOCK
-        self._order = Order(rows, 1, True, 1, window, 0)
-        spec = JobSpec("f", seed=1, shuffle=True, window=window, global_batch=case.batch)
+        self._rows, self._ranks = rows, range(case.ranks)
+        self._spec = JobSpec("f", seed=1, shuffle=True, window=window, global_batch=case.batch)
+        self._orders: dict[int, Order] = {}
+        self._epochs = dict.fromkeys(self._ranks, -1)
         self._pending: deque[events.Event] = deque()
         self._now = self.cpu_s = 0.0
         self.loaded = self.slabs = 0
         self._requests = 0
-        for rank in range(case.ranks):
+        for rank in self._ranks:
             delivery = events.DeliveryOpened(rank, plan_slots(1 << 20, 1 << 16), dataset)
             self._tell(delivery)
-            at = Stream(0, 0, rank, case.ranks, 0, 1)
-            walk = Walk(spec, self._order, at, SlabSizes(1, 1, 1 << 16))
-            self._tell(events.StreamOpened(rank, rank, walk, rank))
-        self._ranks = range(case.ranks)
+            self._open_next_epoch(rank)
+
+    def _open_next_epoch(self, rank: int) -> None:
+        self._epochs[rank] += 1
+        epoch, spec = self._epochs[rank], self._spec
+        if epoch not in self._orders:
+            self._orders[epoch] = Order(self._rows, spec.seed, True, 1, spec.window, epoch)
+        at = Stream(epoch, 0, rank, len(self._ranks), 0, 1)
+        walk = Walk(spec, self._orders[epoch], at, SlabSizes(1, 1, 1 << 16))
+        self._tell(events.StreamOpened(self._stream_of(rank), rank, walk, rank))
+
+    def _stream_of(self, rank: int) -> int:
+        return self._epochs[rank] * len(self._ranks) + rank
 
     def _tell(self, event: events.Event) -> None:
         self._pending.append(event)
@@ -92,7 +103,7 @@ class Node:
         while self.slabs < end:
             for rank in self._ranks:
                 self._requests += 1
-                self._tell(events.Requested(rank, self._requests))
+                self._tell(events.Requested(self._stream_of(rank), self._requests))
             wanted = self.slabs + len(self._ranks)
             while self.slabs < wanted:
                 self._step()
@@ -117,7 +128,12 @@ class Node:
                     self._tell(events.Assembled(effect.number, result, self._now))
                 case events.Send(body=messages.Slab(slab_id=slab_id)):
                     self.slabs += 1
-                    self._tell(events.Released(effect.stream_id, (slab_id,)))
+                    self._tell(events.Released(effect.stream_id % len(self._ranks), (slab_id,)))
+                case events.Send(body=messages.EndOfStream()):
+                    rank = effect.stream_id % len(self._ranks)
+                    self._tell(events.StreamClosed(effect.stream_id))
+                    self._open_next_epoch(rank)
+                    self._tell(events.Requested(self._stream_of(rank), effect.request_id))
 
 
 def measured(case: Case) -> Cost:
