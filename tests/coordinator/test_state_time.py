@@ -235,3 +235,17 @@ def test_impossible_places_are_refused_before_anything_happens(machine):
         assert isinstance(refusal, ConfigError)
         assert words in str(refusal)
     assert machine.disk == {}
+
+
+def test_a_node_is_shown_as_soon_as_it_has_registered(machine):
+    machine.ask(node())
+    assert [one.node_id for one in machine.ask(StatusRequest()).nodes] == ["n0"]
+
+
+def test_a_store_is_away_for_longer_while_its_node_is_silent(machine):
+    outage = StoreOutage("s3://b", 5.0, "away")
+    machine.ask(dataclasses.replace(beat(), stores_away=(outage,)))
+    machine.now += 2.0
+    (seen,) = machine.ask(StatusRequest()).nodes
+    assert seen.last_seen_s == 2.0
+    assert seen.stores_away == (dataclasses.replace(outage, away_s=7.0),)

@@ -264,3 +264,10 @@ def test_default_windows_fit_into_the_budget(blocks, repeat):
 def test_golden_defaults(block_count, rows, decoded, expected):
     columns = np.full(block_count, rows), np.full(block_count, decoded)
     assert default_lanes_window(*columns) == expected
+
+
+def test_without_shuffling_a_block_is_needed_just_where_it_stands():
+    order = Order(np.array([3, 2, 4]), 0, False, 2, 8, 0)
+    first, last = order.block_span(np.arange(3))
+    assert first.tolist() == [0, 3, 5]
+    assert last.tolist() == [2, 4, 8]
