@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from scheduler_scenes import several
 
 from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.scheduler import events
+from dataplane.scheduler.records import SlabPhase
 
 SEEDS = st.integers(0, 10**9)
 
@@ -135,3 +137,20 @@ def test_whoever_asked_twice_for_a_slab_that_failed_is_told_twice(
     run.drain()
     assert isinstance(consumer.error, BudgetTooSmall)
     assert consumer.asked == 0
+
+
+def test_slabs_are_made_ahead_of_a_consumer_as_far_as_slots_allow() -> None:
+    most = 0
+    for seed in range(12):
+        run = Run(random.Random(seed), tight=False, factor=200)
+        run.row_bytes = run.outside.row_bytes = 16
+        spec = dataclasses.replace(run.worlds[1].spec, global_batch=1)
+        run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
+        run.drain()
+        stream = run.scheduler._streams.find(1)
+        assert stream is not None
+        ready = sum(task.phase is SlabPhase.READY for task in stream.tasks)
+        assert ready == min(run.layout.ahead_slots, len(stream.tasks))
+        most = max(most, ready)
+        run.end()
+    assert most == run.layout.ahead_slots
