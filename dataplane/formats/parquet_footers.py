@@ -4,8 +4,8 @@ Every block of a shard needs the footer, and parsing a large one costs more than
 
 1. A footer is taken for a remembered one only if all of its bytes are the same: a shard that was
    written anew under its name has another.
-2. Remembered are the last 16, and more of them as long as all together have 4 MiB: parsed they take
-   seven times their bytes.
+2. Remembered are the last one, and more of them as long as all together have 16 MiB: parsed they
+   take seven times their bytes, of the memory that a worker may have.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 from typing_extensions import Buffer
 
 MAGIC = b"PAR1"
-COUNT_MIN = 16
-BYTES_MAX = 4 << 20
+BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Footers:
                 self._bytes -= whole.size
             self._known[key] = pa.py_buffer(own), footer
             self._bytes += whole.size
-            while self._bytes > BYTES_MAX and len(self._known) > COUNT_MIN:
+            while self._bytes > BYTES_MAX and len(self._known) > 1:
                 (_, size), _ = self._known.popitem(last=False)
                 self._bytes -= size
         return footer

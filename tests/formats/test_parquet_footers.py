@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataplane.formats import parquet_footers
-from dataplane.formats.parquet_footers import COUNT_MIN, Footers, parsed
+from dataplane.formats.parquet_footers import Footers, parsed
 
 
 def footer(rows: int = 3, name: str = "x", groups: int = 1) -> bytes:
@@ -47,11 +47,11 @@ def test_what_is_remembered_does_not_change_with_the_memory_that_it_was_read_fro
     assert first.metadata.schema.names == ["x"]
 
 
-def test_as_many_are_remembered_as_the_bytes_allow_and_the_last_few_always(
+def test_as_many_are_remembered_as_the_bytes_allow_and_the_last_one_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     content = footer()
-    for bytes_max, kept in ((0, COUNT_MIN), (20 * len(content), 20)):
+    for bytes_max, kept in ((0, 1), (20 * len(content), 20)):
         monkeypatch.setattr(parquet_footers, "BYTES_MAX", bytes_max)
         footers = Footers()
         made = [footers.of(str(each), content) for each in range(30)]
