@@ -17,7 +17,7 @@ from dataplane.scheduler.records import SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 
 _NEVER = 1 << 62
-_WORKERS_MAX = 4
+_WORKERS, _WORKERS_MAX = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Traffic:
 
     def __init__(self, scheduler: Scheduler, fetch_count: int) -> None:
         self._scheduler = scheduler
+        self._workers = _WORKERS
         self._fetches_max = SMALL_FETCHES * fetch_count
         self._blocks: dict[int, tuple[int, int]] = {}
         self._forgotten: set[int] = set()
@@ -152,6 +153,8 @@ class Traffic:
                     self._drop(effect.delivery_id)
                 case events.Resize():
                     assert 1 <= effect.count <= _WORKERS_MAX, "autoscaler 1"
+                    assert effect.count != self._workers, "autoscaler: as many as there are"
+                    self._workers = effect.count
 
     def _load(self, effect: events.Fetch | events.DecodeBlock) -> None:
         key, block = effect.key, (effect.dataset_id, effect.block)

@@ -13,6 +13,7 @@ from scheduler_scenes import several
 
 from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.scheduler import events
+from dataplane.scheduler.autoscaler import HUNGRY_LOOKS
 from dataplane.scheduler.records import SlabPhase
 
 SEEDS = st.integers(0, 10**9)
@@ -154,3 +155,15 @@ def test_slabs_are_made_ahead_of_a_consumer_as_far_as_slots_allow() -> None:
         most = max(most, ready)
         run.end()
     assert most == run.layout.ahead_slots
+
+
+def test_there_are_more_workers_when_all_are_at_work_and_a_trainer_waits() -> None:
+    run = Run(random.Random(1), tight=False)
+    run.consume(run.deliver_to(run.worlds[1]), 0, 1)
+    run.tell(events.Ticked(2.0, 1.0))
+    assert not run.sizes
+    run.consumers[0].ask()
+    for _ in range(HUNGRY_LOOKS):
+        run.tell(events.Ticked(2.0, 1.0))
+    assert run.sizes == [3]
+    run.end()
