@@ -89,7 +89,7 @@ class Node:
             self._orders[epoch] = Order(self._rows, spec.seed, True, 1, spec.window, epoch)
         at = Stream(epoch, 0, rank, len(self._ranks), 0, 1)
         walk = Walk(spec, self._orders[epoch], at, SlabSizes(1, 1, 1 << 16))
-        self._tell(events.StreamOpened(self._stream_of(rank), rank, walk, rank))
+        self._tell(events.StreamStarted(self._stream_of(rank), rank, walk, rank))
 
     def _stream_of(self, rank: int) -> int:
         return self._epochs[rank] * len(self._ranks) + rank
@@ -121,11 +121,11 @@ class Node:
                     self._tell(events.Planned(effect.stream_id, plans))
                 case events.Fetch():
                     self.loaded += 1
-                    self._tell(events.Fetched(effect.key))
+                    self._tell(events.BlockFetched(effect.key))
                 case events.AssembleSlab():
                     count = len(effect.plan.batches)
                     result = tasks.Assembled(count, bytes_needed=0, bytes_used=1)
-                    self._tell(events.Assembled(effect.number, result, self._now))
+                    self._tell(events.SlabAssembled(effect.number, result, self._now))
                 case events.Send(body=messages.Slab(slab_id=slab_id)):
                     self.slabs += 1
                     self._tell(events.Released(effect.stream_id % len(self._ranks), (slab_id,)))

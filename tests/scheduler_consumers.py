@@ -66,7 +66,7 @@ class Consumer:
         self.next_step = at.first_step
         self._steps = self._expected()
         before = after.number if after is not None else None
-        opened = events.StreamOpened(number, place.delivery_id, walk, number, before)
+        opened = events.StreamStarted(number, place.delivery_id, walk, number, before)
         run.consumers.append(self)
         run.tell(opened)
 

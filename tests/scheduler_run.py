@@ -109,7 +109,7 @@ class Run:
                     self._consumer(effect.stream_id).planned = True
                 case events.Note():
                     self.notes.append(effect)
-                case events.Resize():
+                case events.ResizePool():
                     self.sizes.append(effect.count)
                 case events.ClearTrails():
                     self.outside.part(effect.region)[:] = bytes(effect.region.length)

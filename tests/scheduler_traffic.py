@@ -50,7 +50,7 @@ class Traffic:
         self._lent: dict[int, tuple[int, int, bool]] = {}
         self._closed: set[int] = set()
         self._dropped: set[int] = set()
-        self._streams: dict[int, events.StreamOpened] = {}
+        self._streams: dict[int, events.StreamStarted] = {}
         self._makes: dict[int, events.AssembleSlab] = {}
         self._spans: dict[int, tuple[list[int], list[int]]] = {}
 
@@ -64,7 +64,7 @@ class Traffic:
             case events.DeliveryClosed():
                 self._closed.add(event.delivery_id)
                 self._take_back(event.delivery_id)
-            case events.StreamOpened():
+            case events.StreamStarted():
                 self._streams[event.stream_id] = event
             case events.StreamClosed():
                 self._requests.pop(event.stream_id, None)
@@ -77,15 +77,15 @@ class Traffic:
                 self._take_back(event.delivery_id, event.holder)
             case events.Planned():
                 self._planning.remove(event.stream_id)
-            case events.Fetched():
+            case events.BlockFetched():
                 self._fetching.remove(event.key)
                 self._end(event.key)
-            case events.Decoded():
+            case events.BlockDecoded():
                 is_local = len(self._busy["block", event.key]) == 1
                 if is_local and isinstance(event.result, tasks.Decoded) and not event.result.stored:
                     self._nowhere.add(event.key)  # nothing of it is anywhere
                 self._end(event.key)
-            case events.Assembled():
+            case events.SlabAssembled():
                 self._busy.pop(("slab", event.number), None)
                 del self._making[event.number]
                 made = self._makes.pop(event.number, None)
@@ -151,7 +151,7 @@ class Traffic:
                     self._answer(effect)
                 case events.DropDelivery():
                     self._drop(effect.delivery_id)
-                case events.Resize():
+                case events.ResizePool():
                     assert 1 <= effect.count <= _WORKERS_MAX, "autoscaler 1"
                     assert effect.count != self._workers, "autoscaler: as many as there are"
                     self._workers = effect.count

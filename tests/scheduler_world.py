@@ -207,54 +207,54 @@ class Outside:
     def _planned(self, effect: events.PlanSteps) -> events.Planned:
         return events.Planned(effect.stream_id, effect.walk.next_plans(effect.count))
 
-    def _fetched(self, effect: events.Fetch) -> events.Fetched:
+    def _fetched(self, effect: events.Fetch) -> events.BlockFetched:
         world = self.worlds[effect.dataset_id]
         assert effect.into.length == world.blocks.marks.raw[effect.block]
         if error := self._no_memory():
-            return events.Fetched(effect.key, error)
+            return events.BlockFetched(effect.key, error)
         if effect.block in world.broken:
-            return events.Fetched(effect.key, StoreDenied(f"block {effect.block}"))
+            return events.BlockFetched(effect.key, StoreDenied(f"block {effect.block}"))
         if self.chance.random() < self.away:
-            return events.Fetched(effect.key, StoreUnavailable("it is away"), is_away=True)
+            return events.BlockFetched(effect.key, StoreUnavailable("it is away"), is_away=True)
         _mark(self.part(effect.into), effect.block)
         self.known[effect.key] = (world, effect.block, effect.into)
-        return events.Fetched(effect.key)
+        return events.BlockFetched(effect.key)
 
-    def _decoded(self, effect: events.DecodeBlock) -> events.Decoded:
+    def _decoded(self, effect: events.DecodeBlock) -> events.BlockDecoded:
         world, block = self.worlds[effect.dataset_id], effect.block
         if effect.raw is None:
             self.loads += 1
             if block in world.broken:
-                return events.Decoded(effect.key, StoreDenied(f"block {block}"), 0.0)
+                return events.BlockDecoded(effect.key, StoreDenied(f"block {block}"), 0.0)
         else:
             _check_mark(self.part(effect.raw), block)
         if error := self._no_memory():
-            return events.Decoded(effect.key, error, 0.0)
+            return events.BlockDecoded(effect.key, error, 0.0)
         size = world.true_bytes(block)
         if size > effect.into.length:
-            return events.Decoded(effect.key, tasks.Decoded(size, stored=False), 0.0)
+            return events.BlockDecoded(effect.key, tasks.Decoded(size, stored=False), 0.0)
         into = Region(effect.into.offset, size)
         _mark(self.part(into), block)
         self.known[effect.key] = (world, block, into)
-        return events.Decoded(effect.key, tasks.Decoded(size, stored=True), 0.0)
+        return events.BlockDecoded(effect.key, tasks.Decoded(size, stored=True), 0.0)
 
-    def _copied(self, effect: events.CopyKept) -> events.Assembled:
+    def _copied(self, effect: events.CopyKept) -> events.SlabAssembled:
         assert effect.delivery_id not in self.dropped
         assert effect.kept.length == effect.slab.length
         if error := self._no_memory():
-            return events.Assembled(effect.number, error, 0.0)
+            return events.SlabAssembled(effect.number, error, 0.0)
         slab = effect.slab
         into = self.deliveries[effect.delivery_id][slab.offset : slab.offset + slab.length]
         into[:] = self.part(effect.kept)
-        return events.Assembled(effect.number, tasks.Done(), 0.0)
+        return events.SlabAssembled(effect.number, tasks.Done(), 0.0)
 
-    def _assembled(self, effect: events.AssembleSlab) -> events.Assembled:
+    def _assembled(self, effect: events.AssembleSlab) -> events.SlabAssembled:
         assert effect.delivery_id not in self.dropped
         plan, slab = effect.plan, effect.slab
         assert effect.row_index.length >= 8 * len(plan.row_index)
         assert effect.row_index.offset >= slab.offset + slab.length
         if error := self._no_memory():
-            return events.Assembled(effect.number, error, 0.0, is_kept=False)
+            return events.SlabAssembled(effect.number, error, 0.0, is_kept=False)
         self.assembled.append(repr((plan.batches, effect.keys)).encode() + plan.row_index.tobytes())
         numbers = [self._block_of(key, effect.dataset_id) for key in effect.keys]
         assert numbers == plan.blocks.tolist()
@@ -264,7 +264,7 @@ class Outside:
         if effect.keep is not None and is_kept and used <= effect.keep.length:
             self.part(effect.keep)[:used] = arena[slab.offset : slab.offset + used]
         result = tasks.Assembled(count, bytes_needed=0 if count else needed, bytes_used=used)
-        return events.Assembled(effect.number, result, 0.0, is_kept)
+        return events.SlabAssembled(effect.number, result, 0.0, is_kept)
 
     def _write(
         self, plan: Plan, numbers: list[int], into: memoryview, room: int

@@ -51,9 +51,9 @@ class Allocator:
         self.high_water = max(self.high_water, at + need)
         return at
 
-    def trial(self) -> Trial:
+    def trial(self) -> FreeTrial:
         """To see what would be free if some extents were given back."""
-        return Trial(self._taken, self._lengths, self._starts)
+        return FreeTrial(self._taken, self._lengths, self._starts)
 
     def free(self, offset: int) -> None:
         """Give an extent back.
@@ -104,7 +104,7 @@ class Allocator:
             bisect.insort(self._by_length, (length, at))
 
 
-class Trial:
+class FreeTrial:
     """Extents of an allocator as if some more were free; the allocator stays as it is. Of no use
     once that has changed.
     """

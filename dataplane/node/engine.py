@@ -87,7 +87,7 @@ class Engine:
             events.AllPlanned: self._all_planned,
             events.ForgetBlock: self._forget_block,
             events.DropDelivery: self._drop_delivery,
-            events.Resize: lambda effect: self._pool.resize(effect.count),
+            events.ResizePool: lambda effect: self._pool.resize(effect.count),
             events.Note: self._note,
         }
 
@@ -135,7 +135,7 @@ class Engine:
         self._streams[stream.stream_id] = stream
         before = None if after is None else after.stream_id
         self._tell(
-            events.StreamOpened(stream.stream_id, delivery.delivery_id, walk, holder, before)
+            events.StreamStarted(stream.stream_id, delivery.delivery_id, walk, holder, before)
         )
         return stream
 
@@ -237,7 +237,7 @@ class Engine:
         try:
             self._reserve(into)
         except BudgetTooSmall as error:
-            self._tell(events.Fetched(key, error))
+            self._tell(events.BlockFetched(key, error))
             return
         raw = self._datasets[effect.dataset_id].raw_block(effect.block, into)
         self._fetcher.fetch(
@@ -250,21 +250,21 @@ class Engine:
         )
 
     def _on_fetched(self, key: int, error: DataplaneError | None) -> None:
-        self._tell(events.Fetched(key, error, is_away=isinstance(error, UNREACHABLE)))
+        self._tell(events.BlockFetched(key, error, is_away=isinstance(error, UNREACHABLE)))
 
     def _decode(self, effect: events.DecodeBlock) -> None:
         dataset, key = self._datasets[effect.dataset_id], effect.key
         try:
             self._reserve(effect.into)
         except BudgetTooSmall as error:
-            self._tell(events.Decoded(key, error, 0.0))
+            self._tell(events.BlockDecoded(key, error, 0.0))
             return
         raw = dataset.raw_block(effect.block, effect.raw)
         job = Job(
             body=tasks.Decode(dataset.dataset_id, raw, effect.into),
             dataset=dataset.message,
             arenas=((_BLOCK_ARENA_ID, self._arena.fd),),
-            report=lambda result: self._tell(events.Decoded(key, result, job.started)),
+            report=lambda result: self._tell(events.BlockDecoded(key, result, job.started)),
             place=partial(dataset.place, effect.block),
         )
         self._pool.submit(job, _DECODE_URGENCY)
@@ -315,7 +315,7 @@ class Engine:
         try:
             arena.reserve(index.offset + index.length)
         except BudgetTooSmall as error:
-            self._tell(events.Assembled(effect.number, error, 0.0, is_kept=False))
+            self._tell(events.SlabAssembled(effect.number, error, 0.0, is_kept=False))
             return
         into = np.frombuffer(arena.view(index.offset, index.length), np.int32)
         into[:] = effect.plan.row_index.reshape(-1)
@@ -336,7 +336,7 @@ class Engine:
         try:
             arena.reserve(effect.slab.offset + effect.slab.length)
         except BudgetTooSmall as error:
-            self._tell(events.Assembled(effect.number, error, 0.0))
+            self._tell(events.SlabAssembled(effect.number, error, 0.0))
             return
         body = tasks.CopySlab(effect.kept, effect.delivery_id, effect.slab)
         self._submit(effect, body, _COPY_URGENCY, is_kept=True)
@@ -360,7 +360,7 @@ class Engine:
             ),
             source=partial(self._source, dataset),
             report=lambda result: self._tell(
-                events.Assembled(number, result, job.started, is_kept)
+                events.SlabAssembled(number, result, job.started, is_kept)
             ),
             place=partial(_first_place, dataset, effect.plan),
             place_of=partial(self._place, dataset),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
@@ -68,11 +66,3 @@ class BlockChange:
     dataset: DatasetBlocks
     index: int
     error: DataplaneError | None = None
-
-
-class Spare(Protocol):
-    """Something that lies in the arena as long as no block needs the room."""
-
-    @property
-    def regions(self) -> Sequence[Region]:
-        """What it takes of the arena."""

@@ -27,12 +27,12 @@ from dataplane.scheduler import budgets
 from dataplane.scheduler.block import Block, BlockChange, BlockPhase, Change
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.events import (
+    BlockDecoded,
+    BlockFetched,
     ClearTrails,
     DecodeBlock,
-    Decoded,
     Effect,
     Fetch,
-    Fetched,
     ForgetBlock,
 )
 from dataplane.scheduler.next_use import NEVER, NextUse
@@ -199,7 +199,7 @@ class BlockTable:
         self._do(Fetch(block.key, dataset.dataset_id, index, raw))
         return True
 
-    def fetched(self, event: Fetched) -> None:
+    def fetched(self, event: BlockFetched) -> None:
         """A fetch has ended."""
         block = self._by_key[event.key]
         assert block.raw is not None
@@ -232,7 +232,7 @@ class BlockTable:
         self._do(DecodeBlock(block.key, dataset.dataset_id, index, block.raw, decoded))
         return True
 
-    def decoded(self, event: Decoded) -> None:
+    def decoded(self, event: BlockDecoded) -> None:
         """A worker has decoded a block, or could not."""
         block, result = self._by_key[event.key], event.result
         self._decoding -= 1

@@ -2,8 +2,8 @@
 
 Events are told with `Scheduler.decide`; the effects that it returns are to be carried out in their
 order. Whoever carries out a PlanSteps, Fetch, DecodeBlock, AssembleSlab or CopyKept tells its end,
-once, as an event: Planned, Fetched, Decoded or Assembled. All times are seconds of one clock, which
-never goes back.
+once, as an event: Planned, BlockFetched, BlockDecoded or SlabAssembled. All times are seconds of
+one clock, which never goes back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DatasetForgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOpened:
+class StreamStarted:
     """A consumer starts to walk; `holder` will have its slabs. Until the stream `after` is closed
     this one comes last: it is made of what that one leaves.
     """
@@ -121,7 +121,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class BlockFetched:
     """The end of a Fetch. `is_away`: the store cannot be reached now, and may be later."""
 
     key: int
@@ -130,7 +130,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class BlockDecoded:
     """The end of a DecodeBlock, on which a worker started at `started`."""
 
     key: int
@@ -139,7 +139,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class SlabAssembled:
     """The end of an AssembleSlab or a CopyKept. `is_kept`: the second place, if one was asked for,
     has it, too.
     """
@@ -166,9 +166,9 @@ class Settled:
 
 
 Event = (
-    DeliveryOpened | DeliveryClosed | DatasetForgotten | StreamOpened | StreamAdopted
-    | StreamClosed | StreamRefused | Requested | Released | HolderGone | Planned | Fetched
-    | Decoded | Assembled | Ticked | Settled
+    DeliveryOpened | DeliveryClosed | DatasetForgotten | StreamStarted | StreamAdopted
+    | StreamClosed | StreamRefused | Requested | Released | HolderGone | Planned | BlockFetched
+    | BlockDecoded | SlabAssembled | Ticked | Settled
 )  # fmt: skip
 
 # -- effects -----------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class DropDelivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Resize:
+class ResizePool:
     """Have so many workers."""
 
     count: int
@@ -308,5 +308,5 @@ class Note:
 
 Effect = (
     PlanSteps | Fetch | DecodeBlock | ClearTrails | AssembleSlab | CopyKept | Send | Stalled
-    | AllPlanned | ForgetBlock | DropDelivery | Resize | Note
+    | AllPlanned | ForgetBlock | DropDelivery | ResizePool | Note
 )  # fmt: skip

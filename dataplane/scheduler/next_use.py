@@ -36,7 +36,7 @@ from dataplane.scheduler.dataset import DatasetBlocks
 NEVER = np.iinfo(np.int64).max
 
 
-class Reading(NamedTuple):
+class WalkPosition(NamedTuple):
     """Somebody who reads a dataset in this order, and the position from which he needs blocks."""
 
     number: int
@@ -44,7 +44,7 @@ class Reading(NamedTuple):
     position: int
 
 
-Readings = Callable[[DatasetBlocks], Sequence[Reading]]
+Readings = Callable[[DatasetBlocks], Sequence[WalkPosition]]
 Spans = dict[int, tuple[int, int]]
 """The first and the last position at which each block may be needed, by key."""
 
@@ -116,7 +116,7 @@ class _Resident:
         """Whether what is said of it in the heap of a reader still holds."""
         return self.stands.get(key) == (reader, serial)
 
-    def move(self, readings: Sequence[Reading]) -> None:
+    def move(self, readings: Sequence[WalkPosition]) -> None:
         """The readers have come to these positions."""
         now = {reading.number: reading for reading in readings}
         if now.keys() != self.readers.keys() or any(
@@ -132,7 +132,7 @@ class _Resident:
                 if self.is_at(reader, serial, key):
                     self.place(key)
 
-    def _start_anew(self, readings: Sequence[Reading]) -> None:
+    def _start_anew(self, readings: Sequence[WalkPosition]) -> None:
         former, self.spans, self.readers = self.spans, {}, {}
         blocks = list(self.blocks.values())
         for reading in readings:

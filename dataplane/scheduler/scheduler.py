@@ -78,7 +78,7 @@ class Scheduler:
             events.DeliveryOpened: self._open_delivery,
             events.DeliveryClosed: self._close_delivery,
             events.DatasetForgotten: lambda event: self._blocks.forget_dataset(event.dataset),
-            events.StreamOpened: self._open_stream,
+            events.StreamStarted: self._open_stream,
             events.StreamAdopted: self._adopt_stream,
             events.StreamClosed: self._close_stream,
             events.StreamRefused: self._refuse_stream,
@@ -86,9 +86,9 @@ class Scheduler:
             events.Released: self._release,
             events.HolderGone: self._release_all,
             events.Planned: self._planned,
-            events.Fetched: self._blocks.fetched,
-            events.Decoded: self._blocks.decoded,
-            events.Assembled: self._tasks.assembled,
+            events.BlockFetched: self._blocks.fetched,
+            events.BlockDecoded: self._blocks.decoded,
+            events.SlabAssembled: self._tasks.assembled,
             events.Ticked: self._tick,
             events.Settled: self._settle,
         }
@@ -154,7 +154,7 @@ class Scheduler:
 
     # -- streams ---------------------------------------------------------------------------------
 
-    def _open_stream(self, event: events.StreamOpened) -> None:
+    def _open_stream(self, event: events.StreamStarted) -> None:
         stream = StreamState(
             event.stream_id,
             self._deliveries[event.delivery_id],
@@ -226,7 +226,7 @@ class Scheduler:
         if self._workers.count != before.count:
             facts = {"count": self._workers.count, "before": before.count}
             self._do(events.Note("workers", facts))
-            self._do(events.Resize(self._workers.count))
+            self._do(events.ResizePool(self._workers.count))
         for stream in self._streams:
             self._check_deadline(stream)
 

@@ -29,7 +29,7 @@ from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler.dataset import DatasetBlocks
-from dataplane.scheduler.next_use import Reading
+from dataplane.scheduler.next_use import WalkPosition
 from dataplane.scheduler.records import Group, Moment, SharedSlab, SlabKey, SlabTask, StreamState
 from dataplane.scheduler.streams import StreamTable
 
@@ -90,10 +90,10 @@ class SharedSlabs:
             return None
         return self._slabs.get((group, _key(task)))
 
-    def readings(self, dataset: DatasetBlocks) -> list[Reading]:
+    def readings(self, dataset: DatasetBlocks) -> list[WalkPosition]:
         """Who reads this dataset: in which order, and from which position on."""
         found = self.streams.of_dataset(dataset)
-        return [Reading(s.stream_id, s.walk.order, self.position(s)) for s in found]
+        return [WalkPosition(s.stream_id, s.walk.order, self.position(s)) for s in found]
 
     def position(self, stream: StreamState) -> int:
         """The first position for which the stream needs blocks, as far as it is planned."""

@@ -29,12 +29,12 @@ from dataplane.scheduler.account import Stamps
 from dataplane.scheduler.block import BlockChange, Change
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.events import (
-    Assembled,
     AssembleSlab,
     CopyKept,
     DropDelivery,
     Effect,
     Note,
+    SlabAssembled,
 )
 from dataplane.scheduler.records import (
     NONE,
@@ -335,7 +335,7 @@ class SlabTasks:
             task.assembled, task.phase = None, SlabPhase.WAITING
             self._watch(task)
 
-    def assembled(self, event: Assembled) -> None:
+    def assembled(self, event: SlabAssembled) -> None:
         """A worker has made or copied a slab, or could not."""
         task, result = self._assembling.pop(event.number), event.result
         task.stamps.started, task.stamps.made = event.started, self._time.now

@@ -16,7 +16,7 @@ from dataplane.rpc import tasks
 from dataplane.scheduler import blocks as blocks_module
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
-from dataplane.scheduler.events import Effect, Fetch, Fetched, ForgetBlock
+from dataplane.scheduler.events import BlockFetched, Effect, Fetch, ForgetBlock
 from dataplane.scheduler.records import Delivery, Group, Moment, SharedSlab, StreamState
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
@@ -49,7 +49,7 @@ class Table:
     def load(self, index: int, *, greedy: bool = False) -> bool:
         is_started = self.blocks.start(self.dataset, index, greedy=greedy)
         if is_started and self.effects and isinstance(self.effects[-1], Fetch):
-            self.blocks.fetched(Fetched(self.effects[-1].key))
+            self.blocks.fetched(BlockFetched(self.effects[-1].key))
         return is_started
 
     def keep_slab(self) -> SharedSlab:

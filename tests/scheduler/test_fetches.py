@@ -16,7 +16,7 @@ from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
 from dataplane.scheduler.blocks import FETCH_BYTES_MIN, SMALL_FETCHES, BlockTable
-from dataplane.scheduler.events import Effect, Fetch, Fetched
+from dataplane.scheduler.events import BlockFetched, Effect, Fetch
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
@@ -63,5 +63,5 @@ def test_small_blocks_are_fetched_more_at_once_within_two_bounds(
             assert count == SMALL_FETCHES * FETCHES or size >= FETCHES * FETCH_BYTES_MIN
         key = drawn.draw(st.sampled_from([*under_way]))
         del under_way[key]
-        table.fetched(Fetched(key))
+        table.fetched(BlockFetched(key))
     assert table.in_flight_count == 0

@@ -20,7 +20,7 @@ from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
 from dataplane.scheduler.block import Block, BlockPhase
 from dataplane.scheduler.dataset import DatasetBlocks
-from dataplane.scheduler.next_use import NEVER, NextUse, Reading
+from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition
 
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 
@@ -48,7 +48,7 @@ def _blocks(count: int) -> DatasetBlocks:
 class Memory:
     """Blocks in memory, and who reads them."""
 
-    def __init__(self, rows: list[int], readings: list[Reading]) -> None:
+    def __init__(self, rows: list[int], readings: list[WalkPosition]) -> None:
         self.dataset = _blocks(len(rows))
         self.readings = readings
         self.uses = NextUse(lambda _dataset: self.readings)
@@ -84,7 +84,7 @@ def test_the_next_use_is_never_later_than_the_plan_says(
     orders = [_order(rows, seed, lanes, window), _order(rows, seed + 1, 1, 1)]
     total = sum(rows)
     readings = [
-        Reading(i, order, data.draw(st.integers(0, total))) for i, order in enumerate(orders)
+        WalkPosition(i, order, data.draw(st.integers(0, total))) for i, order in enumerate(orders)
     ]
     memory = Memory(rows, readings)
     for block in range(len(rows)):
@@ -130,7 +130,7 @@ def test_whatever_happens_the_farthest_goes_first(rows: list[int], data: st.Data
         elif act == "evict" and memory.held:
             memory.evict(sorted(memory.held)[which % len(memory.held)])
         elif act == "open":
-            reading = Reading(next(numbers), orders[which % 2], which % (total + 1))
+            reading = WalkPosition(next(numbers), orders[which % 2], which % (total + 1))
             memory.readings.append(reading)
         elif act == "pin":
             memory.dataset.marks.pins[which % len(rows)] ^= 1
@@ -152,7 +152,7 @@ def test_of_open_windows_the_one_touched_longest_ago_goes_first(
     touches: list[int], data: st.DataObject
 ) -> None:
     rows = [2] * 10
-    memory = Memory(rows, [Reading(1, _order(rows, 1, 1, 100), 3)])
+    memory = Memory(rows, [WalkPosition(1, _order(rows, 1, 1, 100), 3)])
     for index in touches:
         memory.touch(index)
         if data.draw(st.booleans()):
@@ -165,7 +165,7 @@ def test_of_open_windows_the_one_touched_longest_ago_goes_first(
 
 def test_what_was_only_looked_at_is_still_there() -> None:
     rows = [2] * 20
-    memory = Memory(rows, [Reading(1, _order(rows, 1, 1, 4), 11)])
+    memory = Memory(rows, [WalkPosition(1, _order(rows, 1, 1, 4), 11)])
     for index in range(20):
         memory.touch(index)
     whole = memory.farthest()
@@ -191,7 +191,7 @@ class CountingOrder:
 def test_a_block_more_and_a_victim_cost_no_look_at_the_others() -> None:
     rows = [4] * 2000
     order: Any = CountingOrder(_order(rows, 3, 1, 40))
-    memory = Memory(rows, [Reading(rank, order, rank) for rank in range(8)])
+    memory = Memory(rows, [WalkPosition(rank, order, rank) for rank in range(8)])
     for index in range(1000):
         memory.touch(index)
     memory.farthest()
@@ -244,10 +244,10 @@ def test_reading_an_epoch_misses_no_more_than_lru_and_no_less_than_the_best(
     rows = [2, 1, 3, 2, 1]
     order = _order(rows, seed, lanes, window)
     blocks = order.locate(np.arange(sum(rows)))[0].tolist()
-    memory = Memory(rows, [Reading(1, order, 0)])
+    memory = Memory(rows, [WalkPosition(1, order, 0)])
 
     def planned(at: int, held: list[int]) -> int:
-        memory.readings = [Reading(1, order, at)]
+        memory.readings = [WalkPosition(1, order, at)]
         for index in [*memory.held]:
             if index not in held:
                 memory.evict(index)
