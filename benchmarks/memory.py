@@ -47,7 +47,7 @@ class Sized(Dataset[torch.Tensor]):
 
 
 class Expanded(Sized):
-    """The same, of which each row is one row's memory."""
+    """The same samples, but each is one row that is expanded: it has the memory of one row."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         row = torch.full((1, _MIB), index % 256, dtype=torch.uint8)

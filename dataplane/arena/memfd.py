@@ -144,7 +144,7 @@ class Arena:
         self._reserved = end
 
     def reserve_part(self, offset: int, length: int) -> None:
-        """Allocate the memory of bytes [offset, offset + length), whatever is known of them.
+        """Allocate the memory of bytes [offset, offset + length), even if it was allocated before.
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """

@@ -62,7 +62,7 @@ def plan_slots(arena_bytes: int, slot_bytes: int) -> SlotLayout:
 
 
 def slot_bytes_of(arena_bytes: int) -> int:
-    """Slots of which such an arena has enough to hold some while others are made."""
+    """The slot size of which an arena of this size has room for the usual number of slots."""
     return max(arena_bytes // _SLOTS_USUAL // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 

@@ -34,7 +34,7 @@ class Launch:
 def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str = "") -> Launch:
     """The run and the launch that this process belongs to. `token` is a random name that all ranks
     of this launch have drawn together, if they have: what launchers tell may recur. Ranks of one
-    host of which nothing tells belong together if one process has started them.
+    host that share no name of a run belong together if one process has started them.
     """
     run_id = _run_id(environ, world_size)
     if run_id is None and token and world_size > 1:

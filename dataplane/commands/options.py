@@ -40,8 +40,8 @@ NODE_SETTINGS = (
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json`, wherever data is shown. Errors are JSON then, too: eager, so that whatever is wrong
-    with other options is told so.
+    """The option `--json`. With it errors are JSON, too; it is read before other options, so that
+    errors about those are JSON as well.
     """
     return click.option(
         "--json",

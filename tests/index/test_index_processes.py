@@ -8,31 +8,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pyarrow as pa
-import pytest
 from counted import Counted
-from shards import parquet_bytes
 
 from dataplane.index.indexing import index_dataset
-
-
-def write_shards(folder: Path, count: int, rows: int = 10) -> None:
-    folder.mkdir(exist_ok=True)
-    for i in range(count):
-        table = pa.table({"id": range(i * rows, i * rows + rows), "text": ["x"] * rows})
-        (folder / f"{i:03d}.parquet").write_bytes(parquet_bytes(table, row_group_size=4))
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
-    write_shards(tmp_path / "data", 12)
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
 
 RUN = textwrap.dedent(
     """

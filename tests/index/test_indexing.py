@@ -25,24 +25,6 @@ from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 
 
-def write_shards(folder: Path, count: int, rows: int = 10) -> None:
-    folder.mkdir(exist_ok=True)
-    for i in range(count):
-        table = pa.table({"id": range(i * rows, i * rows + rows), "text": ["x"] * rows})
-        (folder / f"{i:03d}.parquet").write_bytes(parquet_bytes(table, row_group_size=4))
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> Path:
-    write_shards(tmp_path / "data", 12)
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
 def test_the_manifest_lists_shards_in_order_with_their_blocks(dataset: Path) -> None:
     manifest = index_dataset(dataset)
     assert [s.url.rpartition("/")[2] for s in manifest.shards] == [

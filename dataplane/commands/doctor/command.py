@@ -214,7 +214,7 @@ def _looked_at(
 
 
 def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
-    """About what an epoch is in batches, of which pixels may be most."""
+    """About how many bytes the batches of one epoch take, pixels included."""
     stored = int(manifest.block_decoded.clip(manifest.block_length).sum())
     pixels = sum(image.height * image.width * 3 for image in request.transforms)
     return stored + manifest.sample_count * pixels
