@@ -63,7 +63,7 @@ class Launch:
     steps: tuple[list[Step], ...]
 
     def follow(self, watch: Watch, on_step: OnStep, until: int | None = None) -> None:
-        """Tell of every step of rank 0, until that step is done, or else until the end.
+        """Tell of every step of rank 0, until all ranks have done that step, or else to the end.
 
         Raises:  ProcessEnded: it failed, or ended before `until`, or no step came for long.
         """
@@ -75,7 +75,7 @@ class Launch:
                 on_step(step)
             if new:
                 heard = time.monotonic()
-            if until is not None and self.steps[0] and self.steps[0][-1].step >= until:
+            if until is not None and all(steps and steps[-1].step >= until for steps in self.steps):
                 return
             if status is not None:
                 if status or until is not None:
