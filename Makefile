@@ -22,7 +22,7 @@ DIST ?= dist
 # torch is pinned here and not by `make lock`: a range may bring gigabytes for accelerators.
 TORCH := torch==2.13.0
 
-.PHONY: help setup wheel lock test test-slow test-others sanitize lint format types imports protos protos-check check demo clean
+.PHONY: help setup wheel lock test test-slow test-others sanitize lint dead format types imports protos protos-check check demo clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
@@ -95,6 +95,9 @@ lint: setup ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+dead: setup ## names that nobody uses (exceptions: [tool.vulture] in pyproject.toml)
+	$(VENV)/bin/vulture
+
 format: setup ## let ruff put things right
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -114,7 +117,7 @@ protos-check: setup ## is the generated code that is checked in current?
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/dataplane/rpc/v1" dataplane/rpc/v1 \
 	  || { echo "dataplane/rpc/v1 is not what proto/ says: run 'make protos' and commit." >&2; exit 1; }
 
-check: lint types imports protos-check test ## all that CI checks
+check: lint types imports dead protos-check test ## all that CI checks
 
 demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with proof
 	$(PY) -m dataplane_bench.demo

@@ -47,7 +47,7 @@ _STEP = 1024
 _CALLS = 300
 _TICK_S = 0.001
 _OTHER_BYTES = 64 << 20
-_CONFIG = NodeConfig("", "", 4 << 30, 1 << 30, 16 << 20, 2, 16, 30.0, 60.0, 30.0)
+_CONFIG = NodeConfig("", 4 << 30, 1 << 30, 16 << 20, 2, 16, 30.0, 60.0, 30.0)
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32(), 2048)), ("id", pa.int64())])
 
 

@@ -27,7 +27,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SHARDS, ROWS, BATCH = 2, 64, 8
+SHARDS, ROWS = 2, 64
 STEP_S = 0.005
 CPU_S_MAX, WAIT_S_MAX = 10.0, 0.050
 PARTS = ("node", "indexing", "workers", "trainer")

@@ -177,7 +177,6 @@ class NodeConfig:
     `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
     """
 
-    socket_name: str
     cache_dir: str
     block_arena_bytes: int
     delivery_bytes_per_rank: int

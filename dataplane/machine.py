@@ -134,12 +134,6 @@ def collect_rarely() -> None:
     gc.set_threshold(_OBJECTS_BEFORE_LOOK, 20, 20)
 
 
-def own_memory_limit() -> int | None:
-    """What `limit_memory` set for this process; None where nothing did."""
-    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def kill_count_for_memory() -> int:
     """How many processes of this machine the kernel has killed because memory ran out; 0 where it
     does not say.

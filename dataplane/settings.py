@@ -335,7 +335,6 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
     is_chosen = {name: found.source != "default" for name, found in settings.items()}
     config = NodeConfig(
         **chosen,
-        socket_name="",
         coordinator=str(values["join"]),
         worker_count_max=0 if is_chosen["worker_count"] else machine.cpu_count,
         worker_memory_bytes_max=(

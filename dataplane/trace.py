@@ -37,10 +37,6 @@ class Trace:
         """Something began that may take a while: of interest to developers."""
         self._say(logging.DEBUG, event, facts)
 
-    def completed(self, event: str, **facts: object) -> None:
-        """It ended well."""
-        self._say(logging.DEBUG, event, facts)
-
     def noted(self, event: str, **facts: object) -> None:
         """Something that a person who runs the service wants to know."""
         self._say(logging.INFO, event, facts)

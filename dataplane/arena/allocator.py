@@ -86,11 +86,6 @@ class Allocator:
         """(offset, length) of what is not given out, the longest first."""
         return sorted(self._lengths.items(), key=lambda each: (-each[1], each[0]))
 
-    @property
-    def largest_free(self) -> int:
-        """The longest extent that could be allocated now, in bytes."""
-        return self._by_length[-1][0] if self._by_length else 0
-
     def _remove(self, at: int) -> int:
         length = self._lengths.pop(at)
         del self._starts[at + length]

@@ -48,10 +48,6 @@ class Bound:
     waited_share: float
     busy: tuple[tuple[Stage, float], ...]
 
-    def busy_share(self, stage: Stage) -> float:
-        """Of one stage; 0.0 of those that cannot be busy."""
-        return dict(self.busy).get(stage, 0.0)
-
 
 class Recent:
     """What bounds a loader, by its last seconds. `statistics` are all of it so far."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import sys
@@ -204,7 +203,6 @@ async def _run_node(
             service=named,
         ) from error
     with listener:
-        config = dataclasses.replace(config, socket_name=name)
         ready = partial(_announce, f"node {named}")
         await run_node(config, listener, coordination, stop, ready)
 

@@ -54,11 +54,6 @@ class Journal:
             self._waiting[key] = write
             self._added += 1
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether anything is not yet on disk."""
-        return self._committed < self._added
-
     async def commit(self) -> None:
         """Return when all that was added so far is on disk.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.rpc.serve import GrpcServer
 
@@ -20,7 +18,6 @@ class CoordinatorServer:
         self._insecure_bind = insecure_bind
         self._coordinator = Coordinator(config)
         self._grpc: GrpcServer | None = None
-        self._stopped = asyncio.Event()
 
     @property
     def coordinator(self) -> Coordinator:
@@ -48,30 +45,3 @@ class CoordinatorServer:
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
         await self._coordinator.close()
-        self._stopped.set()
-
-    async def wait_stopped(self) -> None:
-        """Return when `stop()` is done."""
-        await self._stopped.wait()
-
-
-async def serve_coordinator(
-    config: CoordinatorConfig,
-    address: str,
-    stop: asyncio.Event,
-    *,
-    insecure_bind: bool = False,
-    started: asyncio.Future[str] | None = None,
-) -> None:
-    """Serve until `stop` is set, then drain. `started` gets the address once calls are answered.
-
-    Raises:  ConfigError: as `CoordinatorServer.start`.
-    """
-    server = CoordinatorServer(config, address, insecure_bind=insecure_bind)
-    real = await server.start()
-    try:
-        if started is not None:
-            started.set_result(real)
-        await stop.wait()
-    finally:
-        await server.stop()

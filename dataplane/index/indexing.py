@@ -46,13 +46,10 @@ Progress = Callable[["IndexProgress"], None]
 
 @dataclass(frozen=True, slots=True)
 class IndexProgress:
-    """How far indexing has come. `shards_remembered` of `shards_done` were indexed earlier."""
+    """How far indexing has come."""
 
     shard_count: int
     shards_done: int
-    shards_remembered: int
-    block_count: int
-    sample_count: int
     bytes_done: int
     bytes_total: int
 
@@ -236,8 +233,8 @@ class _Run:
         self._stop = threading.Event()
         self._reference: tuple[str, pa.Schema] | None = None
         self._done: dict[int, ShardIndex] = {}
-        self._early: dict[int, tuple[ShardIndex, bool]] = {}
-        self._counts = [0, 0, 0, 0]
+        self._early: dict[int, ShardIndex] = {}
+        self._bytes_done = 0
         self._bytes_total = sum(shard.size_bytes for shard in listed)
 
     def indexed(
@@ -251,7 +248,7 @@ class _Run:
         self._report()
         for shard, key in enumerate(keys):
             if key in remembered:
-                self._arrived(shard, remembered[key], is_remembered=True)
+                self._arrived(shard, remembered[key])
         todo = [shard for shard, key in enumerate(keys) if key not in remembered]
         self._in_parallel(workers, todo, keys, journal)
         return [self._done[shard] for shard in range(len(keys))]
@@ -301,17 +298,16 @@ class _Run:
     def _accept_new(self, shard: int, key: str, index: ShardIndex, journal: Journal | None) -> None:
         if journal is not None:
             journal.remember(key, index)
-        self._arrived(shard, index, is_remembered=False)
+        self._arrived(shard, index)
 
-    def _arrived(self, shard: int, index: ShardIndex, *, is_remembered: bool) -> None:
+    def _arrived(self, shard: int, index: ShardIndex) -> None:
         """Accept it once the first shard is there, whose schema all others are compared with."""
-        self._early[shard] = (index, is_remembered)
+        self._early[shard] = index
         if 0 in self._early or 0 in self._done:
             for each in sorted(self._early):
-                found, was_known = self._early.pop(each)
-                self._accept(each, found, is_remembered=was_known)
+                self._accept(each, self._early.pop(each))
 
-    def _accept(self, shard: int, index: ShardIndex, *, is_remembered: bool) -> None:
+    def _accept(self, shard: int, index: ShardIndex) -> None:
         url = self._listed[shard].url
         # Without a sample there is nothing that a schema could be inferred from.
         if len(index.schema) or not is_inferred(index.schema):
@@ -319,19 +315,13 @@ class _Run:
                 self._reference = (url, index.schema)
             check_same(index.schema, url, self._reference[1], self._reference[0])
         self._done[shard] = index
-        self._counts[0] += is_remembered
-        self._counts[1] += len(index.blocks)
-        self._counts[2] += sum(block.rows for block in index.blocks)
-        self._counts[3] += self._listed[shard].size_bytes
+        self._bytes_done += self._listed[shard].size_bytes
         self._report()
 
     def _report(self) -> None:
         if self._progress is not None:
-            remembered, blocks, samples, size = self._counts
             shards, done = len(self._listed), len(self._done)
-            self._progress(
-                IndexProgress(shards, done, remembered, blocks, samples, size, self._bytes_total)
-            )
+            self._progress(IndexProgress(shards, done, self._bytes_done, self._bytes_total))
 
 
 def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:

@@ -108,10 +108,6 @@ class Dataset:
         """The shard of the block."""
         return self.manifest.shards.urls[self._shard(block)]
 
-    def etag(self, block: int) -> str:
-        """What pins the shard."""
-        return self.manifest.shards.etags[self._shard(block)]
-
     def _shard(self, block: int) -> int:
         return self.manifest.block_shard.item(block)
 

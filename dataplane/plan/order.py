@@ -153,22 +153,6 @@ class Order:
             found = found[first]
         return found
 
-    def window_blocks(self, lane: int, window: int) -> Int64:
-        """The blocks that have samples in this window of this lane, in block order.
-
-        Shapes:  result: int64[m].
-        Raises:  ConfigError: there is no such lane, or no such window in it.
-        """
-        if not 0 <= lane < self.lanes:
-            raise ConfigError(f"there is no lane {lane}: there are {self.lanes}", field="lane")
-        base, end = self.lane_starts(np.array([lane, lane + 1])).tolist()
-        begin = base + window * self.window
-        if window < 0 or begin >= end:
-            raise ConfigError(f"lane {lane} has no window {window}", field="window")
-        last = min(begin + self.window, end) - 1
-        first, stop = np.searchsorted(self._starts, [begin, last], side="right").tolist()
-        return self._block_at(np.arange(first - 1, stop))
-
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
         """The first and the last position at which any sample of each block may stand.
 

@@ -11,11 +11,19 @@ from dataplane.commands.doctor.checks import Probe
 from dataplane.config import NodeConfig
 
 MIB = 1 << 20
-CONFIG = NodeConfig("", "/c", 64 * MIB, 128 * MIB, 16 * MIB, 2, 16, 30.0, 120.0, 30.0)
+CONFIG = NodeConfig("/c", 64 * MIB, 128 * MIB, 16 * MIB, 2, 16, 30.0, 120.0, 30.0)
 RUN = Statistics(slabs=9, batches=9, samples=90, worker_count=2, consumed_s=1.0, waited_s=9.0)
 
 
-def advised(stage: Stage, dataset_bytes: int, block_count: int, **probe: float) -> list[str]:
+def advised(
+    stage: Stage,
+    dataset_bytes: int,
+    block_count: int,
+    *,
+    has_all_columns: bool = True,
+    can_skip_columns: bool = True,
+    **probe: float,
+) -> list[str]:
     at = Setting(
         CONFIG,
         cpu_count=8,
@@ -25,7 +33,8 @@ def advised(stage: Stage, dataset_bytes: int, block_count: int, **probe: float) 
         dataset_bytes=dataset_bytes,
         block_count=block_count,
         has_images=False,
-        has_all_columns=True,
+        has_all_columns=has_all_columns,
+        can_skip_columns=can_skip_columns,
         is_shuffled=True,
         is_compressed=False,
     )  # fmt: skip
@@ -53,3 +62,24 @@ def test_of_many_gigabytes_it_is(stage: Stage, says: str) -> None:
     told = advised(stage, 1 << 40, 1 << 16)
     assert any(one.startswith(says) for one in told)
     assert not any("an epoch is" in one for one in told)
+
+
+@pytest.mark.parametrize(
+    ("has_all_columns", "can_skip_columns", "says"),
+    [
+        (True, True, "columns=[…]: columns that nobody uses are not read"),
+        (True, False, None),
+        (False, True, None),
+        (False, False, "Parquet shards"),
+    ],
+)
+def test_advice_on_storage_knows_which_columns_are_read(
+    has_all_columns: bool, can_skip_columns: bool, says: str | None
+) -> None:
+    told = advised(
+        Stage.STORAGE, 1 << 40, 1 << 16,
+        has_all_columns=has_all_columns, can_skip_columns=can_skip_columns,
+    )  # fmt: skip
+    about = [one for one in told if "columns" in one]
+    assert len(about) == (says is not None)
+    assert all(says is not None and one.startswith(says) for one in about)

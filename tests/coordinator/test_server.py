@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from membership import SPEC, VERSION, beat, join, node, progress
 
 from dataplane.coordinator.front import CoordinatorConfig
-from dataplane.coordinator.server import CoordinatorServer, serve_coordinator
+from dataplane.coordinator.server import CoordinatorServer
 from dataplane.errors import (
     ClosedError,
     ConfigError,
@@ -36,14 +36,13 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 PROCESS = """
 import asyncio, json, sys
 from dataplane.coordinator.front import CoordinatorConfig
-from dataplane.coordinator.server import serve_coordinator
+from dataplane.coordinator.server import CoordinatorServer
 
 async def main():
     version, database, address = sys.argv[1:]
-    started = asyncio.get_running_loop().create_future()
-    started.add_done_callback(lambda done: print(done.result(), flush=True))
-    config = CoordinatorConfig(version, database, lease_s=20.0)
-    await serve_coordinator(config, address, asyncio.Event(), started=started)
+    server = CoordinatorServer(CoordinatorConfig(version, database, lease_s=20.0), address)
+    print(await server.start(), flush=True)
+    await asyncio.Event().wait()
 
 asyncio.run(main())
 """
@@ -296,18 +295,15 @@ def test_what_is_no_coordinator_is_said_to_be_none():
     asyncio.run(main())
 
 
-def test_serving_ends_with_its_event_and_the_database_is_free_again(tmp_path):
+def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
     async def main():
         config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
         for _ in range(2):
-            stop = asyncio.Event()
-            started = asyncio.get_running_loop().create_future()
-            serving = asyncio.create_task(serve_coordinator(config, LOCAL, stop, started=started))
-            client = CoordinatorClient(await started)
+            server = CoordinatorServer(config, LOCAL)
+            client = CoordinatorClient(await server.start())
             assert (await client.join(join(0))).generation == 1
             await client.close()
-            stop.set()
-            await serving
+            await server.stop()
 
     asyncio.run(main())
 
@@ -320,8 +316,6 @@ def test_an_embedding_node_reaches_the_same_jobs_without_the_wire():
         (job,) = (await client.status(StatusRequest())).jobs
         assert job.job_id == "j"
         await client.close()
-        waiting = asyncio.create_task(server.wait_stopped())
         await server.stop()
-        await waiting
 
     asyncio.run(main())

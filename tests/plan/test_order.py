@@ -96,7 +96,8 @@ def test_block_spans_are_those_of_the_windows_that_need_the_block(
         for number in range(-(-(end - base) // order.window)):
             opened = number * order.window
             closed = min(opened + order.window, end - base) - 1
-            needed = order.window_blocks(lane, number)
+            offsets = np.arange(opened, closed + 1)
+            needed = np.unique(order.locate(offsets * order.lanes + lane)[0])
             first[needed] = np.minimum(first[needed], opened * order.lanes + lane)
             last[needed] = np.maximum(last[needed], closed * order.lanes + lane)
     spans = order.block_span(np.arange(len(rows)))
@@ -218,8 +219,6 @@ def test_positions_and_samples_outside_are_refused(wrong):
         lambda: order.position_of(np.array([wrong]), np.array([0])),
         lambda: order.position_of(np.array([0]), np.array([wrong])),
         lambda: order.block_span(np.array([wrong])),
-        lambda: order.window_blocks(wrong, 0),
-        lambda: order.window_blocks(0, wrong),
         lambda: order.upcoming(0, 10, -1),
     ):
         with pytest.raises(ConfigError):

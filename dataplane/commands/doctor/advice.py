@@ -29,7 +29,9 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run was made with, as far as advice depends on it; `dataset_bytes` when decoded."""
+    """What a run was made with, as far as advice depends on it; `dataset_bytes` when decoded.
+    `can_skip_columns`: columns that the job does not ask for need not be read, as in Parquet.
+    """
 
     config: NodeConfig
     cpu_count: int
@@ -39,6 +41,7 @@ class Setting:
     block_count: int
     has_images: bool
     has_all_columns: bool
+    can_skip_columns: bool
     is_shuffled: bool
     is_compressed: bool
 
@@ -138,8 +141,10 @@ def _storage(found: Statistics, at: Setting) -> list[str]:
     if probe.latency_s > _LATENCY_MIN_S and probe.bytes_per_s < _SLOW_BYTES_PER_S:
         latency = f"a read waits {probe.latency_s * 1e3:,.0f} ms for its first byte"
         told.append(f"larger blocks (row groups of 1 to 16 MiB): {latency}")
-    if not at.has_all_columns:
-        told.append("shards that have only the columns that are used: others are read too")
+    if at.has_all_columns and at.can_skip_columns:
+        told.append("columns=[…]: columns that nobody uses are not read")
+    elif not at.has_all_columns and not at.can_skip_columns:
+        told.append("Parquet shards: of other formats all columns are read, also the unused ones")
     return told
 
 

@@ -207,6 +207,7 @@ def _looked_at(
         block_count=manifest.block_count,
         has_images=bool(job.transform),
         has_all_columns=job.columns is None,
+        can_skip_columns=manifest.column_places is not None,
         is_shuffled=job.shuffle,
         is_compressed=not manifest.shards.zero_copy.all(),
     )
