@@ -33,7 +33,7 @@ _GIB = 1 << 30
 _TRIALS = 7
 
 
-class Rows(torch.utils.data.Dataset[Any]):
+class DeviceRows(torch.utils.data.Dataset[Any]):
     """The rows of the shards, for torch's own loader: a memory map is the best it can have."""
 
     def __init__(self, path: Path, count: int) -> None:
@@ -49,7 +49,7 @@ class Rows(torch.utils.data.Dataset[Any]):
         return torch.from_numpy(np.array(self._rows[i]))
 
 
-def write(folder: Path, row_count: int) -> tuple[str, Rows]:
+def write(folder: Path, row_count: int) -> tuple[str, DeviceRows]:
     """The same rows as Parquet shards, and as one file."""
     shards = folder / "shards"
     shards.mkdir()
@@ -62,7 +62,7 @@ def write(folder: Path, row_count: int) -> tuple[str, Rows]:
             table = pa.table({"x": values})
             name = shards / f"{i}.parquet"
             pq.write_table(table, name, row_group_size=16, compression="none", use_dictionary=False)
-    return str(shards), Rows(folder / "rows", row_count // _SHARDS * _SHARDS)
+    return str(shards), DeviceRows(folder / "rows", row_count // _SHARDS * _SHARDS)
 
 
 def epochs(loader: Any) -> Iterator[Any]:
@@ -135,7 +135,9 @@ def step_ms(batches: Iterator[torch.Tensor], step: Callable[[Any], None], second
     return 1000 * (time.perf_counter() - began) / count
 
 
-def steps(url: str, rows: Rows, batch_size: int, seconds: float, rate: float) -> dict[str, Any]:
+def steps(
+    url: str, rows: DeviceRows, batch_size: int, seconds: float, rate: float
+) -> dict[str, Any]:
     """Milliseconds a step, by where its batches come from."""
     copy_ms = 1000 * batch_size * _ROW_BYTES / _GIB / rate
     with DataLoader(url, batch_size, shuffle=True, drop_last=True) as loader:

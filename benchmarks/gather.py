@@ -37,7 +37,7 @@ SLABS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class GatherCase:
     """A kind of dataset. `bar` is the least share of np.take's speed that the kernel must have."""
 
     name: str
@@ -69,16 +69,16 @@ def _texts(random: np.random.Generator, rows: int) -> dict[str, pa.Array]:
 
 
 CASES = (
-    Case("rows of 8 KiB, 128 blocks of 512 rows", 512, 32, 0.7, _tokens),
-    Case("40 columns of 4 bytes, 128 blocks of 16384 rows", 16384, 8192, 0.8, _table),
-    Case("lists of about 200 int32, 128 blocks of 2048 rows", 2048, 64, 0.5, _lists),
-    Case("texts of about 30 bytes, 128 blocks of 16384 rows", 16384, 256, 0.2, _texts),
+    GatherCase("rows of 8 KiB, 128 blocks of 512 rows", 512, 32, 0.7, _tokens),
+    GatherCase("40 columns of 4 bytes, 128 blocks of 16384 rows", 16384, 8192, 0.8, _table),
+    GatherCase("lists of about 200 int32, 128 blocks of 2048 rows", 2048, 64, 0.5, _lists),
+    GatherCase("texts of about 30 bytes, 128 blocks of 16384 rows", 16384, 256, 0.2, _texts),
 )
 BLOCKS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class GatherSpeed:
     """One line of the table: GB/s of slab; 0 of what packs no columns."""
 
     name: str
@@ -98,7 +98,7 @@ class Measure:
 class Slabs:
     """The blocks of a case, and what some slabs take from them."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: GatherCase) -> None:
         random = np.random.default_rng(0)
         first = pa.record_batch(case.make(random, case.block_rows))
         self.plan: ColumnPlan = plan_columns(first.schema, ColumnOptions(lists=ListPolicy.RAGGED))
@@ -158,7 +158,7 @@ class Slabs:
         self.slab[: len(run)] = run
 
 
-def measure(case: Case) -> Measure:
+def measure(case: GatherCase) -> GatherSpeed:
     """In turns, so that a busy neighbour slows all of them; the best round of each counts."""
     slabs = Slabs(case)
     packing, nothing = slabs.packing, lambda _: None
@@ -180,7 +180,7 @@ def measure(case: Case) -> Measure:
     used, block = slabs.bytes_used, slabs.blocks[0].batch.nbytes
     sizes = (used, used, used * bool(packing), block * bool(packing), slabs.bytes_taken, used)
     speeds = [size * SLABS / seconds / 1e9 for size, seconds in zip(sizes, best, strict=True)]
-    return Measure(case.name, *speeds, case.bar)
+    return GatherSpeed(case.name, *speeds, case.bar)
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32(), 2048)), ("id", pa.int64())]
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class ManifestFigure:
     """One line of the table."""
 
     name: str
@@ -94,22 +94,22 @@ def spec_of(manifest: Manifest) -> JobSpec:
     return JobSpec(manifest.fingerprint, 7, True, lanes, window, _STEP, End.RAGGED)
 
 
-def loaded(path: Path) -> Iterator[Measure]:
+def loaded(path: Path) -> Iterator[ManifestFigure]:
     before = _rss_mb()
     began, cpu = time.perf_counter(), time.process_time()
     manifest = Manifest.from_bytes(path.read_bytes(), str(path))
     took, used = time.perf_counter() - began, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    yield Measure("manifest, size of its file", path.stat().st_size / 1e6, "MB")
-    yield Measure("manifest, loaded", took, "s")
-    yield Measure("manifest, loaded, CPU", used, "s")
-    yield Measure("the process before", before, "MB")
-    yield Measure("the process at its peak", peak, "MB")
-    yield Measure("the process with the manifest", _rss_mb(), "MB")
+    yield ManifestFigure("manifest, size of its file", path.stat().st_size / 1e6, "MB")
+    yield ManifestFigure("manifest, loaded", took, "s")
+    yield ManifestFigure("manifest, loaded, CPU", used, "s")
+    yield ManifestFigure("the process before", before, "MB")
+    yield ManifestFigure("the process at its peak", peak, "MB")
+    yield ManifestFigure("the process with the manifest", _rss_mb(), "MB")
     began, cpu = time.perf_counter(), time.process_time()
     identity_of(manifest)
-    yield Measure("identity of the dataset", time.perf_counter() - began, "s")
-    yield Measure("identity of the dataset, CPU", time.process_time() - cpu, "s")
+    yield ManifestFigure("identity of the dataset", time.perf_counter() - began, "s")
+    yield ManifestFigure("identity of the dataset, CPU", time.process_time() - cpu, "s")
 
 
 def _rss_mb() -> float:
@@ -117,11 +117,11 @@ def _rss_mb() -> float:
     return pages * resource.getpagesize() / (1 << 20)
 
 
-def opened(path: Path) -> Iterator[Measure]:
+def opened(path: Path) -> Iterator[ManifestFigure]:
     yield from asyncio.run(_opened(path))
 
 
-async def _opened(path: Path) -> list[Measure]:
+async def _opened(path: Path) -> list[ManifestFigure]:
     ticking = asyncio.create_task(_longest_gap())
     began, cpu = time.perf_counter(), time.process_time()
     manifest = await asyncio.to_thread(lambda: Manifest.from_bytes(path.read_bytes()))
@@ -137,10 +137,10 @@ async def _opened(path: Path) -> list[Measure]:
     ticking.cancel()
     gap = await ticking
     return [
-        Measure("dataset, opened", took, "s"),
-        Measure("dataset, opened, CPU", used, "s"),
-        Measure("event loop, longest hold meanwhile", gap * 1e3, "ms"),
-        Measure(
+        ManifestFigure("dataset, opened", took, "s"),
+        ManifestFigure("dataset, opened, CPU", used, "s"),
+        ManifestFigure("event loop, longest hold meanwhile", gap * 1e3, "ms"),
+        ManifestFigure(
             "the process at its peak, opened",
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "MB",
@@ -178,20 +178,20 @@ class _Listing:
         return (ObjectInfo(*each) for each in self._facts)
 
 
-def listed(path: Path) -> Iterator[Measure]:
+def listed(path: Path) -> Iterator[ManifestFigure]:
     """All that comes before the first shard is indexed, or the manifest is found in the cache."""
     store = _Listing(Manifest.from_bytes(path.read_bytes()))
     began = time.process_time()
     with contextlib.suppress(ClosedError):
         index_dataset([f"{_FOLDER}/"], connect=lambda _url: store, index_shard=_refuse)
-    yield Measure("shards listed and looked up, CPU", time.process_time() - began, "s")
+    yield ManifestFigure("shards listed and looked up, CPU", time.process_time() - began, "s")
 
 
 def _refuse(_format: object, _shard: object) -> NoReturn:
     raise ClosedError("enough")
 
 
-def called(path: Path) -> Iterator[Measure]:
+def called(path: Path) -> Iterator[ManifestFigure]:
     manifest = Manifest.from_bytes(path.read_bytes())
     spec = spec_of(manifest)
     dataset = dataset_of(1, manifest, spec)
@@ -201,9 +201,9 @@ def called(path: Path) -> Iterator[Measure]:
     blocks = random.integers(0, manifest.block_count, _CALLS).tolist()
     other = np.zeros(_OTHER_BYTES, np.uint8)
     for name, between in (("", lambda: None), (", cold", lambda: other.fill(1))):
-        yield Measure(f"locate of {_STEP:,} rows{name}", _locate_us(order, between), "us")
+        yield ManifestFigure(f"locate of {_STEP:,} rows{name}", _locate_us(order, between), "us")
     for name, call in _calls(dataset):
-        yield Measure(name, _cpu_us(call, blocks), "us")
+        yield ManifestFigure(name, _cpu_us(call, blocks), "us")
 
 
 def _calls(dataset: Dataset) -> list[tuple[str, Callable[[int], object]]]:
@@ -237,22 +237,22 @@ def _locate_us(order: Order, between: Callable[[], None]) -> float:
     return float(np.median(found)) * 1e6
 
 
-def written(path: Path, shards: int, blocks: int) -> Iterator[Measure]:
+def written(path: Path, shards: int, blocks: int) -> Iterator[ManifestFigure]:
     manifest = manifest_of(shards, blocks)
     began = time.perf_counter()
     path.write_bytes(manifest.to_bytes())
-    yield Measure("manifest, written", time.perf_counter() - began, "s")
+    yield ManifestFigure("manifest, written", time.perf_counter() - began, "s")
 
 
-def in_process(part: str, path: Path, *numbers: int) -> list[Measure]:
+def in_process(part: str, path: Path, *numbers: int) -> list[ManifestFigure]:
     command = [sys.executable, __file__, "--part", part, "--path", str(path), *map(str, numbers)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return [Measure(**each) for each in json.loads(done.stdout)]
+    return [ManifestFigure(**each) for each in json.loads(done.stdout)]
 
 
-def measure(sizes: list[int]) -> list[Measure]:
-    found: list[Measure] = []
-    largest: list[Measure] = []
+def measure(sizes: list[int]) -> list[ManifestFigure]:
+    found: list[ManifestFigure] = []
+    largest: list[ManifestFigure] = []
     with tempfile.TemporaryDirectory() as folder:
         for blocks in sizes:
             path = Path(folder) / f"{blocks}.manifest"
@@ -263,7 +263,7 @@ def measure(sizes: list[int]) -> list[Measure]:
                     made += in_process(part, path)
                 largest = made
             found += [
-                Measure(f"{each.name}, of {blocks:,} blocks", each.value, each.unit)
+                ManifestFigure(f"{each.name}, of {blocks:,} blocks", each.value, each.unit)
                 for each in in_process("called", path)
             ]
     return largest + found

@@ -34,7 +34,7 @@ _BLOCKS_PER_SHARD = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class PlanFigure:
     """One line of the table. `bar` is the most that `value` may be, where there is a bar."""
 
     name: str
@@ -96,7 +96,7 @@ def manifest_of(block_rows: NDArray[np.int64], sample_bytes: int) -> Manifest:
     )  # fmt: skip
 
 
-def measure(asked: argparse.Namespace) -> list[Measure]:
+def measure(asked: argparse.Namespace) -> list[PlanFigure]:
     block_rows = np.full(asked.blocks, asked.rows)
     lanes, window = default_lanes_window(block_rows, block_rows * asked.sample_bytes)
     order, plan_s = timed(lambda: Order(block_rows, _SEED, True, lanes, window, 1))
@@ -109,28 +109,28 @@ def measure(asked: argparse.Namespace) -> list[Measure]:
     _, read_s = timed(lambda: Manifest.from_bytes(content))
     peak = planned_bytes(asked.blocks, asked.rows, lanes, window)
     return [
-        Measure("samples", order.sample_count, ""),
-        Measure("blocks", order.block_count, ""),
-        Measure("lanes by default", lanes, ""),
-        Measure("window by default", window, "samples"),
-        Measure("plan an epoch", plan_s, "s", asked.plan_s_max),
-        Measure("memory while planning, at most", peak / 1e6, "MB", asked.plan_mb_max),
-        Measure("seek, median", float(np.median(seeks)), "ms"),
-        Measure("seek, slowest", max(seeks), "ms", asked.seek_ms_max),
-        Measure("seek in windows of 65,536, median", float(np.median(wide_seeks)), "ms"),
-        Measure("seek in windows of 65,536, slowest", max(wide_seeks), "ms", asked.seek_ms_max),
-        Measure("1,024 positions in open windows of 64 lanes", slab_ms(wide, 1024), "ms"),
-        Measure("65,536 positions in open windows of 64 lanes", slab_ms(wide, 65_536), "ms"),
-        Measure("spans of all blocks, first time", span_s, "s"),
-        Measure("spans of all blocks, again", again_s, "s"),
-        Measure("manifest, made", build_s, "s"),
-        Measure("manifest, written", write_s, "s"),
-        Measure("manifest, read", read_s, "s"),
-        Measure("manifest, size of its file", len(content) / 1e6, "MB"),
+        PlanFigure("samples", order.sample_count, ""),
+        PlanFigure("blocks", order.block_count, ""),
+        PlanFigure("lanes by default", lanes, ""),
+        PlanFigure("window by default", window, "samples"),
+        PlanFigure("plan an epoch", plan_s, "s", asked.plan_s_max),
+        PlanFigure("memory while planning, at most", peak / 1e6, "MB", asked.plan_mb_max),
+        PlanFigure("seek, median", float(np.median(seeks)), "ms"),
+        PlanFigure("seek, slowest", max(seeks), "ms", asked.seek_ms_max),
+        PlanFigure("seek in windows of 65,536, median", float(np.median(wide_seeks)), "ms"),
+        PlanFigure("seek in windows of 65,536, slowest", max(wide_seeks), "ms", asked.seek_ms_max),
+        PlanFigure("1,024 positions in open windows of 64 lanes", slab_ms(wide, 1024), "ms"),
+        PlanFigure("65,536 positions in open windows of 64 lanes", slab_ms(wide, 65_536), "ms"),
+        PlanFigure("spans of all blocks, first time", span_s, "s"),
+        PlanFigure("spans of all blocks, again", again_s, "s"),
+        PlanFigure("manifest, made", build_s, "s"),
+        PlanFigure("manifest, written", write_s, "s"),
+        PlanFigure("manifest, read", read_s, "s"),
+        PlanFigure("manifest, size of its file", len(content) / 1e6, "MB"),
     ]
 
 
-def table(measures: list[Measure]) -> str:
+def table(measures: list[PlanFigure]) -> str:
     lines = []
     for each in measures:
         value = f"{each.value:>16,.0f}" if not each.unit else f"{each.value:>16,.3f}"

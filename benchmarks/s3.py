@@ -221,7 +221,7 @@ def _torch() -> Callable[[], int]:
 
     names = sorted({url for url, _, _ in _ranges()})
 
-    class Rows(IterableDataset[Any]):
+    class RowStream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             worker = get_worker_info()
             files = s3fs.S3FileSystem(skip_instance_cache=True)
@@ -234,7 +234,7 @@ def _torch() -> Callable[[], int]:
                         yield from rows.split(BATCH_ROWS)
 
     def epoch() -> int:
-        loader = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=2)
+        loader = torch.utils.data.DataLoader(RowStream(), batch_size=None, num_workers=2)
         return sum(batch.nbytes for batch in loader)
 
     return epoch

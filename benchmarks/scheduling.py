@@ -38,7 +38,7 @@ RATIO_MAX = 1.2
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SchedulingCase:
     """So many blocks in the arena and in the dataset, and ranks that read it in lanes."""
 
     resident: int
@@ -58,10 +58,10 @@ class Cost:
     us_a_slab: float
 
 
-class Node:
+class DrivenNode:
     """A scheduler, and an outside in which everything ends at once."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: SchedulingCase) -> None:
         self._scheduler = Scheduler(case.resident * PAGE, 64, Autoscaler(2, 2, 2), 1e9)
         rows = np.full(case.blocks, ROWS_A_BLOCK, np.int64)
         raw, decoded = np.full(case.blocks, PAGE, np.int64), np.zeros(case.blocks, np.int64)
@@ -136,9 +136,9 @@ class Node:
                     self._tell(events.Requested(self._stream_of(rank), effect.request_id))
 
 
-def measured(case: Case) -> Cost:
+def measured(case: SchedulingCase) -> Cost:
     """The least of several rounds: what else this machine does only adds to it."""
-    node = Node(case)
+    node = DrivenNode(case)
     # As many as read the blocks of two windows: those of a window are loaded together.
     slabs = max(2 * case.resident // 8 * ROWS_A_BLOCK // case.batch // case.ranks, 100)
     # Until the arena is full, and every block that comes evicts another.
@@ -168,9 +168,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     given = parser.parse_args()
     groups = {
-        "blocks in memory": [Case(resident, 100_000) for resident in (500, 3_700, 15_000)],
-        "blocks in the dataset": [Case(500, blocks) for blocks in (1_000, 100_000, 3_000_000)],
-        "ranks": [Case(3_700, 100_000, ranks) for ranks in (1, 8)],
+        "blocks in memory": [
+            SchedulingCase(resident, 100_000) for resident in (500, 3_700, 15_000)
+        ],
+        "blocks in the dataset": [
+            SchedulingCase(500, blocks) for blocks in (1_000, 100_000, 3_000_000)
+        ],
+        "ranks": [SchedulingCase(3_700, 100_000, ranks) for ranks in (1, 8)],
     }
     costs: dict[str, list[Cost]] = {}
     for name, cases in groups.items():

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 _BAR = 0.95
 
 
-class Rows(Dataset[Any]):
+class RepeatedRows(Dataset[Any]):
     """`count` samples, drawn from a few that are made once."""
 
     def __init__(self, count: int, samples: list[Any]) -> None:
@@ -42,7 +42,7 @@ class Rows(Dataset[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DatasetCase:
     """A dataset and how it is loaded; `bar` is the least ratio."""
 
     name: str
@@ -51,17 +51,19 @@ class Case:
     bar: float = _BAR
 
 
-def _tensors(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], Rows]:
-    return lambda: Rows(count, [torch.ones(shape).to(dtype) for _ in range(64)])
+def _tensors(
+    count: int, *shape: int, dtype: torch.dtype = torch.float32
+) -> Callable[[], RepeatedRows]:
+    return lambda: RepeatedRows(count, [torch.ones(shape).to(dtype) for _ in range(64)])
 
 
-def _records() -> Rows:
+def _records() -> RepeatedRows:
     samples = [{"image": torch.ones(3, 64, 64), "label": i, "name": f"{i}.jpg"} for i in range(64)]
-    return Rows(6_000, samples)
+    return RepeatedRows(6_000, samples)
 
 
-def _strings() -> Rows:
-    return Rows(60_000, [f"a sentence of some length, number {i}" for i in range(64)])
+def _strings() -> RepeatedRows:
+    return RepeatedRows(60_000, [f"a sentence of some length, number {i}" for i in range(64)])
 
 
 def _loading(batch_size: int | None, num_workers: int = 0, **more: Any) -> dict[str, Any]:
@@ -69,22 +71,22 @@ def _loading(batch_size: int | None, num_workers: int = 0, **more: Any) -> dict[
 
 
 CASES = (
-    Case("1mb-4", _tensors(3_000, 262_144), _loading(16, 4), bar=3.0),
-    Case("1mb-4-unbatched", _tensors(3_000, 262_144), _loading(None, 4)),
-    Case("1mb-0", _tensors(1_000, 262_144), _loading(16)),
-    Case("16mb-2", _tensors(200, 4 << 20), _loading(1, 2)),
-    Case("records-4", _records, _loading(32, 4)),
-    Case("tiny-2", _tensors(100_000, 8), _loading(64, 2)),
-    Case("tiny-2-unbatched", _tensors(20_000, 8), _loading(None, 2)),
-    Case("tiny-0", _tensors(100_000, 8), _loading(64)),
-    Case("strings-2", _strings, _loading(64, 2)),
-    Case("strings-0", _strings, _loading(64)),
-    Case("short-2", _tensors(256, 8), _loading(64, 2)),
+    DatasetCase("1mb-4", _tensors(3_000, 262_144), _loading(16, 4), bar=3.0),
+    DatasetCase("1mb-4-unbatched", _tensors(3_000, 262_144), _loading(None, 4)),
+    DatasetCase("1mb-0", _tensors(1_000, 262_144), _loading(16)),
+    DatasetCase("16mb-2", _tensors(200, 4 << 20), _loading(1, 2)),
+    DatasetCase("records-4", _records, _loading(32, 4)),
+    DatasetCase("tiny-2", _tensors(100_000, 8), _loading(64, 2)),
+    DatasetCase("tiny-2-unbatched", _tensors(20_000, 8), _loading(None, 2)),
+    DatasetCase("tiny-0", _tensors(100_000, 8), _loading(64)),
+    DatasetCase("strings-2", _strings, _loading(64, 2)),
+    DatasetCase("strings-0", _strings, _loading(64)),
+    DatasetCase("short-2", _tensors(256, 8), _loading(64, 2)),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class DatasetResult:
     """Seconds of a pass, medians; and the ratio of ours to torch's, round by round."""
 
     name: str
@@ -96,7 +98,7 @@ class Result:
     ratio: float
 
 
-def measure(case: Case, rounds: int) -> Result:
+def measure(case: DatasetCase, rounds: int) -> DatasetResult:
     """Passes with both loaders in turns; the first ones are not counted."""
     dataset = case.make()
     loaders = (torch.utils.data.DataLoader, DataLoader)
@@ -112,7 +114,7 @@ def measure(case: Case, rounds: int) -> Result:
                 cpus[which].append(_cpu_s() - cpu)
     ratios = [theirs / ours for theirs, ours in zip(*times, strict=True)]
     medians = [statistics.median(each) for each in (*times, *cpus)]
-    return Result(case.name, case.bar, *medians, statistics.median(ratios))
+    return DatasetResult(case.name, case.bar, *medians, statistics.median(ratios))
 
 
 def _cpu_s() -> float:
@@ -139,7 +141,7 @@ def main() -> int:
         result = measure(known[name], given.rounds)
         missed += result.ratio < result.bar
         if given.json:
-            fields = {field: getattr(result, field) for field in Result.__slots__}
+            fields = {field: getattr(result, field) for field in DatasetResult.__slots__}
             print(json.dumps(fields), flush=True)
             continue
         print(

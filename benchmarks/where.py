@@ -24,7 +24,7 @@ WARM_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CpuReading:
     """CPU seconds so far: of the trainer's thread, and of each process by what it is."""
 
     at: float
@@ -32,7 +32,7 @@ class Reading:
     processes: dict[str, float]
 
     @classmethod
-    def now(cls) -> Reading:
+    def now(cls) -> CpuReading:
         """As of now."""
         me = psutil.Process()
         found: dict[str, float] = {}
@@ -59,11 +59,11 @@ def _measured(loader: Any, batch_size: int, seconds: float) -> dict[str, Any]:
     began = time.perf_counter()
     while time.perf_counter() - began < WARM_S:
         next(batches)
-    first = Reading.now()
+    first = CpuReading.now()
     while time.perf_counter() - first.at < seconds:
         next(batches)
         count += 1
-    last = Reading.now()
+    last = CpuReading.now()
     elapsed, millions = last.at - first.at, count * batch_size / 1e6
     thread_s = last.thread_s - first.thread_s
     return {

@@ -23,7 +23,7 @@ from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, pwd_home, this_machine
 from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE
-from dataplane.units import Kind, Value, raise_to
+from dataplane.units import Value, ValueKind, raise_to
 
 CONFIG_VARIABLE = "DATAPLANE_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_WORKERS"})
@@ -38,7 +38,7 @@ class Setting:
     """One row of the table. `default` is computed from the machine and the environment."""
 
     name: str
-    kind: Kind
+    kind: ValueKind
     meaning: str
     default: Callable[[Machine, Mapping[str, str]], Value]
 

@@ -67,10 +67,10 @@ class Trace:
                 return
             if suppressed:
                 facts = {**facts, "suppressed": suppressed}
-        self._log.log(level, Line(event, facts), exc_info=traceback_of)
+        self._log.log(level, EventLine(event, facts), exc_info=traceback_of)
 
 
-class Line:
+class EventLine:
     """An event and its facts."""
 
     def __init__(self, event: str, facts: Mapping[str, object]) -> None:
@@ -139,7 +139,7 @@ class _Text(logging.Formatter):
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         said = record.msg
-        line = said if isinstance(said, Line) else Line(record.getMessage(), {})
+        line = said if isinstance(said, EventLine) else EventLine(record.getMessage(), {})
         facts = {name: _plain(value) for name, value in line.facts.items()}
         if record.exc_info:
             facts["traceback"] = redacted(self.formatException(record.exc_info))

@@ -21,7 +21,7 @@ _SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """One kind of value. `parse` takes text, or what TOML makes of it, and raises ValueError."""
 
     allowed: str
@@ -126,7 +126,7 @@ def _folder(given: object) -> str:
     return str(Path(text(given)).expanduser().absolute())
 
 
-def choice(*names: str, metavar: str) -> Kind:
+def choice(*names: str, metavar: str) -> ValueKind:
     """One of these words."""
 
     def parse(given: object) -> str:
@@ -135,16 +135,16 @@ def choice(*names: str, metavar: str) -> Kind:
             raise ValueError(given)
         return word
 
-    return Kind(f"{', '.join(names[:-1])} or {names[-1]}", metavar, parse)
+    return ValueKind(f"{', '.join(names[:-1])} or {names[-1]}", metavar, parse)
 
 
-BYTES = Kind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
-SECONDS = Kind(
+BYTES = ValueKind('a number of bytes, or a size such as "512MiB"', "SIZE", _bytes, show_bytes)
+SECONDS = ValueKind(
     'seconds, or a duration such as "30s", "500ms", "2min"',
     "TIME",
     _seconds,
     lambda value: f"{value:g} s",
 )
-COUNT = Kind("a whole number from 1 to 4096", "N", _count)
-SWITCH = Kind("true or false", "BOOL", _switch, lambda value: str(value).lower())
-FOLDER = Kind("the path of a folder", "DIR", _folder)
+COUNT = ValueKind("a whole number from 1 to 4096", "N", _count)
+SWITCH = ValueKind("true or false", "BOOL", _switch, lambda value: str(value).lower())
+FOLDER = ValueKind("the path of a folder", "DIR", _folder)

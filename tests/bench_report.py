@@ -10,13 +10,13 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from dataplane_bench.model import Case, Column, Kind, Mode, Store, Workload
+from dataplane_bench.model import BenchCase, ColumnType, Mode, StorageKind, Workload, WorkloadColumn
 from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
 from dataplane_bench.report import results
 from dataplane_bench.report.results import (
-    Bound,
+    BenchReport,
     CaseResult,
-    Report,
+    HardwareBound,
     ScenarioResult,
     SystemResult,
     Tried,
@@ -45,7 +45,7 @@ SAMPLE_BYTES = {"tokens": 4_104.0, "images": 150_536.0, "tabular": 320.0, "text"
 
 
 def workload(name="tokens", **changes):
-    column = Column("tokens", Kind.FIXED, "uint16", (2048,))
+    column = WorkloadColumn("tokens", ColumnType.FIXED, "uint16", (2048,))
     made = Workload(
         name, (column,), 64, 131_072, Path("/samples") / name, f"{name}-0001", step_ms=5.0
     )
@@ -74,8 +74,8 @@ def system(name: str, rates: Sequence[float | None] = (), **changes: object) -> 
     return dataclasses.replace(made, **changes)
 
 
-def report(*scenarios: ScenarioResult, **changes: object) -> Report:
-    made = Report(
+def report(*scenarios: ScenarioResult, **changes: object) -> BenchReport:
+    made = BenchReport(
         created="2026-02-03T04:05:06+00:00",
         command="dataplane bench --peers all",
         machine={
@@ -102,12 +102,12 @@ def scenario(*cases: CaseResult, name: str = "tokens") -> ScenarioResult:
     return ScenarioResult(name, f"How fast are {name}?", "memory", cases)
 
 
-def small() -> Report:
+def small() -> BenchReport:
     """One case: known medians, ratios and bound; one of each way of not being measured."""
     return report(
         scenario(
             CaseResult(
-                Case("local", "tokens"),
+                BenchCase("local", "tokens"),
                 (
                     system("torch", (100.0, 120.0, 110.0)),
                     system("dataplane", (400.0, 360.0, 550.0)),
@@ -118,22 +118,22 @@ def small() -> Report:
                     system("noop", (5000.0,)),
                 ),
                 (
-                    Bound("server", (5000.0, 5000.0, 5000.0)),
-                    Bound("gather", (800.0, 1200.0, 1000.0)),
+                    HardwareBound("server", (5000.0, 5000.0, 5000.0)),
+                    HardwareBound("gather", (800.0, 1200.0, 1000.0)),
                 ),
             )
         )
     )
 
 
-def starts() -> Report:
+def starts() -> BenchReport:
     """One case about the first batch after a restart: seconds, by state and by replay."""
     seconds = trials("first_batch_s", (0.2, 0.25, 0.5), by="state", memory_peak=2**30)
     replayed = trials("first_batch_s", (2.0, 2.0, 2.0), by="replay")
     return report(
         scenario(
             CaseResult(
-                Case("50%", "tokens", Mode.RESUME, fraction=0.5),
+                BenchCase("50%", "tokens", Mode.RESUME, fraction=0.5),
                 (system("torch", trials=replayed), system("dataplane", trials=seconds)),
             ),
             name="resume",
@@ -141,7 +141,7 @@ def starts() -> Report:
     )
 
 
-def full(seed: int = 1, rounds: int = 3) -> Report:
+def full(seed: int = 1, rounds: int = 3) -> BenchReport:
     """Every scenario and every system, as a long run would give them."""
     dice = random.Random(seed)
     strength = {name: 0.2 + 0.75 * dice.random() for name in ALL} | {OURS: 1.3}
@@ -163,22 +163,22 @@ def full(seed: int = 1, rounds: int = 3) -> Report:
 _TOP = {"tokens": 400_000.0, "images": 900.0, "tabular": 2_000_000.0, "text": 180_000.0}
 
 
-def _full_case(case: Case, dice: random.Random, strength: dict, rounds: int) -> CaseResult:
-    top = _TOP[case.workload] * (0.3 if case.store is Store.S3 else 1.0)
+def _full_case(case: BenchCase, dice: random.Random, strength: dict, rounds: int) -> CaseResult:
+    top = _TOP[case.workload] * (0.3 if case.store is StorageKind.S3 else 1.0)
     systems = []
     for name in ALL:
         if name == HARNESS and (case.mode is not Mode.STEADY or case.step_ms):
             systems.append(system(name, refused="it reads nothing"))
         elif name == "ffcv" and case.workload != "images":
             systems.append(system(name, refused="it has a format for images only"))
-        elif name == "ray" and case.store is Store.S3:
+        elif name == "ray" and case.store is StorageKind.S3:
             systems.append(system(name, error="TrialFailed: no answer within 180 s\nlog\nrefused"))
         else:
             systems.append(_full_system(name, case, dice, top * strength[name], rounds))
     bounds = ()
     if case.mode in (Mode.STEADY, Mode.EPOCH) and not case.step_ms:
         limits = tuple(top * 1.6 * dice.uniform(0.97, 1.03) for _ in range(rounds))
-        bounds = (Bound("gather, one core", limits),)
+        bounds = (HardwareBound("gather, one core", limits),)
     return CaseResult(case, tuple(systems), bounds)
 
 
@@ -204,7 +204,7 @@ def _full_system(name, case, dice, strength, rounds) -> SystemResult:
     )
 
 
-def _trial(at: int, name: str, case: Case, dice: random.Random, rate: float) -> dict:
+def _trial(at: int, name: str, case: BenchCase, dice: random.Random, rate: float) -> dict:
     noise = 0.3 if name == "grain" else 0.03
     rate *= dice.uniform(1 - noise, 1 + noise)
     first = 0.4 + 4e5 * dice.uniform(0.2, 1) / max(rate, 1e5)

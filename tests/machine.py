@@ -6,7 +6,7 @@ from membership import SPEC, VERSION, beat, progress
 
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Keep, Tick, key_of
-from dataplane.coordinator.state import State
+from dataplane.coordinator.state import CoordinatorState
 from dataplane.rpc.membership import StatusRequest
 
 LEASE_S = 30.0
@@ -22,7 +22,7 @@ class Machine:
         self.restart()
 
     def restart(self):
-        self.state = State(
+        self.state = CoordinatorState(
             coordinator_id="c",
             version=VERSION,
             protocol=PROTOCOL_VERSION,

@@ -19,7 +19,7 @@ from dataplane.index.indexing import open_dataset
 from dataplane.model import Region
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.pool import WorkerPool
-from dataplane.node.pool_worker import Job
+from dataplane.node.pool_worker import PoolTask
 from dataplane.rpc import messages, tasks
 from dataplane.trace import Trace
 from dataplane.worker.process import MEMORY_BYTES
@@ -107,7 +107,7 @@ class Bench:
 
         fds = tuple((arena_id, self.arena.fd) for arena_id in arenas)
         by_key = {source.key: source for source in sources}
-        job = Job(
+        job = PoolTask(
             body,
             self.dataset.message,
             fds,

@@ -11,7 +11,7 @@ from dataplane.model import Region
 from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.block import Block
+from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.blocks import SMALL_FETCHES
 from dataplane.scheduler.records import SlabTask
 from dataplane.scheduler.scheduler import Scheduler
@@ -24,7 +24,7 @@ _WORKERS, _WORKERS_MAX = 2, 4
 class _Before:
     """What could be evicted before an event, and how far each walk had come."""
 
-    evictable: dict[int, Block]
+    evictable: dict[int, CachedBlock]
     walks: list[tuple[int, Order, int]]
     emptied_for: SlabTask | None
 

@@ -155,6 +155,20 @@ def test_names_are_made_of_words_that_say_something() -> None:
     expect_none(offences())
 
 
+def test_a_class_name_is_defined_once() -> None:
+    def offences() -> Iterator[Offence]:
+        first: dict[str, str] = {}
+        for path, node in nodes(*PRODUCT):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if node.name in first:
+                yield at(path, node.lineno, f"{node.name} is also the class in {first[node.name]}")
+            else:
+                first[node.name] = at(path, node.lineno, node.name)
+
+    expect_none(offences())
+
+
 def test_no_except_is_bare() -> None:
     expect_none(
         at(path, node.lineno, "a bare except also catches Ctrl-C; name the error")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dataplane_bench import processes
-from dataplane_bench.model import Kind, Place, Store, Workload
+from dataplane_bench.model import ColumnType, DatasetPlace, StorageKind, Workload
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.launch import TrialFailed
 
@@ -36,7 +36,7 @@ STRINGS = "string_rows_per_s"
 S3 = "s3_gb_per_s"
 
 
-def names(workload: Workload, store: Store) -> tuple[str, ...]:
+def names(workload: Workload, store: StorageKind) -> tuple[str, ...]:
     """What is worth measuring for cases of this workload."""
     found = [MEMCPY, PAGE_CACHE]
     match workload.shape:
@@ -48,17 +48,17 @@ def names(workload: Workload, store: Store) -> tuple[str, ...]:
             found += [JPEG_DECODE, JPEG_CROP]
         case _:
             found += [PARQUET]
-    if workload.of_kind(Kind.RAGGED):
+    if workload.of_kind(ColumnType.RAGGED):
         found.append(LISTS)
-    if workload.of_kind(Kind.STRING):
+    if workload.of_kind(ColumnType.STRING):
         found.append(STRINGS)
-    if store is Store.S3:
+    if store is StorageKind.S3:
         found.append(S3)
     return tuple(found)
 
 
 def measure(
-    names: Sequence[str], workload: Workload, place: Place | None, seconds: float = MEASURE_S
+    names: Sequence[str], workload: Workload, place: DatasetPlace | None, seconds: float = MEASURE_S
 ) -> dict[str, float]:
     """Each of these, by name, on the workload's source shards; `place` is where they are in S3.
 
@@ -86,7 +86,7 @@ def measure(
 
 
 def bound_of(
-    workload: Workload, store: Store, found: Mapping[str, float]
+    workload: Workload, store: StorageKind, found: Mapping[str, float]
 ) -> list[tuple[str, float]]:
     """Samples/s that nothing of this kind can beat, with what bounds them; the tightest first.
 
@@ -94,7 +94,7 @@ def bound_of(
     which decodes only what a crop needs, does less than the bound assumes.
     """
     cores = len(os.sched_getaffinity(0))
-    fixed = sum(column.sample_bytes for column in workload.of_kind(Kind.FIXED))
+    fixed = sum(column.sample_bytes for column in workload.of_kind(ColumnType.FIXED))
     limits = [
         (f"JPEG decode and resize x {cores} cores", found.get(JPEG_CROP, math.inf) * cores),
         ("gather, one core", _samples(found, GATHER, fixed)),
@@ -102,7 +102,7 @@ def bound_of(
         ("gather and padding of lists, one core", found.get(LISTS, math.inf)),
         ("making strings, one core", found.get(STRINGS, math.inf)),
     ]
-    if store is Store.S3:
+    if store is StorageKind.S3:
         shards = workload.shards
         stored = sum(path.stat().st_size for path in shards) / workload.sample_count
         limits.append(("S3 server's own ceiling", _samples(found, S3, stored)))

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dataplane_bench import bounds, machine
-from dataplane_bench.model import Case, Mode, Place, Settings, Store, Workload
+from dataplane_bench.model import BenchCase, DatasetPlace, Mode, Settings, StorageKind, Workload
 from dataplane_bench.peers.registry import HARNESS, REFERENCE, adapter
 from dataplane_bench.prepared import Prepared
-from dataplane_bench.report.results import Bound, CaseResult, SystemResult, Tried
+from dataplane_bench.report.results import CaseResult, HardwareBound, SystemResult, Tried
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_trial
 
 SWEEP = Timing(settle_s=0.4, window_s=0.6, stall_window_s=0.0, epoch_s=4.0)
@@ -90,7 +90,7 @@ class Contest:
         self.sample_bytes: dict[str, float] = {}
         self.measured: dict[str, list[float]] = {}
 
-    def run(self, case: Case, workload: Workload) -> CaseResult:
+    def run(self, case: BenchCase, workload: Workload) -> CaseResult:
         """All systems in one case."""
         runners = [self._runner(entry, case, workload) for entry in self._entries]
         going = [one for one in runners if one.runs]
@@ -110,14 +110,14 @@ class Contest:
                         self._take_turn(one, case, workload, round_index)
         for one in runners:
             one.now(trials=tuple(one.trials))
-        measured = tuple(Bound(name, tuple(values)) for name, values in limits.items())
+        measured = tuple(HardwareBound(name, tuple(values)) for name, values in limits.items())
         load = machine.load_between(before, machine.look())
         return CaseResult(case, tuple(one.result for one in runners), measured, load)
 
     def _rounds_of(self, one: _Runner) -> int:
         return 1 if one.entry.name == HARNESS else self._rounds
 
-    def _runner(self, entry: Entry, case: Case, workload: Workload) -> _Runner:
+    def _runner(self, entry: Entry, case: BenchCase, workload: Workload) -> _Runner:
         system = adapter(entry.name)
         refused = system.refuses(workload, case)
         if not refused and case.mode is Mode.FIRST and case.served and not hasattr(system, "serve"):
@@ -141,11 +141,11 @@ class Contest:
             one.now(error=str(error))
             self._show.note(f"{one.result.title}: {str(error).splitlines()[0]}")
 
-    def _choose(self, one: _Runner, case: Case, workload: Workload) -> None:
+    def _choose(self, one: _Runner, case: BenchCase, workload: Workload) -> None:
         """The settings that gave the most samples a second."""
         # A start, a resume or a computing trainer is run with what is best for throughput.
         if case.mode in (Mode.FIRST, Mode.RESUME) or case.step_ms:
-            case = Case(case.label, case.workload)
+            case = BenchCase(case.label, case.workload)
         key = (
             *(one.entry.name, workload.fingerprint, case.store),
             *(case.ranks, case.jobs, case.served, case.shared),
@@ -159,7 +159,7 @@ class Contest:
         one.settings = best.settings
         one.now(settings=best.settings, sweep=tried)
 
-    def _tried(self, entry: Entry, case: Case, workload: Workload) -> list[Tried]:
+    def _tried(self, entry: Entry, case: BenchCase, workload: Workload) -> list[Tried]:
         choices = adapter(entry.name).settings(workload, case, self._cores)
         if len(choices) == 1:
             return [Tried(choices[0])]
@@ -174,11 +174,11 @@ class Contest:
                 tried.append(Tried(settings, error=str(error)))
         return tried
 
-    def _check(self, one: _Runner, case: Case, workload: Workload) -> None:
+    def _check(self, one: _Runner, case: BenchCase, workload: Workload) -> None:
         """One epoch, summed: is it what the source says?"""
         if one.entry.name == HARNESS:
             return
-        whole = Case(case.label, case.workload, Mode.VERIFY, case.store, case.ranks)
+        whole = BenchCase(case.label, case.workload, Mode.VERIFY, case.store, case.ranks)
         truth = self.truth(workload)
         key = (one.entry.name, workload.fingerprint, case.store, case.ranks)
         if key not in self._digests:
@@ -201,14 +201,16 @@ class Contest:
             self._show.planned(1)
             self._show.trial(f"{workload.name}: every byte of the source")
             entry = Entry(REFERENCE, sys.executable, {})
-            case = Case("source", workload.name, Mode.VERIFY)
+            case = BenchCase("source", workload.name, Mode.VERIFY)
             found = self._trial(entry, case, workload, {}, self._timing)
             self._digests[key] = found
         found = self._digests[key]
         self.sample_bytes[workload.name] = found["byte_count"] / max(found["sample_count"], 1)
         return found
 
-    def _take_turn(self, one: _Runner, case: Case, workload: Workload, round_index: int) -> None:
+    def _take_turn(
+        self, one: _Runner, case: BenchCase, workload: Workload, round_index: int
+    ) -> None:
         turn = f"round {round_index + 1} of {self._rounds}"
         self._show.trial(f"{_where(case, workload)}, {turn}: {one.entry.name}")
         timing = self._timing
@@ -219,17 +221,17 @@ class Contest:
         one.trials.append(found | {"round": round_index})
 
     def _trial(
-        self, entry: Entry, case: Case, workload: Workload, settings: Settings, timing: Timing
+        self, entry: Entry, case: BenchCase, workload: Workload, settings: Settings, timing: Timing
     ) -> dict[str, Any]:
         place = self._prepared.place(entry.name, entry.python, workload, case.store)
         who = Contestant(entry.name, entry.python, place, settings)
         return run_trial(who, case, workload, timing, self._folder)
 
-    def _bounds(self, case: Case, workload: Workload, limits: dict[str, list[float]]) -> None:
+    def _bounds(self, case: BenchCase, workload: Workload, limits: dict[str, list[float]]) -> None:
         if case.mode not in (Mode.STEADY, Mode.EPOCH) or case.step_ms:
             return
-        place: Place | None = None
-        if case.store is Store.S3:
+        place: DatasetPlace | None = None
+        if case.store is StorageKind.S3:
             place = self._prepared.source(workload)
         names = bounds.names(workload, case.store)
         try:
@@ -243,7 +245,7 @@ class Contest:
             limits.setdefault(name, []).append(value)
 
 
-def _where(case: Case, workload: Workload) -> str:
+def _where(case: BenchCase, workload: Workload) -> str:
     return f"{workload.name}, {case.label}"
 
 

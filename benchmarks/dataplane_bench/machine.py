@@ -17,7 +17,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CpuSample:
     """Seconds since the machine started, of all cores that this process may use: in all, at work,
     and taken by the hypervisor; and CPU seconds of our own processes.
     """
@@ -28,7 +28,7 @@ class Look:
     own_s: float
 
 
-def look(own: Sequence[int] | None = None) -> Look:
+def look(own: Sequence[int] | None = None) -> CpuSample:
     """Now. Processes below those of `own` are ours; without it, below this one.
 
     Source:  the lines "cpuN" of proc_stat(5).
@@ -43,10 +43,10 @@ def look(own: Sequence[int] | None = None) -> Look:
             at_work = user + nice + system + irq + softirq
             busy, steal = busy + at_work, steal + stolen
             total += at_work + idle + iowait + stolen
-    return Look(total / _TICKS_PER_S, busy / _TICKS_PER_S, steal / _TICKS_PER_S, own_s)
+    return CpuSample(total / _TICKS_PER_S, busy / _TICKS_PER_S, steal / _TICKS_PER_S, own_s)
 
 
-def load_between(before: Look, after: Look) -> dict[str, float]:
+def load_between(before: CpuSample, after: CpuSample) -> dict[str, float]:
     """What others did meanwhile, as shares of the time of all cores: "others", processes that are
     not ours; "steal", the hypervisor.
     """

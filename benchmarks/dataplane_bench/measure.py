@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dataplane_bench import bounds
-from dataplane_bench.model import Kind, Place, Workload
+from dataplane_bench.model import ColumnType, DatasetPlace, Workload
 from dataplane_bench.trial import wire
 
 _PASSES_MIN = 3
@@ -42,7 +42,7 @@ class Subject:
     """What is measured on: a workload's shards, and where they are in S3; and how long."""
 
     workload: Workload
-    place: Place | None
+    place: DatasetPlace | None
     seconds: float
 
     @property
@@ -89,7 +89,7 @@ def page_cache(subject: Subject) -> float:
 
 def gather(subject: Subject) -> float:
     """GB/s of one core taking random rows of the widest column into a warm buffer."""
-    column = max(subject.workload.of_kind(Kind.FIXED), key=lambda one: one.sample_bytes)
+    column = max(subject.workload.of_kind(ColumnType.FIXED), key=lambda one: one.sample_bytes)
     rows = _numbers(_start(subject, [column.name])[column.name]).astype(column.dtype, copy=False)
     return _row_gather(rows.reshape(-1, max(int(np.prod(column.shape)), 1)), subject.seconds) / 1e9
 
@@ -109,7 +109,7 @@ def table_gather(subject: Subject) -> float:
     """GB/s of one core taking random rows of a table into a warm buffer, where all columns of a row
     lie side by side: however a loader keeps its columns, it has to read as many bytes as these.
     """
-    width = sum(column.sample_bytes for column in subject.workload.of_kind(Kind.FIXED))
+    width = sum(column.sample_bytes for column in subject.workload.of_kind(ColumnType.FIXED))
     return _row_gather(np.ones((1 << 16, width), np.uint8), subject.seconds) / 1e9
 
 
@@ -156,7 +156,7 @@ def padded_lists(subject: Subject) -> float:
     without a call for every list, whose cost is not the hardware's.
     """
     seconds = 0.0
-    for column in subject.workload.of_kind(Kind.RAGGED):
+    for column in subject.workload.of_kind(ColumnType.RAGGED):
         lists = _start(subject, [column.name])[column.name].combine_chunks()
         lengths = np.diff(np.asarray(lists.offsets))
         count = min(subject.workload.batch_size, len(lengths))
@@ -174,7 +174,7 @@ def padded_lists(subject: Subject) -> float:
 def string_rows(subject: Subject) -> float:
     """Samples/s of one core making Python's strings of UTF-8."""
     seconds = 0.0
-    for column in subject.workload.of_kind(Kind.STRING):
+    for column in subject.workload.of_kind(ColumnType.STRING):
         texts = _start(subject, [column.name])[column.name].slice(0, 10_000)
         encoded = texts.cast(pa.binary()).to_pylist()
         seconds += 1 / best_rate(
@@ -244,7 +244,7 @@ def _start(subject: Subject, names: Sequence[str]) -> pa.Table:
 
 
 def _images(subject: Subject) -> list[bytes]:
-    name = subject.workload.of_kind(Kind.IMAGE)[0].name
+    name = subject.workload.of_kind(ColumnType.IMAGE)[0].name
     with pq.ParquetFile(subject.shards[0]) as file:
         rows = next(file.iter_batches(_JPEGS, columns=[name]))
     found: list[bytes] = rows[name].to_pylist()
@@ -275,7 +275,7 @@ def main() -> None:
     """As the module says."""
     order = json.loads(sys.stdin.readline())
     told = order["place"]
-    place = Place(**{**told, "folder": Path(told["folder"])}) if told else None
+    place = DatasetPlace(**{**told, "folder": Path(told["folder"])}) if told else None
     subject = Subject(wire.workload_of(order["workload"]), place, order["seconds"])
     found = {name: MEASURES[name](subject) for name in order["names"]}
     sys.stdout.write(json.dumps(found) + "\n")

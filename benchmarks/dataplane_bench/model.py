@@ -20,7 +20,7 @@ CROP = 224
 """Height and width of an image in a batch, pixels."""
 
 
-class Kind(enum.StrEnum):
+class ColumnType(enum.StrEnum):
     """What a column is in the source shards, and in a batch."""
 
     FIXED = "fixed"  # primitive or fixed-size list -> tensor [B, *shape]
@@ -30,11 +30,11 @@ class Kind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class WorkloadColumn:
     """A column of a workload. `dtype` is numpy's name, of FIXED and RAGGED; `shape` is FIXED's."""
 
     name: str
-    kind: Kind
+    kind: ColumnType
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -55,7 +55,7 @@ class Workload:
     """
 
     name: str
-    columns: tuple[Column, ...]
+    columns: tuple[WorkloadColumn, ...]
     batch_size: int
     sample_count: int
     source: Path
@@ -69,7 +69,7 @@ class Workload:
         """The source's shards, in order."""
         return sorted(self.source.glob("*.parquet"))
 
-    def of_kind(self, kind: Kind) -> tuple[Column, ...]:
+    def of_kind(self, kind: ColumnType) -> tuple[WorkloadColumn, ...]:
         return tuple(column for column in self.columns if column.kind is kind)
 
     @property
@@ -77,9 +77,9 @@ class Workload:
         """What adapters tell apart: "images" has an image, "text" a string or a ragged column,
         "tokens" a fixed-size row of 256 bytes or more, and "tabular" only single numbers.
         """
-        if self.of_kind(Kind.IMAGE):
+        if self.of_kind(ColumnType.IMAGE):
             return "images"
-        if self.of_kind(Kind.RAGGED) or self.of_kind(Kind.STRING):
+        if self.of_kind(ColumnType.RAGGED) or self.of_kind(ColumnType.STRING):
             return "text"
         wide = any(column.sample_bytes >= 256 for column in self.columns)
         return "tokens" if wide else "tabular"
@@ -95,7 +95,7 @@ class Mode(enum.StrEnum):
     VERIFY = "verify"  # one whole epoch, every byte of it summed
 
 
-class Store(enum.StrEnum):
+class StorageKind(enum.StrEnum):
     """Where the shards are."""
 
     LOCAL = "local"  # a folder, in the page cache
@@ -103,7 +103,7 @@ class Store(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchCase:
     """One way to load a workload. Labels are unique in a scenario.
 
     `ranks` share one epoch, as DDP does; `jobs` each load the whole of it: in an order of its own,
@@ -116,7 +116,7 @@ class Case:
     label: str
     workload: str
     mode: Mode = Mode.STEADY
-    store: Store = Store.LOCAL
+    store: StorageKind = StorageKind.LOCAL
     ranks: int = 1
     jobs: int = 1
     served: bool = False
@@ -135,7 +135,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DatasetPlace:
     """Where a system's prepared shards lie. `url` is `folder` for LOCAL, else "s3://bucket/prefix".
 
     `endpoint` and the keys are those of the S3 server; the process has them in its environment too
@@ -150,7 +150,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TrialTask:
     """All that one process of a trial is told.
 
     `cache` is a folder of the trial's own, empty at its first process; all its processes share it.
@@ -161,9 +161,9 @@ class Task:
     """
 
     system: str
-    case: Case
+    case: BenchCase
     workload: Workload
-    place: Place
+    place: DatasetPlace
     settings: Settings
     cache: Path
     run: str

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dataplane_bench.model import Case, Place, Store, Workload
+from dataplane_bench.model import BenchCase, DatasetPlace, StorageKind, Workload
 from dataplane_bench.peers.registry import adapter
 from dataplane_bench.trial.launch import Contestant, run_order
 
@@ -27,9 +27,11 @@ class Prepared:
     ) -> None:
         self._root, self._trials = root, trials
         self._storage, self._say = storage, say
-        self._uploaded: dict[Path, Place] = {}
+        self._uploaded: dict[Path, DatasetPlace] = {}
 
-    def place(self, system: str, python: str, workload: Workload, store: Store) -> Place:
+    def place(
+        self, system: str, python: str, workload: Workload, store: StorageKind
+    ) -> DatasetPlace:
         """Where a system's shards are; converted and uploaded if they are not there yet.
 
         Raises:  TrialFailed: the conversion failed.
@@ -40,13 +42,13 @@ class Prepared:
             self._convert(system, python, workload, folder)
         return self._at(folder, store)
 
-    def source(self, workload: Workload) -> Place:
+    def source(self, workload: Workload) -> DatasetPlace:
         """The source shards in S3, for whoever measures the server."""
-        return self._at(workload.source, Store.S3)
+        return self._at(workload.source, StorageKind.S3)
 
-    def _at(self, folder: Path, store: Store) -> Place:
-        if store is Store.LOCAL:
-            return Place(folder, str(folder))
+    def _at(self, folder: Path, store: StorageKind) -> DatasetPlace:
+        if store is StorageKind.LOCAL:
+            return DatasetPlace(folder, str(folder))
         if folder not in self._uploaded:
             self._say(f"uploading {folder.name}")
             self._uploaded[folder] = self._storage().place(folder)
@@ -58,8 +60,8 @@ class Prepared:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         try:
-            case = Case("prepare", workload.name)
-            who = Contestant(system, python, Place(new, str(new)), {})
+            case = BenchCase("prepare", workload.name)
+            who = Contestant(system, python, DatasetPlace(new, str(new)), {})
             run_order("prepare", who, case, workload, self._trials, PREPARE_TIMEOUT_S)
             # Another run may have been faster; its folder is as good.
             with contextlib.suppress(OSError):

@@ -18,10 +18,10 @@ from dataplane.errors import ConfigError
 from dataplane_bench import environments
 from dataplane_bench.contest import Contest, Entry, Show
 from dataplane_bench.machine import machine_facts
-from dataplane_bench.model import Case, Workload
+from dataplane_bench.model import BenchCase, Workload
 from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
 from dataplane_bench.prepared import Prepared
-from dataplane_bench.report.results import CaseResult, Report, ScenarioResult
+from dataplane_bench.report.results import BenchReport, CaseResult, ScenarioResult
 from dataplane_bench.scenarios.base import Scale, Scenario
 from dataplane_bench.scenarios.registry import OTHERS, SCENARIOS, WORKLOADS
 from dataplane_bench.trial.launch import Timing
@@ -55,7 +55,7 @@ class Options:
     s3_delay_ms: float = 20.0
 
 
-Chosen = tuple[Scenario, tuple[Case, ...]]
+Chosen = tuple[Scenario, tuple[BenchCase, ...]]
 
 
 def chosen(options: Options, workload: str) -> list[Chosen]:
@@ -69,7 +69,7 @@ def chosen(options: Options, workload: str) -> list[Chosen]:
         asked = tuple(SCENARIOS)
     elif not asked:
         asked = tuple(f"{scenario.name}/local" for scenario in WORKLOADS)
-    found: dict[str, tuple[Case, ...]] = {}
+    found: dict[str, tuple[BenchCase, ...]] = {}
     for each in asked:
         name, _, label = each.partition("/")
         cases = _cases(name, options, workload)
@@ -90,7 +90,7 @@ def chosen(options: Options, workload: str) -> list[Chosen]:
     return [(SCENARIOS[name], cases) for name, cases in found.items()]
 
 
-def _cases(name: str, options: Options, workload: str) -> tuple[Case, ...]:
+def _cases(name: str, options: Options, workload: str) -> tuple[BenchCase, ...]:
     if name not in SCENARIOS:
         raise ConfigError(
             f"there is no scenario {name!r}; there are {', '.join(SCENARIOS)} and {ALL}",
@@ -133,7 +133,7 @@ def _not_installed(name: str) -> str:
     return f"not installed: dataplane bench --install-peer {name}"
 
 
-def run(options: Options, root: Path, command: str, show: Show) -> Report:
+def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
     """The whole run. Interrupted, it reports what is complete.
 
     Raises:  ConfigError, and what own data may be wrong with.
@@ -162,7 +162,7 @@ def run(options: Options, root: Path, command: str, show: Show) -> Report:
         except KeyboardInterrupt:
             interrupted = True
             show.note("interrupted: what is complete is reported")
-    return Report(
+    return BenchReport(
         created=created,
         command=command,
         machine=machine_facts(root),

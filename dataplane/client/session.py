@@ -20,7 +20,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
-from dataplane.client.state import State
+from dataplane.client.state import RunState
 from dataplane.client.statistics import Statistics, Tally, sum_of
 from dataplane.client.waiting import Notice, Patience
 from dataplane.client.wire import NoAnswer, Wire
@@ -59,7 +59,7 @@ class Session:
         self._stall_timeout_s, self._open_timeout_s = stall_timeout_s, open_timeout_s
         self._mount: Mount | None = None
         self._job: JobOpened | None = None
-        self._state: tuple[JobOpened, State] | None = None
+        self._state: tuple[JobOpened, RunState] | None = None
         self._closed = False
         self._pid = os.getpid()
         self._making = threading.Lock()
@@ -74,13 +74,13 @@ class Session:
         """The job as every rank has it; opens it when needed."""
         return self.mount().job
 
-    def state(self, epoch: int, cursor: int) -> State:
+    def state(self, epoch: int, cursor: int) -> RunState:
         """The state of the job at this place; of its last step, that of the next epoch's start.
         Costs the same whatever the job's options are.
         """
         job, (known, state) = self.job, self._state or (None, None)
         if state is None or known is not job:
-            state = State.of(job, 0, 0)
+            state = RunState.of(job, 0, 0)
             self._state = job, state
         return dataclasses.replace(state, epoch=epoch, cursor=cursor).normalised(job.spec)
 

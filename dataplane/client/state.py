@@ -23,7 +23,7 @@ _SHOWN_LENGTH_MAX = 120
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RunState:
     """Where a run stands: `cursor` samples of `epoch` are consumed, by all ranks together.
 
     `options` are those of the job that have not their default (see `JobSpec.facts`). They and
@@ -42,7 +42,7 @@ class State:
     in_last_step: bool = False
 
     @classmethod
-    def of(cls, job: JobOpened, epoch: int, cursor: int) -> State:
+    def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
         """The state of this job at this place."""
         facts = job.spec.facts()
         return cls(job.digest, epoch, cursor, job.sample_count, facts, job.dataset, job.pixels)
@@ -70,7 +70,7 @@ class State:
         """The epoch in whose last step it was taken, which has nothing left; None of any other."""
         return self.epoch - 1 if self.in_last_step and not self.cursor else None
 
-    def normalised(self, spec: JobSpec) -> State:
+    def normalised(self, spec: JobSpec) -> RunState:
         """The same place, told in one way: after the last step of an epoch stands the start of the
         next one. Older versions told it as the end of the epoch that was over.
         """
@@ -80,7 +80,7 @@ class State:
         return dataclasses.replace(self, epoch=self.epoch + 1, cursor=0, in_last_step=True)
 
     @classmethod
-    def from_dict(cls, saved: object) -> State:
+    def from_dict(cls, saved: object) -> RunState:
         """What `to_dict` gave; keys that it does not know are left to others.
 
         Raises:  ConfigError: it is no such state.  VersionMismatch: it was saved by a newer one.

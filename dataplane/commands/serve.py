@@ -35,7 +35,7 @@ _LOG_SETTINGS = ("log_level", "log_format")
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServeRole:
     """What this process is to be. `listen` is empty where it is no coordinator; `named` is the
     address by which trainers name the service, if it is another than the coordinator's own.
     """
@@ -80,7 +80,7 @@ def serve(
     context.exit(asyncio.run(_run(service)))
 
 
-def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> Service:
+def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> ServeRole:
     if only_coordinator and only_node:
         raise click.UsageError(
             "--coordinator and --node exclude each other; without both, both run"
@@ -94,7 +94,7 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
     if not only_node and join.source == "--join":
         raise click.UsageError("--join is for a node alone: add --node, or leave --join out")
     node = None if only_coordinator else node_config(settings)
-    return Service(
+    return ServeRole(
         listen="" if only_node else str(settings["listen"].value),
         named=str(settings["service"].value),
         insecure_bind=bool(settings["insecure_bind"].value),
@@ -104,7 +104,7 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
     )
 
 
-async def _run(service: Service) -> int:
+async def _run(service: ServeRole) -> int:
     background.end_process_on_failure()
     raise_descriptor_limit()
     stop = asyncio.Event()
@@ -159,7 +159,7 @@ def _exit_status(received: list[int]) -> int:
 
 
 @asynccontextmanager
-async def _coordination(service: Service) -> AsyncIterator[tuple[Coordination, str]]:
+async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination, str]]:
     """Our own coordinator, or the one that a node alone was told to join; and its address."""
     from dataplane.coordinator.front import CoordinatorConfig
     from dataplane.coordinator.server import CoordinatorServer

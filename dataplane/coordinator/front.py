@@ -18,7 +18,7 @@ from dataplane import background
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.journal import Journal
 from dataplane.coordinator.records import Answer, Event, Tick
-from dataplane.coordinator.state import State
+from dataplane.coordinator.state import CoordinatorState
 from dataplane.coordinator.store import MEMORY
 from dataplane.errors import ClosedError, ConfigError, DataplaneError
 from dataplane.rpc.membership import (
@@ -73,7 +73,7 @@ class Coordinator:
         self.coordinator_id = uuid.uuid4().hex
         self._clock = clock or steady_wall_clock()
         self._journal = Journal(config.database)
-        self._state: State | None = None
+        self._state: CoordinatorState | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._flushed_at = 0.0
 
@@ -83,7 +83,7 @@ class Coordinator:
         Raises:  ConfigError: the store is locked, damaged, or of a newer version.
         """
         records = await self._journal.open()
-        self._state = State(
+        self._state = CoordinatorState(
             coordinator_id=self.coordinator_id,
             version=self.config.version,
             protocol=self.config.protocol,

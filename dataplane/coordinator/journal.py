@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from dataplane.coordinator.records import Key, Record, Write, key_of
-from dataplane.coordinator.store import Store
+from dataplane.coordinator.store import JobStore
 
 
 class Journal:
@@ -24,7 +24,7 @@ class Journal:
         self._path = path
         # The connection is made, used and closed by this one thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="coordinator-store")
-        self._store: Store | None = None
+        self._store: JobStore | None = None
         self._waiting: dict[Key, Write] = {}
         self._added = 0
         self._committed = 0
@@ -33,7 +33,7 @@ class Journal:
     async def open(self) -> list[Record]:
         """Open the store and read it.
 
-        Raises:  ConfigError: as `Store`.
+        Raises:  ConfigError: as `JobStore`.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -43,7 +43,7 @@ class Journal:
             raise
 
     def _open(self) -> list[Record]:
-        self._store = Store(self._path)
+        self._store = JobStore(self._path)
         return self._store.load()
 
     def add(self, writes: Iterable[Write]) -> None:

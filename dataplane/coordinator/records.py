@@ -91,7 +91,7 @@ class Incarnation:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeRecord:
     """A node as it presented itself, when it was last heard of, and what it waited for then."""
 
     request: RegisterNodeRequest

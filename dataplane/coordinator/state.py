@@ -40,7 +40,7 @@ from dataplane.coordinator.records import (
     Job,
     Keep,
     Member,
-    Node,
+    NodeRecord,
     Phase,
     Record,
     Tick,
@@ -70,7 +70,7 @@ _LOST = (Phase.EXPIRED, (Phase.JOINED,))
 _LEFT = (Phase.LEFT, (Phase.JOINED, Phase.EXPIRED))
 
 
-class State:
+class CoordinatorState:
     """The whole memory of a coordinator, with one door: `decide`."""
 
     def __init__(
@@ -89,7 +89,7 @@ class State:
         self._lease_s = lease_s
         self._now = now
         self._clock = 0.0
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, NodeRecord] = {}
         self._jobs = _restored(records, now, deadline=lease_s)
         self._writes: list[Write] = []
 
@@ -128,7 +128,7 @@ class State:
         refusal = refusals.version_mismatch(request, self._version, self._protocol)
         if refusal is not None:
             raise refusal
-        self._nodes[request.node_id] = Node(request, self._now)
+        self._nodes[request.node_id] = NodeRecord(request, self._now)
         return RegisterNodeResponse(self._lease_s, self._coordinator_id)
 
     # -- joining ---------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class State:
         refusals.check_heartbeat(request)
         self._register(request.node)
         node_id = request.node.node_id
-        self._nodes[node_id] = Node(request.node, self._now, request.stores_away)
+        self._nodes[node_id] = NodeRecord(request.node, self._now, request.stores_away)
         return HeartbeatResponse(tuple(self._renew(node_id, one) for one in request.members))
 
     def _renew(self, node_id: str, progress: MemberProgress) -> MemberVerdict:

@@ -52,7 +52,7 @@ _TABLES: dict[type[Record], str] = {
 }
 
 
-class Store:
+class JobStore:
     """One database file, or ":memory:" for a coordinator that lives in a node."""
 
     def __init__(self, path: str) -> None:

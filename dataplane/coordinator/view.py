@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dataplane.coordinator.records import Member, Node, Phase
+from dataplane.coordinator.records import Member, NodeRecord, Phase
 from dataplane.coordinator.roster import Roster
 from dataplane.errors import ConfigError
 from dataplane.rpc.membership import JobStatus, MemberStatus, NodeStatus, StatusResponse
@@ -19,7 +19,7 @@ def status(
     version: str,
     coordinator_id: str,
     rosters: Mapping[str, Roster],
-    nodes: Iterable[Node],
+    nodes: Iterable[NodeRecord],
     clock: float,
     now: float,
 ) -> StatusResponse:
@@ -83,7 +83,7 @@ def _member(member: Member, clock: float) -> MemberStatus:
     )
 
 
-def _node(node: Node, now: float) -> NodeStatus:
+def _node(node: NodeRecord, now: float) -> NodeStatus:
     asked, silent_s = node.request, max(0.0, now - node.seen_at)
     away = tuple(replace(one, away_s=one.away_s + silent_s) for one in node.stores_away)
     return NodeStatus(asked.node_id, asked.host, asked.pid, asked.version, silent_s, away)

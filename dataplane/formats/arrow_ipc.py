@@ -18,7 +18,7 @@ import pyarrow as pa
 from dataplane.formats.arrow_messages import (
     CONTINUATION,
     MAGIC,
-    Footer,
+    ArrowFooter,
     Message,
     file_footer,
     is_legacy,
@@ -65,7 +65,7 @@ class ArrowIpc:
         require_bytes(shard.url, shard.size_bytes, "Arrow IPC")
         window = Window(shard)
         start = bytes(window.view(0, 512))
-        footer: Footer | None = None
+        footer: ArrowFooter | None = None
         source: Source = window
         if start.startswith(MAGIC):
             footer = file_footer(shard)
@@ -118,7 +118,7 @@ def _joined(pieces: list[pa.Array], name: str, url: str) -> pa.Array:
 
 
 def _shard_index(
-    window: Window, shard: ShardReader, messages: list[Message], footer: Footer | None
+    window: Window, shard: ShardReader, messages: list[Message], footer: ArrowFooter | None
 ) -> ShardIndex:
     stored = _schema(window, messages)
     if footer is not None:
@@ -192,7 +192,9 @@ def _schema(window: Window, messages: list[Message]) -> pa.Schema:
     return schema
 
 
-def _check_footer(url: str, footer: Footer, schema: pa.Schema, messages: list[Message]) -> None:
+def _check_footer(
+    url: str, footer: ArrowFooter, schema: pa.Schema, messages: list[Message]
+) -> None:
     """Refuse a file whose footer and messages contradict each other: no reader knows the truth."""
     is_same = footer.is_big_endian == messages[0].head.is_big_endian
     if not is_same or not footer.schema.equals(schema):

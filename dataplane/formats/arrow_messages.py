@@ -44,7 +44,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Footer:
+class ArrowFooter:
     """What a file's footer says. `start` is where it lies, which is where the messages end;
     `batches` are the record batches in their order: offset, and length of the metadata there.
     """
@@ -68,7 +68,7 @@ def is_legacy(window: Window, size: int) -> bool:
         return False
 
 
-def file_footer(shard: ShardReader) -> Footer:
+def file_footer(shard: ShardReader) -> ArrowFooter:
     """The footer of a file.
 
     Raises:  CorruptShard: it is not there, or damaged.
@@ -94,7 +94,7 @@ def file_footer(shard: ShardReader) -> Footer:
         footer = window.view(start, length)
         # To pyarrow, a file of no more than its two ends.
         ends = pa.py_buffer(b"".join((MAGIC, b"\0\0", footer, tail)))
-        return Footer(
+        return ArrowFooter(
             start,
             tuple(footer_batches(footer)),
             pa.ipc.open_file(ends).schema,
@@ -102,7 +102,7 @@ def file_footer(shard: ShardReader) -> Footer:
         )
 
 
-def read_together(shard: ShardReader, window: Window, footer: Footer) -> Source:
+def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> Source:
     """The metadata of large record batches, read at once and not one after the other: a store takes
     as long for each of them as for a MiB.
     """

@@ -43,7 +43,7 @@ class Feature(NamedTuple):
 
 
 @dataclass(slots=True)
-class Gathered:
+class FeatureSpans:
     """The spans of one feature over the records of a block; `counts` is spans a record, -1 where
     the record lacks it.
     """
@@ -206,7 +206,7 @@ class Values:
 
 
 def convert(
-    buffer: memoryview, kind: pa.DataType, gathered: Gathered, url: str, name: str
+    buffer: memoryview, kind: pa.DataType, gathered: FeatureSpans, url: str, name: str
 ) -> Values:
     """The values of one feature over all records of a block.
 
@@ -268,9 +268,9 @@ def column_of(found: Values, kind: pa.DataType, url: str, name: str) -> pa.Array
     return found.values.take(pa.array(places, mask=~valid))
 
 
-def gather(records: Sequence[Mapping[bytes, Feature]], name: bytes) -> Gathered:
+def gather(records: Sequence[Mapping[bytes, Feature]], name: bytes) -> FeatureSpans:
     """The spans of one feature over the records of a block."""
-    out = Gathered()
+    out = FeatureSpans()
     for record in records:
         feature = record.get(name)
         if feature is None or feature.kind == EMPTY:

@@ -32,7 +32,7 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JsonLine:
     """One line that has content, its offset in the shard, and its number in words."""
 
     text: bytes
@@ -69,7 +69,7 @@ def has_large(array: pa.Array) -> bool:
     return bool((np.abs(array.to_numpy(zero_copy_only=False)) >= LARGE).any())
 
 
-def check_exact(url: str, lines: Iterator[Line], types: Mapping[str, pa.DataType]) -> None:
+def check_exact(url: str, lines: Iterator[JsonLine], types: Mapping[str, pa.DataType]) -> None:
     """Refuse the first integer that is to become a double and is none.
 
     Raises:  SchemaMismatch: shard, field, offset, line, found.
@@ -80,7 +80,7 @@ def check_exact(url: str, lines: Iterator[Line], types: Mapping[str, pa.DataType
 
 
 def exact_types(
-    url: str, lines: Sequence[Line], types: Mapping[str, pa.DataType]
+    url: str, lines: Sequence[JsonLine], types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
     """The types that hold every number of these lines: uint64 instead of double where a column has
     integers only, and all of them fit.
@@ -96,7 +96,7 @@ def exact_types(
     return found
 
 
-def _check_line(url: str, line: Line, types: Mapping[str, pa.DataType]) -> None:
+def _check_line(url: str, line: JsonLine, types: Mapping[str, pa.DataType]) -> None:
     for path, number in _doubles(_parsed(line.text), types):
         if isinstance(number, _Unfit) or (isinstance(number, int) and not _is_double(number)):
             text = number.text if isinstance(number, _Unfit) else str(number)

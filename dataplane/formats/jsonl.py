@@ -34,7 +34,7 @@ from dataplane.formats.faults import (
 )
 from dataplane.formats.gzipped import is_compressed
 from dataplane.formats.inferred import inferred_schema
-from dataplane.formats.jsonexact import Line, check_exact, exact_types, has_large
+from dataplane.formats.jsonexact import JsonLine, check_exact, exact_types, has_large
 from dataplane.formats.jsonnulls import from_parser, parser_type
 from dataplane.formats.nulls import counted
 from dataplane.formats.source import (
@@ -285,13 +285,13 @@ def _find(url: str, body: memoryview, base: int, schema: pa.Schema | None) -> No
         _check_types(url, line, schema)
 
 
-def _lines(body: memoryview, base: int) -> Iterator[Line]:
+def _lines(body: memoryview, base: int) -> Iterator[JsonLine]:
     """The lines that have content."""
     at = 0
     for number, line in enumerate(bytes(body).split(b"\n"), 1):
         text = line.removeprefix(_BOM) if at == 0 else line
         if text.strip(_WHITESPACE):
-            yield Line(text, base + at, _place(number, base))
+            yield JsonLine(text, base + at, _place(number, base))
         at += len(line) + 1
 
 
@@ -317,7 +317,7 @@ def _check_line(url: str, line: bytes, offset: int, where: str) -> None:
         raise corrupt(url, offset, where, expected="a JSON object", found=type(value).__name__)
 
 
-def _check_types(url: str, line: Line, schema: pa.Schema | None) -> None:
+def _check_types(url: str, line: JsonLine, schema: pa.Schema | None) -> None:
     try:
         _read(memoryview(line.text), schema).validate(full=True)
     except FOREIGN as fault:

@@ -23,18 +23,18 @@ BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Footer:
+class ParquetFooter:
     """A footer and its row groups that have rows, which are the blocks."""
 
     metadata: pq.FileMetaData
     groups: tuple[int, ...]
 
 
-def parsed(content: Buffer) -> Footer:
+def parsed(content: Buffer) -> ParquetFooter:
     """Raises:  what Arrow has against it."""
     metadata = pq.read_metadata(pa.BufferReader(MAGIC + bytes(content)))
     groups = range(metadata.num_row_groups)
-    return Footer(metadata, tuple(i for i in groups if metadata.row_group(i).num_rows))
+    return ParquetFooter(metadata, tuple(i for i in groups if metadata.row_group(i).num_rows))
 
 
 class Footers:
@@ -42,10 +42,10 @@ class Footers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, int], tuple[pa.Buffer, Footer]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, int], tuple[pa.Buffer, ParquetFooter]] = OrderedDict()
         self._bytes = 0
 
-    def of(self, url: str, content: Buffer) -> Footer:
+    def of(self, url: str, content: Buffer) -> ParquetFooter:
         """The footer of this shard, parsed now if these are not the bytes that were parsed before.
 
         Raises:  what Arrow has against it.

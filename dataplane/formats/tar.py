@@ -38,7 +38,7 @@ from dataplane.formats.source import (
     block_source,
     holds_compressed,
 )
-from dataplane.formats.tarheader import Member, members
+from dataplane.formats.tarheader import TarMember, members
 from dataplane.model import Region
 from dataplane.plan.null_counts import NEVER
 from dataplane.suffixes import BY_FORMAT
@@ -57,7 +57,7 @@ class Sample:
     """The members of one key, by field."""
 
     key: str
-    fields: dict[str, Member]
+    fields: dict[str, TarMember]
     start: int
     end: int
 
@@ -149,7 +149,7 @@ def _block(rows: int, start: int, end: int) -> Block:
     return Block(rows, Region(start, end - start), end - start + ROW_BYTES * rows)
 
 
-def _is_integer(head: Memory, member: Member) -> bool:
+def _is_integer(head: Memory, member: TarMember) -> bool:
     """Whether a member's content is a number; what lies outside of the sample counts as one."""
     if member.size > 64:
         return False
@@ -189,7 +189,7 @@ def _column(source: Memory, found: Sequence[Sample], field: pa.Field) -> pa.Arra
 
 def _check_text(
     column: pa.Array,
-    of_rows: Sequence[Member | None],
+    of_rows: Sequence[TarMember | None],
     pieces: Sequence[memoryview | None],
     url: str,
 ) -> None:

@@ -27,7 +27,7 @@ _LINKS = {b"1": "hard link", b"2": "symbolic link"}
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TarMember:
     """One regular file of an archive. `start` is where its first header lies, `end` where the next
     member's may.
     """
@@ -46,7 +46,7 @@ class _Header:
     size: int
 
 
-def members(source: Source, at: int, end: int | None) -> Iterator[Member]:
+def members(source: Source, at: int, end: int | None) -> Iterator[TarMember]:
     """The regular files from `at` on, up to `end`, or up to the end mark where `end` is None.
 
     Raises:  CorruptShard: a header's checksum is wrong, a member does not fit, or no end mark.
@@ -82,7 +82,7 @@ def members(source: Source, at: int, end: int | None) -> Iterator[Member]:
             continue
         name = extended.get("path", header.name)
         if header.kind in _REGULAR and not name.endswith(b"/"):
-            yield Member(_text(source.url, start, name), start, body, size, stop)
+            yield TarMember(_text(source.url, start, name), start, body, size, stop)
         elif header.kind in _LINKS or header.kind == b"S":
             what = _LINKS.get(header.kind, "sparse file")
             raise corrupt(

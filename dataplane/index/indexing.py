@@ -26,7 +26,7 @@ from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.conform import same_type
 from dataplane.formats.inferred import contradicts, is_closed, is_inferred
 from dataplane.formats.nulls import aligned, node_count
-from dataplane.index.journal import Journal, digest, listing_key, shard_keys
+from dataplane.index.journal import IndexJournal, digest, listing_key, shard_keys
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.null_counts import NEVER
@@ -152,7 +152,7 @@ def index_dataset(
     run = _Run(chosen, listed, progress, connect, index_shard or _index_here)
     if not cache_dir:
         return run.manifest(names, run.indexed(workers, {}, keys, None))
-    journal = Journal(cache_dir, digest(*version, *names))
+    journal = IndexJournal(cache_dir, digest(*version, *names))
     try:
         key = listing_key(version, keys)
         known = journal.manifest(key)
@@ -242,7 +242,7 @@ class _Run:
         workers: int,
         remembered: dict[str, ShardIndex],
         keys: Sequence[str],
-        journal: Journal | None,
+        journal: IndexJournal | None,
     ) -> list[ShardIndex]:
         """Every shard's index, in the order of the shards."""
         self._report()
@@ -267,7 +267,7 @@ class _Run:
         return Manifest.build(names, self._format.name, schema.serialize().to_pybytes(), shards)
 
     def _in_parallel(
-        self, workers: int, todo: Sequence[int], keys: Sequence[str], journal: Journal | None
+        self, workers: int, todo: Sequence[int], keys: Sequence[str], journal: IndexJournal | None
     ) -> None:
         waiting = iter(todo)
         running: dict[Future[ShardIndex], int] = {}
@@ -295,7 +295,9 @@ class _Run:
         stored = StoredShard(listed, self._connect(listed.url), self._stop)
         return self._index_shard(self._format, stored)
 
-    def _accept_new(self, shard: int, key: str, index: ShardIndex, journal: Journal | None) -> None:
+    def _accept_new(
+        self, shard: int, key: str, index: ShardIndex, journal: IndexJournal | None
+    ) -> None:
         if journal is not None:
             journal.remember(key, index)
         self._arrived(shard, index)

@@ -58,7 +58,7 @@ def listing_key(format_: Sequence[object], keys: Sequence[str]) -> str:
     return hashed.hexdigest()
 
 
-class Journal:
+class IndexJournal:
     """The memory of one dataset, that is of one list of urls read as one format."""
 
     def __init__(self, cache_dir: str, dataset: str) -> None:

@@ -36,7 +36,7 @@ from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages, tasks
 from dataplane.store.urls import local_path
 from dataplane.trace import Trace
-from dataplane.worker.death import Cause, End, Place, blame, end_of
+from dataplane.worker.death import Cause, ProcessEnd, WorkerPlace, blame, end_of
 from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.process import WORDS_BYTES_MAX, start_parser
 
@@ -55,7 +55,7 @@ _trace = Trace("node")
 class _Ended(Exception):
     """The process that had the shard is of no more use."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: ProcessEnd) -> None:
         super().__init__(end.words)
         self.end = end
 
@@ -120,7 +120,7 @@ class IndexProcesses:
         order = tasks.IndexShard(
             format_.name, listed.url, listed.size_bytes, listed.etag, is_local=is_local
         )
-        ends: list[End] = []
+        ends: list[ProcessEnd] = []
         with contextlib.suppress(_Ended), self._one_of_many() as process:
             return process.index(order, shard, ends, self._task_timeout_s)
         with self._alone:
@@ -129,7 +129,7 @@ class IndexProcesses:
             try:
                 return process.index(order, shard, ends, self._task_timeout_s)
             except _Ended:
-                raise blame("indexing it", Place(listed.url), ends, limit_bytes) from None
+                raise blame("indexing it", WorkerPlace(listed.url), ends, limit_bytes) from None
             finally:
                 process.kill()
 
@@ -163,7 +163,7 @@ class _Process:
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
         self._kill_count = kill_count_for_memory()
-        self._end: End | None = None
+        self._end: ProcessEnd | None = None
         self._sock, theirs = local.pair()
         self._stderr = os.memfd_create("dataplane-indexer", os.MFD_CLOEXEC)
         try:
@@ -177,7 +177,7 @@ class _Process:
         self._receiver.start()
 
     def index(
-        self, order: tasks.IndexShard, shard: StoredShard, ends: list[End], timeout_s: float
+        self, order: tasks.IndexShard, shard: StoredShard, ends: list[ProcessEnd], timeout_s: float
     ) -> ShardIndex:
         """What the process says of a shard.
 
@@ -214,7 +214,7 @@ class _Process:
                     task.reads += 1
                 self._reads.submit(self._read, number, task, body)
             elif isinstance(body, tasks.OutOfMemory):
-                raise self._ended(End(Cause.OUT_OF_MEMORY, "reached its memory limit"))
+                raise self._ended(ProcessEnd(Cause.OUT_OF_MEMORY, "reached its memory limit"))
             elif isinstance(body, DataplaneError):
                 raise task.failure or body
             elif isinstance(body, tasks.ShardIndexed):
@@ -235,7 +235,7 @@ class _Process:
                     own.begin(now)
                 elif own.exceeds(timeout_s, now):
                     words = f"did not end within {timeout_s:g} s of its own time"
-                    raise self._ended(End(Cause.STUCK, words)) from None
+                    raise self._ended(ProcessEnd(Cause.STUCK, words)) from None
                 continue
             if body is None:
                 raise self._ended(None)
@@ -274,7 +274,7 @@ class _Process:
                 task.arrived.put(None)
         self._sock.close()
 
-    def _ended(self, end: End | None) -> _Ended:
+    def _ended(self, end: ProcessEnd | None) -> _Ended:
         """It is of no more use: `end` says why, or its exit status."""
         self.kill()
         end = end or self._end

@@ -22,7 +22,7 @@ from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import with_categories
 from dataplane.transforms.trails import trail_bytes
 from dataplane.worker.columns import Ints, RowLayout
-from dataplane.worker.death import Place
+from dataplane.worker.death import WorkerPlace
 from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.row_layout import plan_row_layout
 from dataplane.worker.stacking import StackedPlan, plan_stacked
@@ -69,12 +69,12 @@ class Dataset:
         is_remote = self.blocks.marks.is_remote.item(block)
         return None if is_remote else self.url(block)[len(FILE_PREFIX) :]
 
-    def raw_block(self, block: int, arena: Region | None) -> tasks.RawBlock:
+    def raw_block(self, block: int, arena: Region | None) -> tasks.RawBlockRef:
         """The block's bytes as a worker finds them."""
         manifest, shard = self.manifest, self._shard(block)
         shards = manifest.shards
         place = Region(manifest.block_offset.item(block), manifest.block_length.item(block))
-        return tasks.RawBlock(
+        return tasks.RawBlockRef(
             url=shards.urls[shard],
             index=shards.block_in_shard(shard, block),
             rows=manifest.block_rows.item(block),
@@ -94,10 +94,10 @@ class Dataset:
         shard = self._shard(block)
         return tasks.Origin(self.manifest.shards.urls[shard], shard, self._first_row(block))
 
-    def place(self, block: int) -> Place:
+    def place(self, block: int) -> WorkerPlace:
         """The block as errors name it."""
         index = self.manifest.block_in_shard(block)
-        return Place(self.url(block), index, first_row=self._first_row(block))
+        return WorkerPlace(self.url(block), index, first_row=self._first_row(block))
 
     def _first_row(self, block: int) -> int:
         """Of the samples of its shard."""

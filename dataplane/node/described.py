@@ -11,7 +11,7 @@ from dataplane.config import JobSpec
 from dataplane.errors import ConfigError
 from dataplane.node.categories import Categories, stream_of
 from dataplane.node.dataset import Dataset
-from dataplane.node.member import Member
+from dataplane.node.member import ServedMember
 from dataplane.rpc.messages import (
     CategoriesRead,
     ColumnsDescribed,
@@ -20,7 +20,7 @@ from dataplane.rpc.messages import (
     ReadCategories,
 )
 from dataplane.transforms.codes import shown_as
-from dataplane.transforms.columns import Part, shown
+from dataplane.transforms.columns import LeafPart, shown
 from dataplane.transforms.images import delivered
 from dataplane.transforms.leaves import Leaf, value_type
 from dataplane.transforms.lists import AS_THEY_ARE
@@ -33,7 +33,7 @@ _COLUMN_BYTES = 64
 
 
 async def describe(
-    member: Member, asked: DescribeColumns | ReadCategories
+    member: ServedMember, asked: DescribeColumns | ReadCategories
 ) -> ColumnsDescribed | CategoriesRead:
     """As much as fits into one answer, from the first that was asked for on.
 
@@ -82,7 +82,7 @@ def _described(
         for column, leaf, part in zip(
             plan.leaves.specs, plan.leaves.leaves, plan.leaves.parts, strict=True
         )
-        if part is not Part.IS_NULL
+        if part is not LeafPart.IS_NULL
     }
     stacks = {stack.name: stack.columns for stack in plan.stacks}
     for at, column in enumerate(delivered(plan.specs, spec.transforms)):

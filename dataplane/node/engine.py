@@ -30,7 +30,7 @@ from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
-from dataplane.node.pool_worker import Job
+from dataplane.node.pool_worker import PoolTask
 from dataplane.node.served import Send, ServedStream
 from dataplane.node.stall import stall_error
 from dataplane.rpc import tasks
@@ -39,7 +39,7 @@ from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Plan, Walk
 from dataplane.store.unreachable import UNREACHABLE
 from dataplane.trace import Trace
-from dataplane.worker.death import Place
+from dataplane.worker.death import WorkerPlace
 
 _BLOCK_ARENA_ID = 0
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1
@@ -260,14 +260,14 @@ class Engine:
             self._tell(events.BlockDecoded(key, error, 0.0))
             return
         raw = dataset.raw_block(effect.block, effect.raw)
-        job = Job(
+        task = PoolTask(
             body=tasks.Decode(dataset.dataset_id, raw, effect.into),
             dataset=dataset.message,
             arenas=((_BLOCK_ARENA_ID, self._arena.fd),),
-            report=lambda result: self._tell(events.BlockDecoded(key, result, job.started)),
+            report=lambda result: self._tell(events.BlockDecoded(key, result, task.started)),
             place=partial(dataset.place, effect.block),
         )
-        self._pool.submit(job, _DECODE_URGENCY)
+        self._pool.submit(task, _DECODE_URGENCY)
 
     def _clear_trails(self, effect: events.ClearTrails) -> None:
         region = effect.region
@@ -295,7 +295,7 @@ class Engine:
             self._sources[key] = source
         return source
 
-    def _place(self, dataset: Dataset, key: int) -> Place:
+    def _place(self, dataset: Dataset, key: int) -> WorkerPlace:
         return dataset.place(self._scheduler.block(key).index)
 
     def _reserve(self, region: Region) -> None:
@@ -351,7 +351,7 @@ class Engine:
     ) -> None:
         dataset, delivery = self._datasets[effect.dataset_id], self._deliveries[effect.delivery_id]
         number = effect.number
-        job = Job(
+        task = PoolTask(
             body=body,
             dataset=dataset.message,
             arenas=(
@@ -360,12 +360,12 @@ class Engine:
             ),
             source=partial(self._source, dataset),
             report=lambda result: self._tell(
-                events.SlabAssembled(number, result, job.started, is_kept)
+                events.SlabAssembled(number, result, task.started, is_kept)
             ),
             place=partial(_first_place, dataset, effect.plan),
             place_of=partial(self._place, dataset),
         )
-        self._pool.submit(job, urgency)
+        self._pool.submit(task, urgency)
 
     def _drop_delivery(self, effect: events.DropDelivery) -> None:
         self._pool.detach_arena(effect.delivery_id)
@@ -395,5 +395,6 @@ def _tell_planned(stream: ServedStream) -> None:
         call()
 
 
-def _first_place(dataset: Dataset, plan: Plan) -> Place:
-    return dataset.place(int(plan.blocks[0])) if len(plan.blocks) else Place("a batch without rows")
+def _first_place(dataset: Dataset, plan: Plan) -> WorkerPlace:
+    empty = WorkerPlace("a batch without rows")
+    return dataset.place(int(plan.blocks[0])) if len(plan.blocks) else empty

@@ -15,7 +15,7 @@ from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
 from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
 from dataplane.node.joining import pause, unanswered
-from dataplane.node.member import Member, progress_of
+from dataplane.node.member import ServedMember, progress_of
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.store.outage import Outages
@@ -119,7 +119,7 @@ class Heartbeat:
             if member is not None:
                 await self._heed(member, verdict)
 
-    async def _heed(self, member: Member, verdict: membership.MemberVerdict) -> None:
+    async def _heed(self, member: ServedMember, verdict: membership.MemberVerdict) -> None:
         if isinstance(verdict.error, LeaseExpired):
             self._trace.noted("rejoin", job=member.job_id, member=member.member_id)
             try:
@@ -133,7 +133,7 @@ class Heartbeat:
         elif self._sees_all_ranks(member) and verdict.missing_for_s > self._join_timeout_s:
             self._end(member, self._missing(member, verdict))
 
-    def _missing(self, member: Member, verdict: membership.MemberVerdict) -> ConfigError:
+    def _missing(self, member: ServedMember, verdict: membership.MemberVerdict) -> ConfigError:
         ranks = ", ".join(map(str, verdict.missing_dp_ranks))
         advice = "start them with the same job name and service"
         if self._is_embedded:
@@ -147,12 +147,12 @@ class Heartbeat:
             field="dp_size",
         )
 
-    def _sees_all_ranks(self, member: Member) -> bool:
+    def _sees_all_ranks(self, member: ServedMember) -> bool:
         """An embedded node is its own coordinator: ranks of other hosts never join there."""
         place = member.request.topology
         return not self._is_embedded or place.world_size == place.local_world_size
 
-    def _end(self, member: Member, error: DataplaneError) -> None:
+    def _end(self, member: ServedMember, error: DataplaneError) -> None:
         """The member gets this error at its next request, and at those that wait."""
         member.error = error
         # A copy: to send may find the trainer gone, which closes its streams.

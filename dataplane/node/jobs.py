@@ -30,7 +30,7 @@ from dataplane.node.datasets import Datasets, shown
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.joining import patiently
-from dataplane.node.member import Member, progress_of
+from dataplane.node.member import ServedMember, progress_of
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
 from dataplane.plan.identity import identity_of
@@ -87,9 +87,9 @@ class Jobs:
         self._numbers = itertools.count(1)
         self._category_reader = CategoryReader(config, engine, self._numbers, self._datasets.new_id)
         self.streams = Streams(engine)
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, ServedMember] = {}
 
-    async def open(self, request: messages.OpenJob) -> tuple[Member, messages.JobOpened]:
+    async def open(self, request: messages.OpenJob) -> tuple[ServedMember, messages.JobOpened]:
         """Admit a rank.
 
         Raises:  ConfigError and its kin: whatever is wrong with the dataset, the spec, the place or
@@ -136,7 +136,7 @@ class Jobs:
 
     async def _admit(
         self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec, pixels: str
-    ) -> Member:
+    ) -> ServedMember:
         """Check what can be checked here, take the place, then the memory."""
         manifest, place = dataset.manifest, request.topology
         Slice(manifest.sample_count, 0, spec.global_batch, spec.end, place.dp_rank, place.dp_size)
@@ -158,11 +158,11 @@ class Jobs:
             await self._tell_left(request, lost=False)
             raise
         delivery.users += 1
-        return Member(
+        return ServedMember(
             request, spec, delivery, sizes, joined.generation, next(self._numbers), pixels
         )
 
-    def close(self, member: Member) -> None:
+    def close(self, member: ServedMember) -> None:
         """The rank is gone: free what only it used. May be called twice."""
         if self.members.get(member.member_id) is member:
             del self.members[member.member_id]
@@ -190,7 +190,7 @@ class Jobs:
             self._engine.forget_dataset(dataset)
             self._datasets.forget(dataset)
 
-    async def leave(self, member: Member, *, lost: bool) -> None:
+    async def leave(self, member: ServedMember, *, lost: bool) -> None:
         """Tell the coordinator; it learns by itself if it does not answer now."""
         _trace.noted(
             "rank lost" if lost else "job closed",
@@ -216,7 +216,7 @@ class Jobs:
         except DataplaneError as error:  # a full disk, say
             _trace.failed("leave", job=request.job_id, error=error)
 
-    async def rejoin(self, member: Member) -> None:
+    async def rejoin(self, member: ServedMember) -> None:
         """Join again after the lease ran out."""
         manifest = member.delivery.dataset.manifest
         joined = await self._coordination.join(

@@ -15,7 +15,7 @@ from dataplane.scheduler.walk import SlabSizes
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class ServedMember:
     """One rank of one job, as this node serves it. `error` ends it: its requests get it. `holder`
     is what has its slabs. `pixels` names what makes them here; "" without images. `is_leaving`: its
     process ends in order.
@@ -59,7 +59,7 @@ class Member:
         self.epoch, self.cursor = max((self.epoch, self.cursor), (epoch, cursor))
 
 
-def progress_of(member: Member) -> MemberProgress:
+def progress_of(member: ServedMember) -> MemberProgress:
     """How far this member came, and how fast it was since it was asked last."""
     now = time.monotonic()
     then, epoch, cursor = member.seen

@@ -1,18 +1,18 @@
-"""The worker processes of a node: started by exec, one job at a time each, replaced when they die.
+"""The worker processes of a node: started by exec, one task at a time each, replaced when they die.
 
 Invariants:
-1. A job is reported once: done, or failed.
-2. A job whose worker died, or ran out of memory, is given to one that is started then, so that
-   whoever kills all workers at once hits a job once; the second death is blamed on the job. A
-   worker that is stuck is killed; a job that cannot say more about it gets no second one.
-3. Before a job a worker is told whatever it needs and was not told yet; a new worker knows nothing.
+1. A task is reported once: done, or failed.
+2. A task whose worker died, or ran out of memory, is given to one that is started then, so that
+   whoever kills all workers at once hits a task once; the second death is blamed on the task. A
+   worker that is stuck is killed; a task that cannot say more about it gets no second one.
+3. Before a task a worker is told all it needs and was not told yet; a new worker knows nothing.
 4. A worker that was told to open a block is told to forget it before it sees anything else of a
    node that has reused its memory.
 5. Workers that are too many end once they have nothing to do; what is one more has to be up before
-   it gets a job.
+   it gets a task.
 6. Nothing on the event loop waits for a process to die: one that sleeps in the kernel, in a read
    from a file server that is away, dies only when that ends. Until then it keeps its place and its
-   job, since it might still write into the job's memory.
+   task, since it might still write into the task's memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Self
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
-from dataplane.node.job_queue import JobQueue
-from dataplane.node.pool_worker import Job, PoolWorker
+from dataplane.node.pool_worker import PoolTask, PoolWorker
+from dataplane.node.task_queue import TaskQueue
 from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
-from dataplane.worker.death import Cause, End, blame, nobody_alive
+from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
 from dataplane.worker.process import MEMORY_BYTES, WorkerProcess
 
 _DEATHS_MAX = 2
@@ -41,7 +41,7 @@ _WATCH_S = 0.5
 
 class WorkerPool:
     """`worker_count` processes and one queue. Each process may take `memory_bytes` of its own, more
-    where the dataset of its job says so; a job may keep one busy for `task_timeout_s`.
+    where the dataset of its task says so; a task may keep one busy for `task_timeout_s`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WorkerPool:
         self._trace = trace
         self._workers: list[PoolWorker] = []
         self._retired: set[PoolWorker] = set()
-        self._queue = JobQueue()
+        self._queue = TaskQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick_deaths = 0
         self._watching: asyncio.TimerHandle | None = None
@@ -104,7 +104,7 @@ class WorkerPool:
         self._worker_count = count
         while self._loop is not None and len(self._workers) < count:
             worker = self._spawn()
-            worker.ask_whether_up()  # jobs do not wait for that
+            worker.ask_whether_up()  # tasks do not wait for that
             self._send_next(worker)
         self._retire()
 
@@ -113,17 +113,17 @@ class WorkerPool:
         slabs they made a second.
         """
         now, made = time.monotonic(), self._made_bytes
-        under_way_s = sum(now - worker.job.started for worker in self._workers if worker.job)
+        under_way_s = sum(now - worker.task.started for worker in self._workers if worker.task)
         (then, before_s, made_before), busy_s = self._looked, self._busy_s + under_way_s
         self._looked = (now, busy_s, made)
         seconds = max(now - then, 1e-6)
         return (busy_s - before_s) / seconds, (made - made_before) / seconds
 
-    def submit(self, job: Job, urgency: int) -> None:
-        """Queue a job; the smallest urgency goes first, then the oldest, but for jobs that take
-        long: see JobQueue.
+    def submit(self, task: PoolTask, urgency: int) -> None:
+        """Queue a task; the smallest urgency goes first, then the oldest, but for tasks that take
+        long: see TaskQueue.
         """
-        self._queue.add(job, urgency, time.monotonic())
+        self._queue.add(task, urgency, time.monotonic())
         self._refill()
         self._dispatch()
 
@@ -183,19 +183,19 @@ class WorkerPool:
         for worker in list(self._workers):
             if not worker.is_idle:
                 continue
-            job = self._next()
-            if job is None:
+            task = self._next()
+            if task is None:
                 return
-            self._give(worker, job)
+            self._give(worker, task)
 
-    def _give(self, worker: PoolWorker, job: Job) -> None:
-        worker.prepare(job)
+    def _give(self, worker: PoolWorker, task: PoolTask) -> None:
+        worker.prepare(task)
         self._send_next(worker)
         self._watch_soon()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> PoolTask | None:
         able = [worker for worker in self._workers if not worker.is_ending]
-        under_way = [worker.job for worker in able if worker.job is not None]
+        under_way = [worker.task for worker in able if worker.task is not None]
         return self._queue.take(under_way, len(able), time.monotonic())
 
     def _send_next(self, worker: PoolWorker) -> None:
@@ -226,38 +226,38 @@ class WorkerPool:
         elif isinstance(result.body, tasks.Reading):
             worker.reading = result.body
         elif isinstance(result.body, tasks.OutOfMemory):
-            worker.end = End(Cause.OUT_OF_MEMORY, "reached its memory limit")
+            worker.end = ProcessEnd(Cause.OUT_OF_MEMORY, "reached its memory limit")
             self._on_death(worker)
         else:
             self._on_result(worker, result.body)
 
     def _on_result(self, worker: PoolWorker, body: tasks.ResultBody) -> None:
-        """The answer to the last packet: the job itself, or what prepares it. An arena that was
-        detached meanwhile may be queued behind the job: its answer is not the job's.
+        """The answer to the last packet: the task itself, or what prepares it. An arena that was
+        detached meanwhile may be queued behind the task: its answer is not the task's.
         """
         worker.waiting, worker.is_up = False, True
         done, _ = worker.packets.popleft()
-        job = worker.job
-        if job is not None and done is job.body:
-            self._finish(worker, job, body)
-        elif job is not None and isinstance(body, DataplaneError):
-            worker.undo(job, done)
-            self._finish(worker, job, body)
+        task = worker.task
+        if task is not None and done is task.body:
+            self._finish(worker, task, body)
+        elif task is not None and isinstance(body, DataplaneError):
+            worker.undo(task, done)
+            self._finish(worker, task, body)
         if worker.packets:
             self._send_next(worker)
         else:
             self._dispatch()
             self._retire()
 
-    def _finish(self, worker: PoolWorker, job: Job, body: tasks.ResultBody) -> None:
-        worker.job = None
+    def _finish(self, worker: PoolWorker, task: PoolTask, body: tasks.ResultBody) -> None:
+        worker.task = None
         worker.jobs_done += 1
         now = time.monotonic()
-        self._busy_s += now - job.started
-        self._queue.ended(job, now)
+        self._busy_s += now - task.started
+        self._queue.ended(task, now)
         self._made_bytes += body.bytes_used if isinstance(body, tasks.Assembled) else 0
         self._quick_deaths = 0
-        job.report(body)
+        task.report(body)
 
     def _on_death(self, worker: PoolWorker) -> None:
         """It hung up, speaks nonsense, or cannot go on: see it to its end."""
@@ -269,7 +269,7 @@ class WorkerPool:
         worker.process.end(partial(self._on_end, worker))
 
     def _on_end(self, worker: PoolWorker, status: int) -> None:
-        """Replace a worker; its job goes to the new one, or is blamed."""
+        """Replace a worker; its task goes to the new one, or is blamed."""
         if self._closed:
             return
         if worker in self._retired:
@@ -278,41 +278,41 @@ class WorkerPool:
         self._workers.remove(worker)
         end = worker.ended(status)
         self._tell(worker, end)
-        job = worker.job
+        task = worker.task
         if not worker.jobs_done:
             self._quick_deaths += 1
-        # A worker that dies before its first answer never came to the job.
-        if job is not None and worker.is_up and self._is_blamed(job, worker, end):
-            job = None
+        # A worker that dies before its first answer never came to the task.
+        if task is not None and worker.is_up and self._is_blamed(task, worker, end):
+            task = None
         if self._quick_deaths > _QUICK_DEATHS_MAX * self._worker_count:
-            self._fail_all(job, end)
+            self._fail_all(task, end)
             return
-        if job is not None:
-            self._give(self._spawn(), job)
+        if task is not None:
+            self._give(self._spawn(), task)
         elif len(self._workers) < self._worker_count:
             self._spawn()
         self._dispatch()
 
-    def _tell(self, worker: PoolWorker, end: End) -> None:
-        place, job = worker.place, worker.job
+    def _tell(self, worker: PoolWorker, end: ProcessEnd) -> None:
+        place, task = worker.place, worker.task
         at = {
             name: noun for name, noun in (place.nouns if place else {}).items() if noun is not None
         }
-        doing = {} if job is None else {"task": type(job.body).__name__}
+        doing = {} if task is None else {"task": type(task.body).__name__}
         self._trace.failed("worker ended", pid=worker.process.pid, how=end.words, **doing, **at)
 
-    def _is_blamed(self, job: Job, worker: PoolWorker, end: End) -> bool:
-        """Report a job at which enough workers have ended; prepare it for another one otherwise."""
-        job.ends.append(end)
-        most = job.attempt_count if end.cause is Cause.STUCK else _DEATHS_MAX
-        if len(job.ends) < most:
-            job.retried()
+    def _is_blamed(self, task: PoolTask, worker: PoolWorker, end: ProcessEnd) -> bool:
+        """Report a task at which enough workers have ended; or else prepare it for another one."""
+        task.ends.append(end)
+        most = task.attempt_count if end.cause is Cause.STUCK else _DEATHS_MAX
+        if len(task.ends) < most:
+            task.retried()
             return False
-        job.report(blame(job.doing, worker.place or job.place(), job.ends, worker.limit_bytes))
+        task.report(blame(task.doing, worker.place or task.place(), task.ends, worker.limit_bytes))
         return True
 
     def _watch_soon(self) -> None:
-        """Look at the workers now and then, while any has a job."""
+        """Look at the workers now and then, while any has a task."""
         if self._loop is not None and self._watching is None and self._task_timeout_s < math.inf:
             self._watching = self._loop.call_later(_WATCH_S, self._watch)
 
@@ -320,17 +320,17 @@ class WorkerPool:
         self._watching = None
         now = time.monotonic()
         for worker in list(self._workers):
-            if worker.job is None:
+            if worker.task is None:
                 continue
-            if worker.is_stuck(now, self._task_timeout_s / worker.job.attempt_count):
+            if worker.is_stuck(now, self._task_timeout_s / worker.task.attempt_count):
                 self._on_death(worker)
             self._watch_soon()
 
-    def _fail_all(self, job: Job | None, end: End) -> None:
-        """Report this job and all that wait."""
+    def _fail_all(self, task: PoolTask | None, end: ProcessEnd) -> None:
+        """Report this task and all that wait."""
         self._quick_deaths = 0
-        failed = [] if job is None else [job]
-        while (job := self._queue.take_any()) is not None:
-            failed.append(job)
-        for job in failed:
-            job.report(nobody_alive(end))
+        failed = [] if task is None else [task]
+        while (task := self._queue.take_any()) is not None:
+            failed.append(task)
+        for task in failed:
+            task.report(nobody_alive(end))

@@ -1,6 +1,6 @@
 """One worker as the pool sees it: what it was told, what it is told next, and what it is at.
 
-Before a job a worker is told whatever it needs and does not know yet: arenas, the dataset, the
+Before a task a worker is told whatever it needs and does not know yet: arenas, the dataset, the
 blocks. It is sent one packet at a time, and answers each.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from dataplane.machine import OwnTime, kill_count_for_memory
 from dataplane.rpc import tasks
-from dataplane.worker.death import Cause, End, Place, end_of
+from dataplane.worker.death import Cause, ProcessEnd, WorkerPlace, end_of
 from dataplane.worker.process import WorkerProcess
 
 _SCHEMA_PART_BYTES = 128 * 1024
@@ -33,7 +33,7 @@ _DOING: dict[type, str] = {
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PoolTask:
     """One order to a worker, and what the worker must know for it.
 
     `arenas` are (arena id, descriptor); `source` tells of a block that `body` names by key. `place`
@@ -44,10 +44,10 @@ class Job:
     dataset: tasks.OpenDataset
     arenas: tuple[tuple[int, int], ...]
     report: Report
-    place: Callable[[], Place]
+    place: Callable[[], WorkerPlace]
     source: Callable[[int], tasks.BlockSource] | None = None
-    place_of: Callable[[int], Place] | None = None
-    ends: list[End] = field(default_factory=list)
+    place_of: Callable[[int], WorkerPlace] | None = None
+    ends: list[ProcessEnd] = field(default_factory=list)
     """How workers ended at it."""
     started: float = 0.0
     """When a worker began with it."""
@@ -83,7 +83,7 @@ class PoolWorker:
 
     process: WorkerProcess
     limit_bytes: int
-    job: Job | None = None
+    task: PoolTask | None = None
     packets: deque[tuple[tasks.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
     arenas: set[int] = field(default_factory=set)
     datasets: set[int] = field(default_factory=set)
@@ -96,52 +96,52 @@ class PoolWorker:
     """It hung up or was killed, and is not collected yet."""
     reading: tasks.Reading | None = None
     """What it says that it is at."""
-    end: End | None = None
+    end: ProcessEnd | None = None
     """Why it is ended, if that is known before its exit status."""
-    _watched: tuple[Job, OwnTime] | None = None
+    _watched: tuple[PoolTask, OwnTime] | None = None
     _kill_count: int = field(default_factory=kill_count_for_memory)
 
     @property
     def is_idle(self) -> bool:
         """Whether it has nothing to do, and could do something."""
-        return self.job is None and not self.packets and not self.is_ending
+        return self.task is None and not self.packets and not self.is_ending
 
     def ask_whether_up(self) -> None:
         """Whatever it is asked first, its answer says that it is up."""
         self.packets.append((tasks.DetachArena(_NO_ARENA), ()))
 
-    def prepare(self, job: Job) -> None:
-        """Queue the packets that tell it all it needs for a job, and then the job."""
-        self.job, self.reading, job.started = job, None, time.monotonic()
-        for arena_id, fd in job.arenas:
+    def prepare(self, task: PoolTask) -> None:
+        """Queue the packets that tell it all it needs for a task, and then the task."""
+        self.task, self.reading, task.started = task, None, time.monotonic()
+        for arena_id, fd in task.arenas:
             if arena_id not in self.arenas:
                 self.arenas.add(arena_id)
                 self.packets.append((tasks.AttachArena(arena_id), (fd,)))
-        dataset_id = job.dataset.dataset_id
+        dataset_id = task.dataset.dataset_id
         if dataset_id not in self.datasets:
             self.datasets.add(dataset_id)
-            self.limit_bytes = max(self.limit_bytes, job.dataset.memory_bytes)
-            self.packets.extend((part, ()) for part in _in_parts(job.dataset))
-        new = [key for key in job.block_keys if key not in self.blocks]
+            self.limit_bytes = max(self.limit_bytes, task.dataset.memory_bytes)
+            self.packets.extend((part, ()) for part in _in_parts(task.dataset))
+        new = [key for key in task.block_keys if key not in self.blocks]
         self.blocks.update(new)
         forget, self.forget = self.forget, []
         for at in range(0, len(forget), _KEYS_A_PACKET):
             some_keys = tuple(forget[at : at + _KEYS_A_PACKET])
             self.packets.append((tasks.OpenBlocks(dataset_id, (), some_keys), ()))
         # One by one where one of them may have ended a worker.
-        together = 1 if job.ends else _BLOCKS_A_PACKET
+        together = 1 if task.ends else _BLOCKS_A_PACKET
         for at in range(0, len(new), together):
-            assert job.source is not None
-            some = tuple(map(job.source, new[at : at + together]))
+            assert task.source is not None
+            some = tuple(map(task.source, new[at : at + together]))
             self.packets.append((tasks.OpenBlocks(dataset_id, some), ()))
-        self.packets.append((job.body, ()))
+        self.packets.append((task.body, ()))
 
-    def undo(self, job: Job, failed: tasks.TaskBody) -> None:
-        """Preparing failed (a block could not be opened): skip the job; trust nothing it opened."""
+    def undo(self, task: PoolTask, failed: tasks.TaskBody) -> None:
+        """Preparing failed (a block did not open): skip the task; trust nothing it opened."""
         undone = [failed, *(body for body, _ in self.packets)]
         self.packets = deque(p for p in self.packets if isinstance(p[0], tasks.DetachArena))
-        self.datasets.discard(job.dataset.dataset_id)
-        keys = self.blocks.intersection(job.block_keys)
+        self.datasets.discard(task.dataset.dataset_id)
+        keys = self.blocks.intersection(task.block_keys)
         self.blocks -= keys
         self.forget.extend(keys)
         for body in undone:
@@ -151,22 +151,22 @@ class PoolWorker:
                 self.forget.extend(body.forget)
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> WorkerPlace | None:
         """What it is at, as far as is known."""
-        job = self.job
-        if job is None:
+        task = self.task
+        if task is None:
             return None
-        if job.place_of is None or not self.packets:
-            return job.place()
+        if task.place_of is None or not self.packets:
+            return task.place()
         if self.reading is not None:
-            place = job.place_of(self.reading.block_key)
+            place = task.place_of(self.reading.block_key)
             return place.at_row(self.reading.row, self.reading.column)
         body = self.packets[0][0]
         if isinstance(body, tasks.OpenBlocks) and body.blocks:
-            return job.place_of(body.blocks[0].key)
-        return job.place()
+            return task.place_of(body.blocks[0].key)
+        return task.place()
 
-    def ended(self, status: int) -> End:
+    def ended(self, status: int) -> ProcessEnd:
         """How it ended, with this exit status."""
         is_machine_short = kill_count_for_memory() > self._kill_count
         return self.end or end_of(
@@ -174,19 +174,19 @@ class PoolWorker:
         )
 
     def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether it has been at one job for so long, not counting the time that it waited for a
+        """Whether it has been at one task for so long, not counting the time that it waited for a
         processor. Asked every now and then: the time counts from when it was asked first.
         """
-        job = self.job
-        if job is None or self.is_ending:
+        task = self.task
+        if task is None or self.is_ending:
             self._watched = None
             return False
-        if self._watched is None or self._watched[0] is not job:
-            self._watched = (job, OwnTime(self.process.pid, now))
+        if self._watched is None or self._watched[0] is not task:
+            self._watched = (task, OwnTime(self.process.pid, now))
             return False
         if not self._watched[1].exceeds(timeout_s, now):
             return False
-        self.end = End(Cause.STUCK, f"did not end within {timeout_s:g} s of its own time")
+        self.end = ProcessEnd(Cause.STUCK, f"did not end within {timeout_s:g} s of its own time")
         return True
 
 

@@ -26,7 +26,7 @@ from dataplane.node.engine import Engine
 from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
-from dataplane.node.member import Member
+from dataplane.node.member import ServedMember
 from dataplane.node.pool import WorkerPool
 from dataplane.node.stopping import done_before, wait_stop
 from dataplane.rpc import local, messages
@@ -45,7 +45,7 @@ _FIRST_CONNECTION_S = 30.0
 _OUTBOX_MAX = 1024
 
 
-class Session:
+class TrainerConnection:
     """One trainer's connection."""
 
     def __init__(self, server: NodeServer, sock: socket.socket) -> None:
@@ -53,8 +53,8 @@ class Session:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[int, bytes, tuple[int, ...]]] = deque()
-        self._members: dict[str, Member] = {}
-        self._streams: dict[int, Member] = {}
+        self._members: dict[str, ServedMember] = {}
+        self._streams: dict[int, ServedMember] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeted = False
         self.closed = False
@@ -228,7 +228,7 @@ class Session:
     ) -> None:
         self.send(request_id, await describe(self._member(body.job_id), body))
 
-    def _member(self, job_id: str) -> Member:
+    def _member(self, job_id: str) -> ServedMember:
         member = self._members.get(job_id)
         if member is None:
             raise ConfigError(f"this connection has not opened job {job_id!r}")
@@ -288,7 +288,7 @@ class NodeServer:
         self.stopping = False
         self._coordination = coordination
         self.door = Door(listener, self._admit, self.trace)
-        self._sessions: set[Session] = set()
+        self._sessions: set[TrainerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle_since = time.monotonic()
         self._had_session = False
@@ -352,7 +352,7 @@ class NodeServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: TrainerConnection) -> None:
         """A session has ended."""
         self.door.left(session)
         self._sessions.discard(session)
@@ -371,9 +371,9 @@ class NodeServer:
         self.draining = True
         self.trace.noted("drain", sessions=len(self._sessions))
 
-    def _admit(self, sock: socket.socket) -> Session:
+    def _admit(self, sock: socket.socket) -> TrainerConnection:
         self._had_session = True
-        session = Session(self, sock)
+        session = TrainerConnection(self, sock)
         self._sessions.add(session)
         return session
 

@@ -15,7 +15,7 @@ from dataplane import background
 from dataplane.errors import ConfigError, DataplaneError
 from dataplane.model import Stream
 from dataplane.node.engine import Engine
-from dataplane.node.member import Member
+from dataplane.node.member import ServedMember
 from dataplane.node.served import Send, ServedStream
 from dataplane.plan.order import Order
 from dataplane.rpc import messages
@@ -33,7 +33,7 @@ class Streams:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(
-        self, member: Member, request: messages.OpenStream, send: Send
+        self, member: ServedMember, request: messages.OpenStream, send: Send
     ) -> tuple[ServedStream, messages.StreamOpened]:
         """Start a walk of this member.
 
@@ -61,7 +61,7 @@ class Streams:
             self._engine.when_planned(stream, partial(self._follow, member, stream))
         return stream, messages.StreamOpened(stream.stream_id, stream.walk.step_count)
 
-    def _made_ahead(self, member: Member, at: Stream) -> ServedStream | None:
+    def _made_ahead(self, member: ServedMember, at: Stream) -> ServedStream | None:
         """The stream that was made for whoever would ask for this, if it is this that is asked."""
         stream, member.next_epoch = member.next_epoch, None
         if stream is None:
@@ -72,13 +72,13 @@ class Streams:
         self._engine.adopt_stream(stream)
         return stream
 
-    def _follow(self, member: Member, stream: ServedStream) -> None:
+    def _follow(self, member: ServedMember, stream: ServedStream) -> None:
         """All of this epoch is planned: begin with the next, which the trainer will ask for."""
         task = background.start("next epoch", self._open_next_epoch(member, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _open_next_epoch(self, member: Member, stream: ServedStream) -> None:
+    async def _open_next_epoch(self, member: ServedMember, stream: ServedStream) -> None:
         now = stream.walk.stream
         try:
             order = await self._order(member, now.epoch + 1)
@@ -93,14 +93,14 @@ class Streams:
             member.delivery, walk, stream.send, member.holder, after=stream
         )
 
-    def close_all(self, member: Member) -> None:
+    def close_all(self, member: ServedMember) -> None:
         """Of a member that is gone."""
         for stream in [*member.streams.values(), *filter(None, [member.next_epoch])]:
             self._engine.close_stream(stream)
         member.streams.clear()
         member.next_epoch = None
 
-    async def _order(self, member: Member, epoch: int) -> Order:
+    async def _order(self, member: ServedMember, epoch: int) -> Order:
         spec = member.spec
         key = (spec.fingerprint, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
         future = self._orders.get(key)
@@ -122,6 +122,6 @@ class Streams:
             del self._orders[key]
 
 
-def _walk(member: Member, order: Order, at: Stream, *, is_ahead: bool = False) -> Walk:
+def _walk(member: ServedMember, order: Order, at: Stream, *, is_ahead: bool = False) -> Walk:
     is_aligned = member.delivery.group is not None
     return Walk(member.spec, order, at, member.sizes, is_ahead=is_ahead, is_aligned=is_aligned)

@@ -28,7 +28,7 @@ from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.order import counted
 from dataplane.plan.sealed import damaged, sealed, unsealed
 from dataplane.plan.shard import IndexedShard, Shard, block_table, no_samples
-from dataplane.plan.shards import Shards, spread
+from dataplane.plan.shards import ShardTable, spread
 from dataplane.plan.texts import Piece, records
 from dataplane.redact import unsigned
 
@@ -78,7 +78,7 @@ class Manifest:
     urls: tuple[str, ...]
     format: str
     schema: bytes
-    shards: Shards
+    shards: ShardTable
     block_shard: Int32
     block_rows: Int64
     block_offset: Int64
@@ -93,8 +93,8 @@ class Manifest:
     def __post_init__(self) -> None:
         for name, dtype in _COLUMNS:
             object.__setattr__(self, name, _column(getattr(self, name), dtype, name))
-        if not isinstance(self.shards, Shards):
-            object.__setattr__(self, "shards", Shards.of(self.shards))
+        if not isinstance(self.shards, ShardTable):
+            object.__setattr__(self, "shards", ShardTable.of(self.shards))
         object.__setattr__(self, "sample_count", counted(self.block_rows))
         self._check()
         object.__setattr__(self, "fingerprint", self._fingerprint())
@@ -134,7 +134,7 @@ class Manifest:
         columns = (np.ascontiguousarray(column) for column in np.concatenate(tables).T)
         names = (name for name, _ in _COLUMNS[1:])
         return cls(
-            tuple(urls), format_name, schema, Shards.of(kept), block_shard,
+            tuple(urls), format_name, schema, ShardTable.of(kept), block_shard,
             column_places=ColumnPlaces.of(places), nulls=NullCounts.of(nulls),
             **cast("dict[str, Any]", dict(zip(names, columns, strict=True))),
         )  # fmt: skip
@@ -336,7 +336,7 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
     before = np.where(starts[:-1] > 0, offset.take(starts[:-1] - 1, mode="clip"), 0)
     offset -= length
     offset -= spread(before, starts)
-    shards = Shards(
+    shards = ShardTable(
         arrow.texts_of(batch.column("url")),
         arrow.texts_of(batch.column("etag")),
         arrow.numbers_of(batch.column("size_bytes")),

@@ -27,7 +27,7 @@ _NUMBERS = ("size_bytes", "preamble_offset", "preamble_length")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shards:
+class ShardTable:
     """n shards. The arrays are read-only.
 
     Shapes:  urls, etags: n texts.   size_bytes, preamble_offset, preamble_length: int64[n].
@@ -105,7 +105,7 @@ class Shards:
         return (self[index] for index in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shards) and all(
+        return isinstance(other, ShardTable) and all(
             np.array_equal(mine, its) if isinstance(mine, np.ndarray) else mine == its
             for mine, its in (
                 (getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataplane import units
 from dataplane.errors import ConfigError
 from dataplane.rpc import address
-from dataplane.units import Kind
+from dataplane.units import ValueKind
 
 
 def _address(given: object) -> str:
@@ -20,5 +20,5 @@ def _address_or_none(given: object) -> str:
 
 
 _FORMS = '"host:port", "[::1]:port" or "unix:/path"'
-ADDRESS = Kind(_FORMS, "ADDRESS", _address)
-ADDRESS_OR_NONE = Kind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)
+ADDRESS = ValueKind(_FORMS, "ADDRESS", _address)
+ADDRESS_OR_NONE = ValueKind(f'{_FORMS}, or "" for none', "ADDRESS", _address_or_none)

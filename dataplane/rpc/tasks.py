@@ -61,7 +61,7 @@ class OpenDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class RawBlock:
+class RawBlockRef:
     """The bytes of one block: in the block arena (preamble, then body), or in a local file. Where
     not all of them are needed, `pieces` are what is.
     """
@@ -83,7 +83,7 @@ class Decode:
     """Decode a block into the block arena."""
 
     dataset_id: int
-    raw: RawBlock
+    raw: RawBlockRef
     into: Region
 
 
@@ -110,7 +110,7 @@ class BlockSource:
     """A block to gather from."""
 
     key: int
-    raw: RawBlock | None = None
+    raw: RawBlockRef | None = None
     decoded: Region | None = None
     origin: Origin | None = None
     trails: Region | None = None

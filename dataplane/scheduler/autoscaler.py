@@ -25,7 +25,7 @@ _GAIN_MIN = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Utilization:
     """Since the last one: how many workers were at work on average, how much they made, and whether
     a trainer waits.
     """
@@ -54,7 +54,7 @@ class Autoscaler:
     pause: int = 0
     pause_next: int = _PAUSE_LOOKS
 
-    def after(self, look: Look) -> Autoscaler:
+    def after(self, look: Utilization) -> Autoscaler:
         """With what this look has shown."""
         is_hungry = look.is_awaited and look.busy >= _AT_WORK * self.count
         seen = replace(

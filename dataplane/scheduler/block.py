@@ -20,7 +20,7 @@ class BlockPhase(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class CachedBlock:
     """One block that is in memory, or on its way. What is asked of many at once is in the marks
     of its dataset.
     """
@@ -50,7 +50,7 @@ class Block:
         return not is_pinned and self.phase in {BlockPhase.READY, BlockPhase.FETCHED}
 
 
-class Change(enum.Enum):
+class BlockOutcome(enum.Enum):
     """What a block has come to, for those who wait for it."""
 
     READY = "rows can be gathered from it"
@@ -62,7 +62,7 @@ class Change(enum.Enum):
 class BlockChange:
     """One block that has changed."""
 
-    change: Change
+    change: BlockOutcome
     dataset: DatasetBlocks
     index: int
     error: DataplaneError | None = None

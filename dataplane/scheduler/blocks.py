@@ -24,7 +24,7 @@ from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
-from dataplane.scheduler.block import Block, BlockChange, BlockPhase, Change
+from dataplane.scheduler.block import BlockChange, BlockOutcome, BlockPhase, CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.events import (
     BlockDecoded,
@@ -47,7 +47,7 @@ SMALL_FETCHES = 4
 
 _DIRECT_BLOCKS_MAX = 4096
 
-Victims = Generator[tuple[Block | SharedSlab, int], None, None]
+Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
 """What may be evicted, and how many positions away its next use is."""
 
 
@@ -70,8 +70,8 @@ class BlockTable:
         self._do = do
         self._time = time
         self._changes: list[BlockChange] = []
-        self._blocks: dict[tuple[int, int], Block] = {}
-        self._by_key: dict[int, Block] = {}
+        self._blocks: dict[tuple[int, int], CachedBlock] = {}
+        self._by_key: dict[int, CachedBlock] = {}
         self._uses = NextUse(shared.readings)
         self._direct = NextUse(shared.readings)
         self._uses_of: dict[int, NextUse] = {}
@@ -114,7 +114,7 @@ class BlockTable:
             for index in blocks[dataset.marks.pins[blocks] == 0].tolist():
                 self._is_forgotten(self._blocks[dataset.dataset_id, index])
 
-    def block(self, key: int) -> Block:
+    def block(self, key: int) -> CachedBlock:
         """The block with this key, which is in memory or on its way."""
         return self._by_key[key]
 
@@ -123,7 +123,9 @@ class BlockTable:
         changes, self._changes = self._changes, []
         return changes
 
-    def _changed(self, change: Change, block: Block, error: DataplaneError | None = None) -> None:
+    def _changed(
+        self, change: BlockOutcome, block: CachedBlock, error: DataplaneError | None = None
+    ) -> None:
         self._changes.append(BlockChange(change, block.dataset, block.index, error))
 
     def start(self, dataset: DatasetBlocks, index: int, *, greedy: bool) -> bool:
@@ -135,7 +137,7 @@ class BlockTable:
         block = self._blocks.get((dataset.dataset_id, index))
         if block is not None:
             return block.phase is not BlockPhase.FETCHED or self._decode(block, greedy=greedy)
-        block = Block(dataset, index, next(self._keys))
+        block = CachedBlock(dataset, index, next(self._keys))
         dataset.marks.touched[index] = next(self._touches)
         if dataset.needs_fetch(index):
             return self._fetch(block, greedy=greedy)
@@ -146,12 +148,12 @@ class BlockTable:
         self._become_ready(block)
         return True
 
-    def _add(self, block: Block) -> None:
+    def _add(self, block: CachedBlock) -> None:
         self._blocks[block.dataset.dataset_id, block.index] = block
         self._by_key[block.key] = block
         self._stand_in(self._uses if block.regions else self._direct, block)
 
-    def _stand_in(self, uses: NextUse, block: Block) -> None:
+    def _stand_in(self, uses: NextUse, block: CachedBlock) -> None:
         """Have it evicted in the order of these."""
         former = self._uses_of.pop(block.key, None)
         if former is not None:
@@ -175,7 +177,7 @@ class BlockTable:
             if block.dataset is dataset and block.is_evictable:
                 self._evict(block)
 
-    def _is_forgotten(self, block: Block) -> bool:
+    def _is_forgotten(self, block: CachedBlock) -> bool:
         """Whether a block that was on its way is wanted no more; then it is gone."""
         if block.dataset.dataset_id in self._forgotten:
             self._evict(block)
@@ -184,7 +186,7 @@ class BlockTable:
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def _fetch(self, block: Block, *, greedy: bool) -> bool:
+    def _fetch(self, block: CachedBlock, *, greedy: bool) -> bool:
         if not self.can_fetch:
             return False
         dataset, index = block.dataset, block.index
@@ -218,9 +220,9 @@ class BlockTable:
             self._become_ready(block)
         else:
             block.phase = BlockPhase.FETCHED
-            self._changed(Change.GONE, block)
+            self._changed(BlockOutcome.GONE, block)
 
-    def _decode(self, block: Block, *, greedy: bool) -> bool:
+    def _decode(self, block: CachedBlock, *, greedy: bool) -> bool:
         dataset, index = block.dataset, block.index
         decoded = self._room(block, int(dataset.marks.decoded[index]), greedy=greedy)
         if decoded is None:
@@ -257,7 +259,7 @@ class BlockTable:
             block.raw = None
         self._become_ready(block)
 
-    def _grown(self, block: Block, decoded_bytes: int) -> None:
+    def _grown(self, block: CachedBlock, decoded_bytes: int) -> None:
         """The index guessed too low. From now on its true size is known."""
         assert block.decoded is not None
         block.dataset.marks.decoded[block.index] = decoded_bytes
@@ -272,15 +274,15 @@ class BlockTable:
             self._drop(block)
         else:
             block.phase = BlockPhase.FETCHED
-        self._changed(Change.GONE, block)
+        self._changed(BlockOutcome.GONE, block)
 
-    def _become_ready(self, block: Block) -> None:
+    def _become_ready(self, block: CachedBlock) -> None:
         block.phase = BlockPhase.READY
         block.dataset.marks.keys[block.index] = block.key
         self._give_trails(block)
-        self._changed(Change.READY, block)
+        self._changed(BlockOutcome.READY, block)
 
-    def _give_trails(self, block: Block) -> None:
+    def _give_trails(self, block: CachedBlock) -> None:
         """Where every block stays until it is needed again, its images are cropped again, too."""
         dataset, kept = block.dataset, block.decoded or block.raw
         if not (dataset.keeps_trails and self._shared.streams.crops(dataset)):
@@ -293,9 +295,9 @@ class BlockTable:
             if self._uses_of[block.key] is self._direct:
                 self._stand_in(self._uses, block)
 
-    def _fail(self, block: Block, error: DataplaneError) -> None:
+    def _fail(self, block: CachedBlock, error: DataplaneError) -> None:
         self._remove(block)
-        self._changed(Change.FAILED, block, error)
+        self._changed(BlockOutcome.FAILED, block, error)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -306,7 +308,7 @@ class BlockTable:
             at = self._evict_until(self._unneeded(going), length)
         return None if at is None else Region(at, length)
 
-    def _room(self, block: Block, length: int, *, greedy: bool) -> Region | None:
+    def _room(self, block: CachedBlock, length: int, *, greedy: bool) -> Region | None:
         at = self._allocator.allocate(length)
         if at is None:
             at = self._evict_until(self._needed_less(block, greedy=greedy), length)
@@ -318,7 +320,7 @@ class BlockTable:
         for slab in going:
             yield slab, NEVER
 
-    def _needed_less(self, block: Block, *, greedy: bool) -> Victims:
+    def _needed_less(self, block: CachedBlock, *, greedy: bool) -> Victims:
         """What may go for this block, least needed first: if somebody waits for it, everything."""
         limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)
         kept: list[SharedSlab] | None = self._shared.spare()
@@ -337,7 +339,7 @@ class BlockTable:
         """Evict the first of these, as many as it takes, or none if that is not enough."""
         # Tried out first: to evict what leaves too little room would be to load it again in vain.
         trial, need = self._allocator.trial(), rounded(length)
-        chosen: list[tuple[Block | SharedSlab, int]] = []
+        chosen: list[tuple[CachedBlock | SharedSlab, int]] = []
         with contextlib.closing(going):
             for each, use in going:
                 chosen.append((each, use))
@@ -363,11 +365,11 @@ class BlockTable:
                 return
             self._evict(block)
 
-    def _evict(self, block: Block) -> None:
+    def _evict(self, block: CachedBlock) -> None:
         self._remove(block)
-        self._changed(Change.GONE, block)
+        self._changed(BlockOutcome.GONE, block)
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: CachedBlock) -> None:
         self._do(ForgetBlock(block.key))
         for region in block.regions:
             self._allocator.free(region.offset)
@@ -375,7 +377,7 @@ class BlockTable:
         block.dataset.marks.keys[block.index] = 0
         self._drop(block)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: CachedBlock) -> None:
         self._uses_of.pop(block.key).remove(block)
         del self._by_key[block.key]
         del self._blocks[block.dataset.dataset_id, block.index]

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dataplane.plan.order import Order
-from dataplane.scheduler.block import Block
+from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks
 
 NEVER = np.iinfo(np.int64).max
@@ -73,7 +73,7 @@ class _Resident:
     """
 
     dataset: DatasetBlocks
-    blocks: dict[int, Block] = field(default_factory=dict)
+    blocks: dict[int, CachedBlock] = field(default_factory=dict)
     spans: dict[int, tuple[Order, Spans]] = field(default_factory=dict)
     readers: dict[int, _Reader] = field(default_factory=dict)
     never: dict[int, None] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class _Resident:
         """How many positions away the next use may be, over all readers."""
         return min((reader.use(key) for reader in self.readers.values()), default=NEVER)
 
-    def add(self, block: Block) -> None:
+    def add(self, block: CachedBlock) -> None:
         """It is there from now on."""
         self.blocks[block.key] = block
         for order, spans in self.spans.values():
@@ -166,14 +166,14 @@ class NextUse:
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
         self._residents: dict[int, _Resident] = {}
-        self._open: deque[tuple[int, Block]] = deque()
+        self._open: deque[tuple[int, CachedBlock]] = deque()
         self._count = 0
 
     def __len__(self) -> int:
         """How many blocks there are."""
         return self._count
 
-    def add(self, block: Block) -> None:
+    def add(self, block: CachedBlock) -> None:
         """It is in memory from now on, or on its way there."""
         name = block.dataset.dataset_id
         resident = self._residents.get(name)
@@ -182,7 +182,7 @@ class NextUse:
         resident.add(block)
         self._count += 1
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: CachedBlock) -> None:
         """It is in memory no longer."""
         resident = self._residents[block.dataset.dataset_id]
         resident.remove(block.key)
@@ -203,7 +203,7 @@ class NextUse:
                 soonest = min(soonest, max(span[0] - position, 0))
         return soonest
 
-    def farthest(self) -> Generator[tuple[Block, int], None, None]:
+    def farthest(self) -> Generator[tuple[CachedBlock, int], None, None]:
         """Evictable blocks and how far away their next use is, the farthest first. To be closed
         before any block is added or removed.
         """
@@ -215,7 +215,7 @@ class NextUse:
         yield from self._needed_later()
         yield from self._of_open_windows()
 
-    def _needed_later(self) -> Iterator[tuple[Block, int]]:
+    def _needed_later(self) -> Iterator[tuple[CachedBlock, int]]:
         residents = self._residents.values()
         heads = [(one, reader) for one in residents for reader in one.readers.values()]
         best = [
@@ -241,9 +241,9 @@ class NextUse:
             for resident, key in passed:
                 resident.place(key)
 
-    def _of_open_windows(self) -> Iterator[tuple[Block, int]]:
+    def _of_open_windows(self) -> Iterator[tuple[CachedBlock, int]]:
         """An order lasts until its end: who was touched since it was made comes after all of it."""
-        passed: list[tuple[int, Block]] = []
+        passed: list[tuple[int, CachedBlock]] = []
         try:
             yield from self._in_order(passed)
             known = {block.key for _, block in passed}
@@ -252,7 +252,7 @@ class NextUse:
         finally:
             self._open.extendleft(reversed(passed))
 
-    def _in_order(self, passed: list[tuple[int, Block]]) -> Iterator[tuple[Block, int]]:
+    def _in_order(self, passed: list[tuple[int, CachedBlock]]) -> Iterator[tuple[CachedBlock, int]]:
         while self._open:
             touched, block = self._open.popleft()
             resident = self._residents.get(block.dataset.dataset_id)
@@ -262,7 +262,7 @@ class NextUse:
             if block.is_evictable and not resident.use(block.key):
                 yield block, 0
 
-    def _in_open_windows(self, known: set[int]) -> list[tuple[int, Block]]:
+    def _in_open_windows(self, known: set[int]) -> list[tuple[int, CachedBlock]]:
         found = [
             (block.touched, key, block)
             for resident in self._residents.values()
@@ -272,7 +272,7 @@ class NextUse:
         return [(touched, block) for touched, _, block in sorted(found, key=lambda each: each[:2])]
 
 
-def _learn(spans: Spans, order: Order, blocks: Sequence[Block]) -> None:
+def _learn(spans: Spans, order: Order, blocks: Sequence[CachedBlock]) -> None:
     """Where these blocks stand in the order."""
     if not blocks:
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dataplane.scheduler.block import Block
+from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.events import Note
 
 _FIRST_S = 10.0
@@ -32,7 +32,7 @@ class ReadAgain:
         self._do = do
         self._counts: dict[int, _Count] = {}
 
-    def note(self, evicted: Iterable[Block], now: float) -> None:
+    def note(self, evicted: Iterable[CachedBlock], now: float) -> None:
         """These blocks were evicted while their windows are open."""
         for block in evicted:
             dataset = block.dataset

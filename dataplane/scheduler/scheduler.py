@@ -30,8 +30,8 @@ from dataplane.arena.allocator import Allocator
 from dataplane.arena.slots import Slots
 from dataplane.rpc import messages
 from dataplane.scheduler import events
-from dataplane.scheduler.autoscaler import Autoscaler, Look
-from dataplane.scheduler.block import Block
+from dataplane.scheduler.autoscaler import Autoscaler, Utilization
+from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.records import (
     Delivery,
@@ -102,7 +102,7 @@ class Scheduler:
         self._absorb()
         return self._effects
 
-    def block(self, key: int) -> Block:
+    def block(self, key: int) -> CachedBlock:
         """Where a block is that an effect has named."""
         return self._blocks.block(key)
 
@@ -221,7 +221,7 @@ class Scheduler:
     # -- time ------------------------------------------------------------------------------------
 
     def _tick(self, event: events.Ticked) -> None:
-        look = Look(event.busy, event.bytes_per_s, self._streams.is_awaited)
+        look = Utilization(event.busy, event.bytes_per_s, self._streams.is_awaited)
         before, self._workers = self._workers, self._workers.after(look)
         if self._workers.count != before.count:
             facts = {"count": self._workers.count, "before": before.count}

@@ -26,7 +26,7 @@ from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
 from dataplane.scheduler.account import Stamps
-from dataplane.scheduler.block import BlockChange, Change
+from dataplane.scheduler.block import BlockChange, BlockOutcome
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.events import (
     AssembleSlab,
@@ -76,7 +76,7 @@ class SlabTasks:
     def block_changed(self, changed: BlockChange) -> None:
         """Tell those tasks that wait for blocks of this dataset."""
         for task in list(self._waiting.get(changed.dataset.dataset_id, ())):
-            if changed.change is Change.READY:
+            if changed.change is BlockOutcome.READY:
                 self._block_ready(task, changed.index)
             elif not task.needs(changed.index):
                 continue

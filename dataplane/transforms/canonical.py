@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from dataplane.model import ColumnSpec, Kind, NullPolicy
 from dataplane.transforms.codes import NULL_CODE, codes_of
-from dataplane.transforms.columns import ColumnPlan, Part
+from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.nulls import Fills, NullsFound
 from dataplane.transforms.plain import decoded, is_list_view, list_ends, objects
 
@@ -29,11 +29,11 @@ def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBat
     arrays, stored = [], pa.nulls(0)
     columns = zip(plan.specs, plan.schema, plan.leaves, plan.parts, strict=True)
     for spec, field, leaf, part in columns:
-        if part is Part.IS_NULL:  # of the column before
+        if part is LeafPart.IS_NULL:  # of the column before
             arrays.append(stored.is_null().cast(pa.uint8()))
             continue
         stored = _leaf_array(batch.column(leaf.top), leaf.path)
-        if part is Part.CODES:
+        if part is LeafPart.CODES:
             code = nulls.code_of(spec)
             arrays.append(codes_of(stored, leaf, plan.categories[leaf.name], code, url))
             stored = decoded(stored)

@@ -34,7 +34,7 @@ _NO_OPTIONS = ColumnOptions()
 _NAMES_SHOWN = 100
 
 
-class Part(enum.Enum):
+class LeafPart(enum.Enum):
     """What of a leaf a column has: its values, codes of them, or whether they are null."""
 
     VALUES = enum.auto()
@@ -55,7 +55,7 @@ class ColumnPlan:
     options: ColumnOptions
     top_level: tuple[str, ...]
     leaves: tuple[Leaf, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[LeafPart, ...]
     specs: tuple[ColumnSpec, ...]
     schema: pa.Schema
     categories: Mapping[str, pa.Array] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ColumnPlan:
     def of(
         cls,
         options: ColumnOptions,
-        columns: Sequence[tuple[Leaf, Part]],
+        columns: Sequence[tuple[Leaf, LeafPart]],
         categories: Mapping[str, pa.Array] | None = None,
     ) -> Self:
         """The plan of these columns."""
@@ -98,7 +98,7 @@ def plan_columns(
     _refuse_twins([leaf.name for leaf in leaves])
     check_codes(options.codes, leaves, every)
     categories, coded = categories_in(schema), set(options.codes)
-    parts = [(leaf, Part.CODES if leaf.name in coded else Part.VALUES) for leaf in leaves]
+    parts = [(leaf, LeafPart.CODES if leaf.name in coded else LeafPart.VALUES) for leaf in leaves]
     if options.nulls is NullPolicy.FILL:
         return ColumnPlan.of(options, parts, categories)
     marked = _marked(schema, options, leaves)
@@ -107,7 +107,7 @@ def plan_columns(
         [
             (leaf, part)
             for leaf, value in parts
-            for part in ((value, Part.IS_NULL) if leaf.name in marked else (value,))
+            for part in ((value, LeafPart.IS_NULL) if leaf.name in marked else (value,))
         ],
         categories,
     )
@@ -146,21 +146,21 @@ def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -
     return marked
 
 
-def _spec(leaf: Leaf, part: Part, options: ColumnOptions) -> ColumnSpec:
-    if part is Part.VALUES:
+def _spec(leaf: Leaf, part: LeafPart, options: ColumnOptions) -> ColumnSpec:
+    if part is LeafPart.VALUES:
         return spec_of(leaf, options.lists)
-    if part is Part.IS_NULL:
+    if part is LeafPart.IS_NULL:
         return ColumnSpec(is_null_name(leaf.name), Kind.FIXED, "bool")
     return ColumnSpec(leaf.name, Kind.FIXED, CODE_TYPE)
 
 
-def _type(leaf: Leaf, part: Part) -> pa.DataType:
+def _type(leaf: Leaf, part: LeafPart) -> pa.DataType:
     match part:
-        case Part.VALUES:
+        case LeafPart.VALUES:
             return canonical_type(leaf.type)
-        case Part.CODES:
+        case LeafPart.CODES:
             return pa.int64()
-        case Part.IS_NULL:
+        case LeafPart.IS_NULL:
             return pa.uint8()
 
 

@@ -18,7 +18,7 @@ from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy
 from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.texts import Texts
-from dataplane.transforms.columns import ColumnPlan, Part, shown
+from dataplane.transforms.columns import ColumnPlan, LeafPart, shown
 from dataplane.transforms.leaves import Leaf
 
 _COLUMNS_SHOWN = 100
@@ -57,7 +57,7 @@ def check_fills(plan: ColumnPlan) -> None:
     """
     options = plan.options
     columns = zip(plan.specs, plan.parts, strict=True)
-    specs = [spec for spec, part in columns if part is not Part.IS_NULL]
+    specs = [spec for spec, part in columns if part is not LeafPart.IS_NULL]
     by_name = {spec.name: spec for spec in specs} if options.fill_null else {}
     for name, value in options.fill_null:
         if name not in by_name:
@@ -106,7 +106,7 @@ def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequen
     fills = Fills.of(plan.options)
     found = NullsFound(plan)
     for spec, leaf, part in zip(plan.specs, plan.leaves, plan.parts, strict=True):
-        if part is not Part.VALUES or not spec.dtype:
+        if part is not LeafPart.VALUES or not spec.dtype:
             continue
         shards = nulls.shards[_nodes(spec, leaf, plan.options)]
         first = min((shard for shard in shards if shard >= 0), default=None)

@@ -22,7 +22,7 @@ TEXTS = frozenset({Kind.BYTES, Kind.STRING})
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BufferSpan:
     """Bytes [offset, offset + length) of an Arrow buffer; there is none where nothing is in it."""
 
     buffer: pa.Buffer | None
@@ -42,7 +42,7 @@ class Part:
         return np.frombuffer(self.buffer, np.uint8, self.length, self.offset)
 
 
-NOTHING = Part(None, 0, 0)
+NOTHING = BufferSpan(None, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +76,8 @@ class BlockColumns:
 
     batch: pa.RecordBatch
     rows: int
-    values: tuple[Part, ...]
-    starts: tuple[Part, ...]
+    values: tuple[BufferSpan, ...]
+    starts: tuple[BufferSpan, ...]
     valid: dict[int, Bytes]
     table: Ints
     row_layout: RowLayout | None = None
@@ -113,7 +113,7 @@ def open_block(
     batch: pa.RecordBatch,
     specs: Sequence[ColumnSpec],
     row_layout: RowLayout | None = None,
-    packed: Part = NOTHING,
+    packed: BufferSpan = NOTHING,
 ) -> BlockColumns:
     """Where the columns of a canonical block lie, some of them in packed rows.
 
@@ -151,14 +151,14 @@ def open_block(
     )
 
 
-def _fixed(array: pa.Array, spec: ColumnSpec) -> Part:
+def _fixed(array: pa.Array, spec: ColumnSpec) -> BufferSpan:
     size = row_bytes(spec)
     values = array.values if spec.shape else array
     offset = values.offset * element_bytes(spec) + (array.offset * size if spec.shape else 0)
     return _part(values.buffers()[1], offset, len(array) * size)
 
 
-def _runs(array: pa.Array, spec: ColumnSpec) -> Part:
+def _runs(array: pa.Array, spec: ColumnSpec) -> BufferSpan:
     if spec.kind in TEXTS:
         buffer = array.buffers()[2]
         return _part(buffer, 0, 0 if buffer is None else buffer.size)
@@ -166,21 +166,21 @@ def _runs(array: pa.Array, spec: ColumnSpec) -> Part:
     return _part(values.buffers()[1], values.offset * size, len(values) * size)
 
 
-def _starts(array: pa.Array) -> Part:
+def _starts(array: pa.Array) -> BufferSpan:
     if not len(array):
         return NOTHING
     buffer = array.buffers()[1]
     return _part(buffer, array.offset * _START_BYTES, (len(array) + 1) * _START_BYTES)
 
 
-def _part(buffer: pa.Buffer | None, offset: int, length: int) -> Part:
+def _part(buffer: pa.Buffer | None, offset: int, length: int) -> BufferSpan:
     if not length:
         return NOTHING
     if buffer is None or offset + length > buffer.size:
         raise RowOutOfBounds(
             f"a column takes {offset + length} bytes, and its buffer is shorter", row=0
         )
-    return Part(buffer, offset, length)
+    return BufferSpan(buffer, offset, length)
 
 
 def by_block(row_index: RowIndex) -> Iterator[tuple[int, Ints, Ints]]:

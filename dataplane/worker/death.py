@@ -31,7 +31,7 @@ class Cause(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ProcessEnd:
     """How one worker ended: the cause, and a phrase that goes on after its name."""
 
     cause: Cause
@@ -39,7 +39,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """What a worker was at. `block` counts the shard's blocks and `row` its rows, from 0;
     `first_row` is the block's.
     """
@@ -57,7 +57,7 @@ class Place:
         parts += [f"column {self.column!r}"] if self.column is not None else []
         return ", ".join(parts)
 
-    def at_row(self, row: int | None, column: str | None) -> Place:
+    def at_row(self, row: int | None, column: str | None) -> WorkerPlace:
         """A row of the block, and a column of that row."""
         return replace(self, row=None if row is None else self.first_row + row, column=column)
 
@@ -67,20 +67,22 @@ class Place:
         return {"shard": self.shard, "block": self.block, "row": self.row, "column": self.column}
 
 
-def end_of(status: int, last_words: str, *, is_machine_short: bool) -> End:
+def end_of(status: int, last_words: str, *, is_machine_short: bool) -> ProcessEnd:
     """What an exit status says, together with the last lines of stderr. `is_machine_short`: since
     the worker was started, the kernel has killed processes because memory ran out.
     """
     if status == -signal.SIGKILL:
         if is_machine_short:
-            return End(Cause.MACHINE_SHORT, "was killed by the kernel, which was out of memory")
-        return End(Cause.KILLED, "was killed by SIGKILL")
+            return ProcessEnd(
+                Cause.MACHINE_SHORT, "was killed by the kernel, which was out of memory"
+            )
+        return ProcessEnd(Cause.KILLED, "was killed by SIGKILL")
     words = f"was ended by {_name_of(-status)}" if status < 0 else f"ended with status {status}"
     said = [line.strip() for line in last_words.splitlines()]
     short = next((line for line in said if any(each in line for each in _MEMORY_WORDS)), None)
     if short is None:
-        return End(Cause.CRASHED, words)
-    return End(Cause.OUT_OF_MEMORY, f"{words} ({short[:_WORDS_MAX]})")
+        return ProcessEnd(Cause.CRASHED, words)
+    return ProcessEnd(Cause.OUT_OF_MEMORY, f"{words} ({short[:_WORDS_MAX]})")
 
 
 def _name_of(number: int) -> str:
@@ -90,7 +92,9 @@ def _name_of(number: int) -> str:
         return f"signal {number}"
 
 
-def blame(doing: str, place: Place, ends: Sequence[End], limit_bytes: int) -> DataplaneError:
+def blame(
+    doing: str, place: WorkerPlace, ends: Sequence[ProcessEnd], limit_bytes: int
+) -> DataplaneError:
     """The error for a task at which these workers ended. `doing` is a phrase that speaks of the
     place as "it"; `limit_bytes` is what each worker might take.
     """
@@ -137,7 +141,7 @@ def blame(doing: str, place: Place, ends: Sequence[End], limit_bytes: int) -> Da
             )
 
 
-def nobody_alive(end: End) -> DataplaneError:
+def nobody_alive(end: ProcessEnd) -> DataplaneError:
     """The error for every job that waits where no worker comes up."""
     return DataplaneError(
         f"no worker process stays alive: the last one {end.words}; look at the node's output for "

@@ -46,7 +46,7 @@ class MappedShards:
     def __init__(self) -> None:
         self._shards: OrderedDict[tuple[str, str], MappedShard] = OrderedDict()
 
-    def of(self, raw: tasks.RawBlock) -> MappedShard:
+    def of(self, raw: tasks.RawBlockRef) -> MappedShard:
         """The local file of a block.
 
         Raises:  ShardNotFound, DatasetChangedError.
@@ -62,7 +62,7 @@ class MappedShards:
         return shard
 
 
-def _map(path: str, raw: tasks.RawBlock) -> MappedShard:
+def _map(path: str, raw: tasks.RawBlockRef) -> MappedShard:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

@@ -18,9 +18,9 @@ from dataplane.model import ColumnSpec
 from dataplane.worker.columns import (
     NOTHING,
     BlockColumns,
+    BufferSpan,
     Bytes,
     Ints,
-    Part,
     RowLayout,
     open_block,
     row_sizes,
@@ -116,7 +116,9 @@ def open_stored(
             row=0,
         )
     length = batch.num_rows * row_layout.row_bytes
-    return open_block(batch, specs, row_layout, Part(buffer, start, length) if length else NOTHING)
+    return open_block(
+        batch, specs, row_layout, BufferSpan(buffer, start, length) if length else NOTHING
+    )
 
 
 def _others(batch: pa.RecordBatch, row_layout: RowLayout | None) -> pa.RecordBatch:

@@ -193,7 +193,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
 
 
 def _canonical_batch(
-    state: _State, dataset: _Dataset, raw: tasks.RawBlock
+    state: _State, dataset: _Dataset, raw: tasks.RawBlockRef
 ) -> tuple[pa.RecordBatch, Ints | None]:
     """A block in canonical form, and where its columns lie if that was looked at."""
     preamble, body = _raw_views(state, raw, is_whole=dataset.is_whole)
@@ -217,7 +217,7 @@ def _canonical_batch(
 
 
 def _raw_views(
-    state: _State, raw: tasks.RawBlock, *, is_whole: bool
+    state: _State, raw: tasks.RawBlockRef, *, is_whole: bool
 ) -> tuple[memoryview, memoryview]:
     """(preamble, body): from the arena, or from the mapped file. `is_whole`: all columns of it are
     needed.

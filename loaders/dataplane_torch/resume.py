@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataplane.client.session import Session
-from dataplane.client.state import State
+from dataplane.client.state import RunState
 
 
-def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> State:
+def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> RunState:
     """The state, if the session's job may resume from it; an empty one is the start.
 
     Warns on rank 0 if only `dataset_moved` made it fit: the argument is meant for one resume, since
@@ -20,7 +20,7 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
     """
     if isinstance(state_dict, Mapping) and not state_dict:
         return session.state(0, 0)
-    state = State.from_dict(state_dict)
+    state = RunState.from_dict(state_dict)
     needed_word = state.check(session.job, dataset_moved=dataset_moved)
     if needed_word and session.request.topology.rank == 0:
         warnings.warn(

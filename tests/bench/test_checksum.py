@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dataplane_bench.model import CROP, Column, Kind, Workload
+from dataplane_bench.model import CROP, ColumnType, Workload, WorkloadColumn
 from dataplane_bench.trial.checksum import BatchRefused, Sum, check
 from dataplane_bench.workloads import images
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 COLUMNS = (
-    Column("id", Kind.FIXED, "int64"),
-    Column("weight", Kind.FIXED, "float32"),
-    Column("pair", Kind.FIXED, "int16", (3,)),
-    Column("tokens", Kind.RAGGED, "int32"),
-    Column("text", Kind.STRING),
+    WorkloadColumn("id", ColumnType.FIXED, "int64"),
+    WorkloadColumn("weight", ColumnType.FIXED, "float32"),
+    WorkloadColumn("pair", ColumnType.FIXED, "int16", (3,)),
+    WorkloadColumn("tokens", ColumnType.RAGGED, "int32"),
+    WorkloadColumn("text", ColumnType.STRING),
 )
 
 samples = st.lists(
@@ -106,7 +106,10 @@ def test_one_column_that_came_with_another_sample_is_seen(rows, draw):
 def test_swapped_columns_are_seen(left, right):
     assume(len(left) == len(right))
     assume(sorted(zip(left, right, strict=True)) != sorted(zip(right, left, strict=True)))
-    columns = (Column("a", Kind.FIXED, "int64"), Column("b", Kind.FIXED, "int64"))
+    columns = (
+        WorkloadColumn("a", ColumnType.FIXED, "int64"),
+        WorkloadColumn("b", ColumnType.FIXED, "int64"),
+    )
     a, b = torch.tensor(left), torch.tensor(right)
     of = workload(columns)
     assert digest({"a": a, "b": b}, of=of) != digest({"a": b, "b": a}, of=of)

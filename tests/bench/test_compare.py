@@ -7,7 +7,7 @@ import io
 
 import bench_report
 import pytest
-from dataplane_bench.model import Case
+from dataplane_bench.model import BenchCase
 from dataplane_bench.report import results
 from dataplane_bench.report.compare import Pair, compare, gist, show
 from dataplane_bench.report.figures import Spread, spread
@@ -21,7 +21,7 @@ from dataplane.errors import ConfigError
 
 def of(ours, torch, **case):
     systems = (bench_report.system("dataplane", ours), bench_report.system("torch", torch))
-    result = CaseResult(Case("local", "tokens", **case), systems)
+    result = CaseResult(BenchCase("local", "tokens", **case), systems)
     return bench_report.report(bench_report.scenario(result))
 
 
@@ -119,7 +119,7 @@ def test_what_only_one_report_has_is_told_and_not_compared():
 def test_systems_may_come_and_go():
     both = (bench_report.system("torch", (1.0, 1.0)), bench_report.system("grain", (1.0, 1.0)))
     old, new = (
-        bench_report.report(bench_report.scenario(CaseResult(Case("a", "tokens"), systems)))
+        bench_report.report(bench_report.scenario(CaseResult(BenchCase("a", "tokens"), systems)))
         for systems in (both, (both[0], bench_report.system("ray", (1.0,))))
     )
     found = changes(old, new)

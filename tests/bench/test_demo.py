@@ -22,7 +22,7 @@ from dataplane_bench.demo import proof
 from dataplane_bench.demo.__main__ import QUICK_STEPS
 from dataplane_bench.demo.corpus import ROW_TOKENS, corpus, parquet_shards
 from dataplane_bench.demo.journal import JournalReader, JournalWriter, Step
-from dataplane_bench.demo.stages import Length
+from dataplane_bench.demo.stages import DemoLength
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +84,7 @@ def test_the_proof_of_the_demo_holds_and_nothing_of_it_remains(started, tmp_path
     told, shown = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 0, shown
     found = json.loads(told)
-    length = Length(QUICK_STEPS, 2, 2)
+    length = DemoLength(QUICK_STEPS, 2, 2)
     assert found["holds"]
     assert {name for name, check in found["checks"].items() if check["holds"]} == {
         "every_sample_once",
@@ -246,7 +246,7 @@ def test_a_journal_is_read_line_by_line_while_it_is_written(tmp_path):
 
 @given(steps=st.integers(16, 1000), ranks=st.integers(1, 4))
 def test_trainers_are_killed_between_two_checkpoints_and_before_the_end(steps, ranks):
-    length = Length(steps, ranks, ranks)
+    length = DemoLength(steps, ranks, ranks)
     assert length.kill_after % length.checkpoint_every != 0
     assert length.checkpoint_every < length.kill_after < steps
     assert length.sample_count % 16

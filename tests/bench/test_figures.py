@@ -9,10 +9,10 @@ import statistics
 
 import bench_report
 import pytest
-from dataplane_bench.model import Case, Mode, Store
+from dataplane_bench.model import BenchCase, Mode, StorageKind
 from dataplane_bench.report import results
 from dataplane_bench.report.figures import Spread, Standing, case_figures, known, ratio_of, spread
-from dataplane_bench.report.results import Bound, CaseResult, Tried
+from dataplane_bench.report.results import CaseResult, HardwareBound, Tried
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ def only(report):
 
 def of(*systems, bounds=(), **case):
     report = bench_report.report(
-        bench_report.scenario(CaseResult(Case("local", "tokens", **case), systems, bounds))
+        bench_report.scenario(CaseResult(BenchCase("local", "tokens", **case), systems, bounds))
     )
     return only(report)
 
@@ -106,7 +106,7 @@ def test_a_system_without_a_completed_round_is_told_so():
 def test_rounds_are_paired_by_their_number_and_not_by_their_place():
     ours = bench_report.system("dataplane", (10.0, 20.0, 30.0))
     late = bench_report.system("torch", (None, 10.0, 10.0))
-    bounds = (Bound("memory", (100.0, 100.0, 100.0)),)
+    bounds = (HardwareBound("memory", (100.0, 100.0, 100.0)),)
     _, found = of(ours, late, bounds=bounds)
     assert found["torch"].ratio.values == (2.0, 3.0)
     assert found["torch"].of_bound == pytest.approx(0.1)
@@ -170,7 +170,7 @@ rates = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=7)
 @given(rates, rates)
 def test_a_ratio_lies_between_the_extremes_and_turns_with_its_sides(ours, theirs):
     mine, peer = bench_report.system("dataplane", ours), bench_report.system("torch", theirs)
-    case = Case("local", "tokens")
+    case = BenchCase("local", "tokens")
     ratio, turned = ratio_of(mine, peer, case), ratio_of(peer, mine, case)
     assert len(ratio.values) == min(len(ours), len(theirs))
     assert min(ours) / max(theirs) <= ratio.median * (1 + 1e-9)
@@ -221,14 +221,14 @@ systems = st.builds(
 cases = st.builds(
     CaseResult,
     st.builds(
-        *(Case, names, names, st.sampled_from(Mode), st.sampled_from(Store)),
+        *(BenchCase, names, names, st.sampled_from(Mode), st.sampled_from(StorageKind)),
         ranks=st.integers(1, 9),
         step_ms=st.floats(0, 1e3),
     ),
     st.lists(systems, max_size=3).map(tuple),
-    st.lists(st.builds(Bound, names, st.lists(st.floats(0, 1e9)).map(tuple)), max_size=2).map(
-        tuple
-    ),
+    st.lists(
+        st.builds(HardwareBound, names, st.lists(st.floats(0, 1e9)).map(tuple)), max_size=2
+    ).map(tuple),
 )
 
 
@@ -245,7 +245,9 @@ def test_what_json_cannot_say_is_unknown_after_reading(tmp_path):
     system = bench_report.system("torch", (math.inf, 2.0))
     report = bench_report.report(
         bench_report.scenario(
-            CaseResult(Case("local", "tokens"), (system,), (Bound("memory", (math.nan,)),))
+            CaseResult(
+                BenchCase("local", "tokens"), (system,), (HardwareBound("memory", (math.nan,)),)
+            )
         )
     )
     path = tmp_path / "report.json"

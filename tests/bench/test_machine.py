@@ -6,20 +6,20 @@ import subprocess
 import sys
 
 import pytest
-from dataplane_bench.machine import Look, load_between, look
+from dataplane_bench.machine import CpuSample, load_between, look
 
 SPIN = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
 
 
 def test_the_work_of_others_is_what_is_not_ours():
-    before = Look(total_s=100.0, busy_s=20.0, steal_s=1.0, own_s=5.0)
-    after = Look(total_s=120.0, busy_s=36.0, steal_s=2.0, own_s=15.0)
+    before = CpuSample(total_s=100.0, busy_s=20.0, steal_s=1.0, own_s=5.0)
+    after = CpuSample(total_s=120.0, busy_s=36.0, steal_s=2.0, own_s=15.0)
     assert load_between(before, after) == {"others": 0.3, "steal": 0.05}
 
 
 @pytest.mark.parametrize("own_s", [10.0, 20.0])
 def test_others_never_did_less_than_nothing(own_s):
-    before, after = Look(0.0, 0.0, 0.0, 0.0), Look(20.0, 10.0, 0.0, own_s)
+    before, after = CpuSample(0.0, 0.0, 0.0, 0.0), CpuSample(20.0, 10.0, 0.0, own_s)
     assert load_between(before, after)["others"] == 0.0
     assert load_between(before, before) == {}
 

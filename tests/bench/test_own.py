@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-from dataplane_bench.model import Column, Kind
+from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.workloads.about import leaves, shared_names
 from dataplane_bench.workloads.own import own
 from shards import parquet_bytes
@@ -266,20 +266,20 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 # --- files of other people's tools ------------------------------------------------------------
 
 ID, TEXT, LABEL = (
-    Column("id", Kind.FIXED, "int64"),
-    Column("text", Kind.STRING),
-    Column("label", Kind.FIXED, "int64"),
+    WorkloadColumn("id", ColumnType.FIXED, "int64"),
+    WorkloadColumn("text", ColumnType.STRING),
+    WorkloadColumn("label", ColumnType.FIXED, "int64"),
 )
 REAL = {
-    "parquet/shakespeare-zstd.parquet": ("text", 7222, [ID, TEXT, Column("tokens", Kind.RAGGED, "int32")]),
-    "parquet/images-huggingface.parquet": ("images", 20, [Column("image_bytes", Kind.IMAGE), LABEL]),
-    "huggingface-disk": ("images", 8, [Column("image_bytes", Kind.IMAGE), LABEL]),
-    "arrow/tokens-zstd.arrow": ("tokens", 4357, [Column("input_ids", Kind.FIXED, "int32", (256,))]),
-    "tfrecord/images-0000*.tfrecord": ("images", 40, [Column("image_encoded", Kind.IMAGE)]),
-    "tfrecord/images-gzip.tfrecord.gz": ("images", 8, [Column("image_encoded", Kind.IMAGE)]),
-    "tfrecord/ragged.tfrecord": ("text", 1000, [ID, Column("score", Kind.FIXED, "float32")]),
-    "webdataset/images-0000*.tar": ("images", 40, [Column("key", Kind.STRING), Column("jpg", Kind.IMAGE)]),
-    "webdataset/images-gz.tar.gz": ("images", 12, [Column("jpg", Kind.IMAGE), Column("txt", Kind.STRING)]),
+    "parquet/shakespeare-zstd.parquet": ("text", 7222, [ID, TEXT, WorkloadColumn("tokens", ColumnType.RAGGED, "int32")]),
+    "parquet/images-huggingface.parquet": ("images", 20, [WorkloadColumn("image_bytes", ColumnType.IMAGE), LABEL]),
+    "huggingface-disk": ("images", 8, [WorkloadColumn("image_bytes", ColumnType.IMAGE), LABEL]),
+    "arrow/tokens-zstd.arrow": ("tokens", 4357, [WorkloadColumn("input_ids", ColumnType.FIXED, "int32", (256,))]),
+    "tfrecord/images-0000*.tfrecord": ("images", 40, [WorkloadColumn("image_encoded", ColumnType.IMAGE)]),
+    "tfrecord/images-gzip.tfrecord.gz": ("images", 8, [WorkloadColumn("image_encoded", ColumnType.IMAGE)]),
+    "tfrecord/ragged.tfrecord": ("text", 1000, [ID, WorkloadColumn("score", ColumnType.FIXED, "float32")]),
+    "webdataset/images-0000*.tar": ("images", 40, [WorkloadColumn("key", ColumnType.STRING), WorkloadColumn("jpg", ColumnType.IMAGE)]),
+    "webdataset/images-gz.tar.gz": ("images", 12, [WorkloadColumn("jpg", ColumnType.IMAGE), WorkloadColumn("txt", ColumnType.STRING)]),
     "jsonl/shakespeare.jsonl": ("text", 7222, [ID, TEXT]),
     "jsonl/shakespeare.jsonl.gz": ("text", 7222, [ID, TEXT]),
 }  # fmt: skip

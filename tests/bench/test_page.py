@@ -10,11 +10,11 @@ import re
 import bench_report
 import pytest
 from browser import browser, open_page
-from dataplane_bench.model import Case
+from dataplane_bench.model import BenchCase
 from dataplane_bench.peers.registry import OURS
 from dataplane_bench.report import axes, page, results
 from dataplane_bench.report.figures import case_figures
-from dataplane_bench.report.results import Bound, CaseResult, Tried
+from dataplane_bench.report.results import CaseResult, HardwareBound, Tried
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -206,7 +206,7 @@ def test_a_narrow_window_has_narrow_plots(tmp_path):
 
 def hostile():
     found = CaseResult(
-        Case(HOSTILE, HOSTILE),
+        BenchCase(HOSTILE, HOSTILE),
         (
             bench_report.system("dataplane", (3.0, 4.0), version=HOSTILE),
             bench_report.system(
@@ -220,7 +220,7 @@ def hostile():
             bench_report.system("torch", refused=HOSTILE, title=HOSTILE),
             bench_report.system("ray", error=HOSTILE + "\n" + HOSTILE),
         ),
-        (Bound(HOSTILE, (5.0, 5.0)),),
+        (HardwareBound(HOSTILE, (5.0, 5.0)),),
     )
     scenario = dataclasses.replace(
         bench_report.scenario(found), name=HOSTILE, question=HOSTILE, bound=HOSTILE
@@ -282,7 +282,7 @@ def test_bars_whiskers_dots_and_bounds_are_where_the_figures_are():
 
 def test_a_bound_far_away_is_named_at_the_edge():
     systems = (bench_report.system("dataplane", (10.0, 10.0)),)
-    case = CaseResult(Case("local", "tokens"), systems, (Bound("memory", (1000.0,)),))
+    case = CaseResult(BenchCase("local", "tokens"), systems, (HardwareBound("memory", (1000.0,)),))
     told = {
         one["id"]: one
         for one in drawings(page.render(bench_report.report(bench_report.scenario(case))))

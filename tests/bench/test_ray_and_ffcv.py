@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from dataplane_bench.model import Column, Kind, Workload
+from dataplane_bench.model import ColumnType, Workload, WorkloadColumn
 from dataplane_bench.peers.ffcv import Ffcv, _padded
 from dataplane_bench.peers.ray_data import RayData, _tensors
 
 COLUMNS = (
-    Column("id", Kind.FIXED, "int64"),
-    Column("flag", Kind.FIXED, "bool"),
-    Column("wide", Kind.FIXED, "float32", (2, 3)),
-    Column("ragged", Kind.RAGGED, "int32"),
-    Column("text", Kind.STRING),
+    WorkloadColumn("id", ColumnType.FIXED, "int64"),
+    WorkloadColumn("flag", ColumnType.FIXED, "bool"),
+    WorkloadColumn("wide", ColumnType.FIXED, "float32", (2, 3)),
+    WorkloadColumn("ragged", ColumnType.RAGGED, "int32"),
+    WorkloadColumn("text", ColumnType.STRING),
 )
 
 
@@ -66,7 +66,7 @@ def test_what_lies_behind_a_row_of_ffcv_is_no_part_of_the_batch() -> None:
     rows = np.full((3, 16), 255, np.uint8)
     rows[0, :8] = np.array([1, 2], np.int32).view(np.uint8)
     rows[2, :4] = np.array([3], np.int32).view(np.uint8)
-    found = _padded(Column("ragged", Kind.RAGGED, "int32"), rows, np.array([8, 0, 4]))
+    found = _padded(WorkloadColumn("ragged", ColumnType.RAGGED, "int32"), rows, np.array([8, 0, 4]))
     assert found["ragged"].tolist() == [[1, 2], [0, 0], [3, 0]]
     assert found["ragged.length"].tolist() == [2, 0, 1]
 

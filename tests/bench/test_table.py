@@ -8,7 +8,7 @@ import re
 
 import bench_report
 import pytest
-from dataplane_bench.model import Case
+from dataplane_bench.model import BenchCase
 from dataplane_bench.report import cells, notes, results, table
 from dataplane_bench.report.figures import case_figures
 from dataplane_bench.report.results import CaseResult, Tried
@@ -32,7 +32,7 @@ def row(text, name):
 
 
 def of(*systems, **case):
-    result = CaseResult(Case("local", "tokens", **case), systems)
+    result = CaseResult(BenchCase("local", "tokens", **case), systems)
     return bench_report.report(bench_report.scenario(result))
 
 
@@ -120,15 +120,15 @@ def test_the_same_sweep_is_told_once_for_all_cases_of_a_scenario():
 
 def test_the_gist_counts_who_was_faster():
     fast = CaseResult(
-        Case("a", "tokens"),
+        BenchCase("a", "tokens"),
         (bench_report.system("dataplane", (4.0, 4.0)), bench_report.system("torch", (2.0, 1.0))),
     )
     slow = CaseResult(
-        Case("b", "tokens"),
+        BenchCase("b", "tokens"),
         (bench_report.system("dataplane", (1.0, 1.0)), bench_report.system("torch", (2.0, 4.0))),
     )
     level = CaseResult(
-        Case("c", "tokens"),
+        BenchCase("c", "tokens"),
         (bench_report.system("dataplane", (1.0, 3.0)), bench_report.system("torch", (2.0, 2.0))),
     )
     report = bench_report.report(bench_report.scenario(fast, slow, level))

@@ -9,9 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_bench.model import Case, Column, Kind, Mode, Place, Store, Task, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    ColumnType,
+    DatasetPlace,
+    Mode,
+    StorageKind,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 from dataplane_bench.peers import torch_streams
-from dataplane_bench.peers.arrow_batches import Batches
+from dataplane_bench.peers.arrow_batches import TableBatches
 from dataplane_bench.peers.images import crop_box
 from dataplane_bench.peers.padding import padded
 from dataplane_bench.peers.registry import adapter
@@ -20,13 +29,13 @@ from dataplane_bench.workloads.generate import RECIPES, generated
 
 SMALL = 0.001
 COLUMNS = (
-    Column("id", Kind.FIXED, "int64"),
-    Column("flag", Kind.FIXED, "bool"),
-    Column("point", Kind.FIXED, "float32", (2, 3)),
-    Column("score", Kind.FIXED, "float32"),
-    Column("rank", Kind.FIXED, "int64"),
-    Column("values", Kind.RAGGED, "int32"),
-    Column("text", Kind.STRING),
+    WorkloadColumn("id", ColumnType.FIXED, "int64"),
+    WorkloadColumn("flag", ColumnType.FIXED, "bool"),
+    WorkloadColumn("point", ColumnType.FIXED, "float32", (2, 3)),
+    WorkloadColumn("score", ColumnType.FIXED, "float32"),
+    WorkloadColumn("rank", ColumnType.FIXED, "int64"),
+    WorkloadColumn("values", ColumnType.RAGGED, "int32"),
+    WorkloadColumn("text", ColumnType.STRING),
 )
 
 
@@ -63,10 +72,10 @@ def task(request, root):
     workload = mixed(source) if is_mixed else generated(request.param, source, SMALL)
     torch_loader = adapter("torch")
     torch_loader.prepare(workload, folder)
-    case = Case("here", workload.name, Mode.VERIFY)
+    case = BenchCase("here", workload.name, Mode.VERIFY)
     settings = {"fetch": "batch", "num_workers": 0}
-    place = Place(folder, str(folder))
-    return Task("torch", case, workload, place, settings, root, "run")
+    place = DatasetPlace(folder, str(folder))
+    return TrialTask("torch", case, workload, place, settings, root, "run")
 
 
 def summed(*batches) -> str:
@@ -77,13 +86,13 @@ def summed(*batches) -> str:
     return whole.digest
 
 
-def epoch_of(task: Task, number: int = 0):
+def epoch_of(task: TrialTask, number: int = 0):
     loader = adapter("torch").open(task)
     yield from loader.epoch(number)
     loader.close()
 
 
-def truth(task: Task) -> str:
+def truth(task: TrialTask) -> str:
     return summed((adapter("reference").open(task).epoch(0), task))
 
 
@@ -117,7 +126,7 @@ def streamed(task, monkeypatch):
         return read
 
     monkeypatch.setitem(torch_streams.CLIENTS, "folder", client)
-    case = dataclasses.replace(task.case, store=Store.S3)
+    case = dataclasses.replace(task.case, store=StorageKind.S3)
     return dataclasses.replace(task, case=case, settings={"client": "folder", "num_workers": 0})
 
 
@@ -152,11 +161,11 @@ def test_arrow_tables_become_batches(tmp_path):
     workload = mixed(tmp_path)
     whole = pa.concat_tables(pq.read_table(path) for path in sorted(tmp_path.glob("*.parquet")))
     sums = [Sum(workload) for _ in range(3)]
-    sums[0].add(Batches(workload, 0)(whole))
-    sums[1].add(Batches(workload, 0)(whole.take(np.arange(101)[::-1])))
+    sums[0].add(TableBatches(workload, 0)(whole))
+    sums[1].add(TableBatches(workload, 0)(whole.take(np.arange(101)[::-1])))
     offsets = pa.array([0, len(whole)], pa.int32())
     nested = [pa.ListArray.from_arrays(offsets, one.combine_chunks()) for one in whole.columns]
-    sums[2].add(Batches(workload, 0).nested(pa.table(nested, names=whole.column_names)))
+    sums[2].add(TableBatches(workload, 0).nested(pa.table(nested, names=whole.column_names)))
     assert len({one.digest for one in sums}) == 1
 
 

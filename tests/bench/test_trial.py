@@ -13,7 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 from dataplane_bench import processes
-from dataplane_bench.model import Case, Column, Kind, Mode, Place, Store, Task, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    ColumnType,
+    DatasetPlace,
+    Mode,
+    StorageKind,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 from dataplane_bench.peers.registry import SYSTEMS, adapter, folder_of
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
@@ -22,7 +31,10 @@ from dataplane.errors import ConfigError
 
 AWRY = "bench_loaders:Loader"
 QUICK = Timing(settle_s=0.05, window_s=0.2, stall_window_s=0.1, epoch_s=20.0, timeout_s=60.0)
-COLUMNS = (Column("id", Kind.FIXED, "int64"), Column("x", Kind.FIXED, "float32", (4,)))
+COLUMNS = (
+    WorkloadColumn("id", ColumnType.FIXED, "int64"),
+    WorkloadColumn("x", ColumnType.FIXED, "float32", (4,)),
+)
 
 
 @pytest.fixture
@@ -35,9 +47,9 @@ def trial(tmp_path, workload):
     """Runs one trial of the loader that does what it is told."""
 
     def run(mode=Mode.FIRST, system=AWRY, timing=QUICK, of=workload, settings=None, **case):
-        place = Place(tmp_path / "prepared" / "awry", str(tmp_path / "prepared" / "awry"))
+        place = DatasetPlace(tmp_path / "prepared" / "awry", str(tmp_path / "prepared" / "awry"))
         who = Contestant(system, sys.executable, place, settings or {})
-        asked = Case("try", workload.name, mode, **case)
+        asked = BenchCase("try", workload.name, mode, **case)
         try:
             return run_trial(who, asked, of, timing, tmp_path / "trials")
         finally:
@@ -221,16 +233,16 @@ def test_an_interpreter_without_us_is_told(trial, tmp_path, workload):
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\necho no module named anything >&2\nexit 1\n")
     bare.chmod(0o755)
-    who = Contestant(AWRY, str(bare), Place(tmp_path / "x", "x"), {})
+    who = Contestant(AWRY, str(bare), DatasetPlace(tmp_path / "x", "x"), {})
     with pytest.raises(TrialFailed, match=r"exit status 1[^\n]*\n[^\n]*named anything"):
-        run_trial(who, Case("try", "mine"), workload, QUICK, tmp_path / "trials")
+        run_trial(who, BenchCase("try", "mine"), workload, QUICK, tmp_path / "trials")
 
 
 def test_conversion_is_an_order_of_its_own(tmp_path, workload):
     folder = tmp_path / "awry"
     folder.mkdir()
-    who = Contestant(AWRY, sys.executable, Place(folder, str(folder)), {})
-    case = Case("prepare", "mine")
+    who = Contestant(AWRY, sys.executable, DatasetPlace(folder, str(folder)), {})
+    case = BenchCase("prepare", "mine")
     assert run_order("prepare", who, case, workload, tmp_path / "trials", 60)["prepared"]
     assert (folder / "shard").read_text() == "mine-100"
     odd = dataclasses.replace(workload, name="unconvertible")
@@ -260,13 +272,14 @@ def test_nobodys_settings_or_credentials_reach_a_loader(trial, tmp_path, monkeyp
 HARNESS = """
 import json, sys
 from pathlib import Path
-from dataplane_bench.model import Case, Mode, Place
+from dataplane_bench.model import BenchCase, DatasetPlace, Mode
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.launch import Contestant, Timing, run_trial
 workload, journal, folder = wire.workload_of(json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
 settings = {"does": sys.argv[4], "journal": journal}
-who = Contestant("bench_loaders:Loader", sys.executable, Place(folder, "x"), settings)
-run_trial(who, Case("try", "mine", Mode.STEADY, ranks=2), workload, Timing(window_s=100.0), folder)
+who = Contestant("bench_loaders:Loader", sys.executable, DatasetPlace(folder, "x"), settings)
+case = BenchCase("try", "mine", Mode.STEADY, ranks=2)
+run_trial(who, case, workload, Timing(window_s=100.0), folder)
 """
 
 
@@ -303,9 +316,12 @@ def test_nothing_outlives_the_harness(workload, tmp_path, number, does):
 
 def test_a_task_goes_over_the_wire_and_back(tmp_path, workload):
     own = dataclasses.replace(workload, urls=tuple(f"s3://bucket/{i:0200d}" for i in range(2000)))
-    task = Task(
-        *("dataplane", Case("try", "mine", Mode.RESUME, Store.S3, 2, 3, served=True, cold=True)),
-        *(own, Place(tmp_path, "url", "http://x", "a", "b"), {"a": 1}, tmp_path, "token"),
+    task = TrialTask(
+        *(
+            "dataplane",
+            BenchCase("try", "mine", Mode.RESUME, StorageKind.S3, 2, 3, served=True, cold=True),
+        ),
+        *(own, DatasetPlace(tmp_path, "url", "http://x", "a", "b"), {"a": 1}, tmp_path, "token"),
         *(1, 2, 3, "service"),
     )
     assert wire.task_of(json.loads(wire.line(task))) == task

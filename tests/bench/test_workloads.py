@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from dataplane_bench.model import CROP, Kind, Workload
+from dataplane_bench.model import CROP, ColumnType, Workload
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.trial.checksum import BatchRefused, Sum
 from dataplane_bench.workloads import images
@@ -39,10 +39,10 @@ def table(workload: Workload) -> pa.Table:
 
 
 def arrow_type(column):
-    if column.kind is Kind.IMAGE:
+    if column.kind is ColumnType.IMAGE:
         return pa.binary()
     number = pa.from_numpy_dtype(column.dtype)
-    if column.kind is Kind.RAGGED:
+    if column.kind is ColumnType.RAGGED:
         return pa.list_(number)
     return pa.list_(number, *column.shape) if column.shape else number
 

@@ -6,7 +6,7 @@ import pytest
 
 from dataplane.client.bound import Bound, Stage
 from dataplane.client.statistics import Statistics
-from dataplane.commands.doctor.advice import Setting, advice
+from dataplane.commands.doctor.advice import TrialSetup, advice
 from dataplane.commands.doctor.checks import Probe
 from dataplane.config import NodeConfig
 
@@ -24,7 +24,7 @@ def advised(
     can_skip_columns: bool = True,
     **probe: float,
 ) -> list[str]:
-    at = Setting(
+    at = TrialSetup(
         CONFIG,
         cpu_count=8,
         probe=Probe(**{"is_local": True, "latency_s": 0.0, "bytes_per_s": 1e9,

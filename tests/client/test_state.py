@@ -10,7 +10,7 @@ import pytest
 from manifests import small
 
 from dataplane import config
-from dataplane.client.state import State
+from dataplane.client.state import RunState
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, SpecMismatch
 from dataplane.model import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
@@ -51,7 +51,7 @@ def elsewhere(**change):
     return small(shards=tuple(shards))
 
 
-def refusal(state: State, found: JobOpened, **how) -> SpecMismatch:
+def refusal(state: RunState, found: JobOpened, **how) -> SpecMismatch:
     with pytest.raises(SpecMismatch) as caught:
         state.check(found, **how)
     return caught.value
@@ -59,34 +59,34 @@ def refusal(state: State, found: JobOpened, **how) -> SpecMismatch:
 
 def test_a_state_knows_what_made_its_pixels_and_fits_whatever_makes_them_now():
     made = replace(job(), pixels="Pillow 12.2.0 ()")
-    state = State.of(made, 0, 8)
+    state = RunState.of(made, 0, 8)
     saved = json.loads(json.dumps(state.to_dict()))
     assert saved["pixels"] == "Pillow 12.2.0 ()"
-    assert State.from_dict(saved) == state
+    assert RunState.from_dict(saved) == state
     state.check(replace(made, pixels="Pillow 13.0.0 ()"))
-    assert "pixels" not in State.of(job(), 0, 8).to_dict()
+    assert "pixels" not in RunState.of(job(), 0, 8).to_dict()
     with pytest.raises(ConfigError, match="pixels"):
-        State.from_dict(saved | {"pixels": 3})
+        RunState.from_dict(saved | {"pixels": 3})
 
 
 def test_a_state_that_an_early_version_saved_fits():
-    state = State.from_dict(OLD)
+    state = RunState.from_dict(OLD)
     assert not state.check(job())
     assert not state.check(job(spec=replace(SPEC, global_batch=64)))
 
 
 def test_an_early_state_that_does_not_fit_names_what_may_differ():
-    error = refusal(State.from_dict(OLD), job(spec=replace(SPEC, seed=8)))
+    error = refusal(RunState.from_dict(OLD), job(spec=replace(SPEC, seed=8)))
     for name in ("urls", "ETags", "seed", "shuffle", "window", "columns", "stack"):
         assert name in str(error)
     assert "JobSpec" not in str(error)
     # It cannot be told from one of another dataset, whatever the user says.
-    assert refusal(State.from_dict(OLD), job(elsewhere()), dataset_moved=True).field
+    assert refusal(RunState.from_dict(OLD), job(elsewhere()), dataset_moved=True).field
 
 
 def test_a_state_is_the_same_after_it_was_saved():
-    state = State.of(job(), 2, 24)
-    assert State.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    state = RunState.of(job(), 2, 24)
+    assert RunState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     assert {**state.to_dict(), **OLD} == state.to_dict()
 
 
@@ -99,7 +99,7 @@ def test_a_state_is_under_a_kilobyte_whatever_the_job_is():
             (StackSpec("x", columns),),
         ),
     )  # fmt: skip
-    state = State.of(job(spec=largest), (1 << 62) - 1, 0)
+    state = RunState.of(job(spec=largest), (1 << 62) - 1, 0)
     assert len(json.dumps(replace(state, sample_count=(1 << 62) - 1).to_dict())) < 1000
 
 
@@ -115,7 +115,7 @@ def test_a_state_is_under_a_kilobyte_whatever_the_job_is():
     ],
 )
 def test_a_state_of_other_options_names_each_with_both_values(change, sentence):
-    error = refusal(State.of(job(), 0, 0), job(spec=changed(**change)))
+    error = refusal(RunState.of(job(), 0, 0), job(spec=changed(**change)))
     assert sentence in str(error)
     assert error.field == next(iter(change))
     assert len(str(error)) < 400
@@ -123,7 +123,7 @@ def test_a_state_of_other_options_names_each_with_both_values(change, sentence):
 
 def test_long_values_are_told_apart_by_their_hashes():
     columns = tuple(f"column-{i}" for i in range(100))
-    state = State.of(job(spec=changed(columns=columns)), 0, 0)
+    state = RunState.of(job(spec=changed(columns=columns)), 0, 0)
     assert not state.check(job(spec=changed(columns=columns)))
     error = refusal(state, job(spec=changed(columns=columns[:-1])))
     assert "columns: another value (hash " in str(error)
@@ -132,19 +132,19 @@ def test_long_values_are_told_apart_by_their_hashes():
 
 
 def test_an_option_of_a_later_version_is_named():
-    saved = State.of(job(), 0, 0)
+    saved = RunState.of(job(), 0, 0)
     later = replace(saved, spec_digest="0" * 32, options={**(saved.options or {}), "mixing": "on"})
     assert "mixing: on in the state, unknown to this version" in str(refusal(later, job()))
 
 
 def test_a_dataset_that_moved_with_its_etags_resumes():
-    state = State.of(job(), 0, 0)
+    state = RunState.of(job(), 0, 0)
     assert job(elsewhere()).digest != job().digest
     assert state.check(job(elsewhere())) is False
 
 
 def test_a_copy_with_other_etags_needs_the_word():
-    state, copy = State.of(job(), 0, 0), job(elsewhere(etag="new"))
+    state, copy = RunState.of(job(), 0, 0), job(elsewhere(etag="new"))
     error = refusal(state, copy)
     assert "same names, sizes and blocks, but other ETags" in str(error)
     assert "dataset_moved=True" in str(error)
@@ -158,11 +158,11 @@ def test_another_dataset_is_refused_whatever_the_user_says():
     grown = tuple(replace(shard, size_bytes=shard.size_bytes + 1) for shard in small().shards)
     # Its default window is another one: what follows from the dataset is not told beside it.
     other = job(small(shards=grown), replace(SPEC, window=17))
-    error = refusal(State.of(job(), 0, 0), other, dataset_moved=True)
+    error = refusal(RunState.of(job(), 0, 0), other, dataset_moved=True)
     assert "not the same shards" in str(error)
     assert "window" not in str(error)
     fewer = replace(job(), sample_count=59)
-    error = refusal(State.of(job(), 0, 0), fewer, dataset_moved=True)
+    error = refusal(RunState.of(job(), 0, 0), fewer, dataset_moved=True)
     assert "the dataset had 60 samples and now has 59" in str(error)
 
 
@@ -175,7 +175,7 @@ def test_another_dataset_is_refused_whatever_the_user_says():
 )  # fmt: skip
 def test_damaged_states_are_refused(damage):
     with pytest.raises(ConfigError, match="damaged"):
-        State.from_dict({**State.of(job(), 0, 0).to_dict(), **damage})
+        RunState.from_dict({**RunState.of(job(), 0, 0).to_dict(), **damage})
 
 
 def test_options_have_names_of_their_own():

@@ -10,7 +10,7 @@ from membership import SPEC, VERSION, beat, join, leave, progress
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig, steady_wall_clock
 from dataplane.coordinator.journal import Journal
 from dataplane.coordinator.records import Forget, Incarnation, Keep
-from dataplane.coordinator.store import Store
+from dataplane.coordinator.store import JobStore
 from dataplane.errors import ClosedError, ConfigError, LeaseExpired
 from dataplane.model import ColumnOptions
 from dataplane.rpc.membership import StatusRequest
@@ -94,7 +94,7 @@ def test_a_join_whose_write_failed_is_not_acknowledged_by_its_retry_either(tmp_p
         limit(coordinator, store, 1 << 20)
         assert (await coordinator.join(big)).generation == 1
         await crash(coordinator)
-        again = Store(str(tmp_path / "c.db"))
+        again = JobStore(str(tmp_path / "c.db"))
         assert len(again.load()) == 3
         again.close()
 

@@ -16,7 +16,7 @@ from membership import SPEC
 
 from dataplane.config import JobSpec
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
-from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, Store
+from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore
 from dataplane.errors import ConfigError
 from dataplane.model import (
     ColumnOptions,
@@ -78,7 +78,7 @@ def key(record):
 
 @given(batches=st.lists(records, max_size=3))
 def test_what_is_written_last_comes_back(batches):
-    store = Store(MEMORY)
+    store = JobStore(MEMORY)
     expected = {}
     for batch in batches:
         store.write([Keep(record) for record in batch])
@@ -93,7 +93,7 @@ def test_what_is_written_last_comes_back(batches):
 
 def test_a_job_that_an_older_version_wrote_is_still_read(tmp_path):
     path = tmp_path / "c.db"
-    Store(str(path)).close()
+    JobStore(str(path)).close()
     spec = (
         '{"fingerprint":"f","seed":1,"shuffle":true,"lanes":4,"window":8,"global_batch":16,'
         '"end":"pad","columns":["a","b"],"lists":"ragged","fill_null":[["a",0.0]],"transforms":[],'
@@ -105,7 +105,7 @@ def test_a_job_that_an_older_version_wrote_is_still_read(tmp_path):
     )
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("INSERT INTO jobs VALUES ('j', '', ?)", (body,))
-    store = Store(str(path))
+    store = JobStore(str(path))
     (job,) = store.load()
     options = ColumnOptions(("a", "b"), ListPolicy.RAGGED, (("a", 0.0),), (StackSpec("x", ("a",)),))
     assert job == Job("j", "d", JobSpec("f", 1, True, 4, 8, 16, End.PAD, (), options), 9, 2, 3,
@@ -115,24 +115,24 @@ def test_a_job_that_an_older_version_wrote_is_still_read(tmp_path):
 
 def test_records_survive_and_the_file_is_private(tmp_path):
     path = tmp_path / "deep" / "er" / "c.db"
-    store = Store(str(path))
+    store = JobStore(str(path))
     store.write([Keep(JOB), Keep(MEMBER), Keep(Incarnation("j", "i1", 1))])
     store.close()
-    again = Store(str(path))
+    again = JobStore(str(path))
     assert again.load() == [JOB, MEMBER, Incarnation("j", "i1", 1)]
     again.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_lease_is_not_stored():
-    store = Store(MEMORY)
+    store = JobStore(MEMORY)
     store.write([Keep(dataclasses.replace(MEMBER, deadline=99.0))])
     assert store.load() == [MEMBER]
     store.close()
 
 
 def test_a_batch_is_written_whole_or_not_at_all():
-    store = Store(MEMORY)
+    store = JobStore(MEMORY)
     store.write([Keep(JOB)])
     unwritable = dataclasses.replace(MEMBER, member_id="\ud800")
     with pytest.raises(UnicodeEncodeError):
@@ -146,14 +146,14 @@ def test_a_batch_is_written_whole_or_not_at_all():
 def test_of_two_coordinators_on_one_file_the_second_is_refused(tmp_path, is_new):
     path = str(tmp_path / "c.db")
     if not is_new:
-        Store(path).close()
-    first = Store(path)
+        JobStore(path).close()
+    first = JobStore(path)
     code = (
         "import sys\n"
         "from dataplane.coordinator import store\n"
         "from dataplane.errors import ConfigError\n"
         "store._LOCK_TIMEOUT_S = 0.1\n"
-        "try: store.Store(sys.argv[1])\n"
+        "try: store.JobStore(sys.argv[1])\n"
         "except ConfigError as error: sys.stdout.write(str(error))\n"
     )
     found = subprocess.run(
@@ -168,7 +168,7 @@ def test_of_two_coordinators_on_one_file_the_second_is_refused(tmp_path, is_new)
 
 def test_a_damaged_database_is_refused(tmp_path):
     path = tmp_path / "c.db"
-    store = Store(str(path))
+    store = JobStore(str(path))
     many = [Keep(dataclasses.replace(MEMBER, member_id=f"m{n}")) for n in range(500)]
     store.write(many)
     store.close()
@@ -180,18 +180,18 @@ def test_a_damaged_database_is_refused(tmp_path):
     ):
         path.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"is damaged: .* move it away") as caught:
-            Store(str(path))
+            JobStore(str(path))
         assert caught.value.nouns == {"path": str(path)}
 
 
 def test_a_record_that_makes_no_sense_is_damage(tmp_path):
     path = str(tmp_path / "c.db")
-    Store(path).close()
+    JobStore(path).close()
     db = sqlite3.connect(path)
     db.execute("INSERT INTO jobs VALUES ('j', '', '{\"job_id\": 3}')")
     db.commit()
     db.close()
-    store = Store(path)
+    store = JobStore(path)
     with pytest.raises(ConfigError, match="a record cannot be read"):
         store.load()
     store.close()
@@ -199,13 +199,13 @@ def test_a_record_that_makes_no_sense_is_damage(tmp_path):
 
 def test_another_version_and_another_program_are_refused_and_left_alone(tmp_path):
     path = tmp_path / "c.db"
-    Store(str(path)).close()
+    JobStore(str(path)).close()
     db = sqlite3.connect(path)
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     db.close()
     newer = path.read_bytes()
     with pytest.raises(ConfigError, match="written by another version of Dataplane"):
-        Store(str(path))
+        JobStore(str(path))
     assert path.read_bytes() == newer
 
     foreign = tmp_path / "bookmarks.db"
@@ -214,21 +214,21 @@ def test_another_version_and_another_program_are_refused_and_left_alone(tmp_path
     db.close()
     before = foreign.read_bytes()
     with pytest.raises(ConfigError, match="the database of another program"):
-        Store(str(foreign))
+        JobStore(str(foreign))
     assert foreign.read_bytes() == before
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
-        Store(str(tmp_path))
+        JobStore(str(tmp_path))
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(ConfigError, match="cannot be opened"):
-        Store(str(blocked / "c.db"))
+        JobStore(str(blocked / "c.db"))
 
 
 def test_a_full_disk_is_an_error_that_changes_nothing(tmp_path):
-    store = Store(str(tmp_path / "c.db"))
+    store = JobStore(str(tmp_path / "c.db"))
     store.write([Keep(JOB)])
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
     store._db.execute(f"PRAGMA max_page_count = {pages}")

@@ -1,4 +1,4 @@
-"""Real worker processes: a job is done once, whatever dies, and nothing of a worker remains."""
+"""Real worker processes: a task is done once, whatever dies, and nothing of a worker remains."""
 
 from __future__ import annotations
 
@@ -229,10 +229,10 @@ def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(tmp_
         assert pool.worker_count == 3
         for room in rooms:  # while the others start: not one of these waits for them
             await bench.decode(0, room)
-        jobs = [bench.decode(i % 4, room) for i, room in enumerate(rooms)]
-        pool.resize(1)  # whoever has a job ends it first
-        for job in jobs:
-            result = await job
+        queued = [bench.decode(i % 4, room) for i, room in enumerate(rooms)]
+        pool.resize(1)  # whoever has a task ends it first
+        for task in queued:
+            result = await task
             assert isinstance(result, tasks.Decoded)
             assert result.stored
         while len(pool.pids) > 1:

@@ -10,13 +10,13 @@ from small_engine import SmallEngine
 
 from dataplane.model import Stream, Topology
 from dataplane.node.engine import Engine
-from dataplane.node.member import Member
+from dataplane.node.member import ServedMember
 from dataplane.node.served import ServedStream
 from dataplane.node.streams import Streams
 from dataplane.rpc import messages
 from dataplane.scheduler.walk import SlabSizes
 
-Scene = Callable[[Engine, Streams, Member], Awaitable[None]]
+Scene = Callable[[Engine, Streams, ServedMember], Awaitable[None]]
 
 
 def ignored(_request_id: int, _body: messages.FromNodeBody) -> None:
@@ -27,7 +27,7 @@ def play(scene: Scene) -> None:
     async def whole() -> None:
         small = SmallEngine(5)
         request = messages.OpenJob("j", "i", "m", messages.DatasetSource(("u",)), Topology())
-        member = Member(request, small.spec, small.deliver(), SlabSizes(4, 16, 0), 1, 1)
+        member = ServedMember(request, small.spec, small.deliver(), SlabSizes(4, 16, 0), 1, 1)
         try:
             await scene(small.engine, Streams(small.engine), member)
         finally:
@@ -36,12 +36,14 @@ def play(scene: Scene) -> None:
     asyncio.run(whole())
 
 
-async def opened(streams: Streams, member: Member, request: messages.OpenStream) -> ServedStream:
+async def opened(
+    streams: Streams, member: ServedMember, request: messages.OpenStream
+) -> ServedStream:
     stream, _ = await streams.open(member, request, ignored)
     return stream
 
 
-async def next_epoch(member: Member) -> ServedStream:
+async def next_epoch(member: ServedMember) -> ServedStream:
     """Once it is there: nothing tells so."""
     while member.next_epoch is None:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -50,7 +52,7 @@ async def next_epoch(member: Member) -> ServedStream:
 
 @pytest.mark.timeout(100)
 def test_the_next_epoch_is_there_when_it_is_asked_for() -> None:
-    async def scene(engine: Engine, streams: Streams, member: Member) -> None:
+    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
         ahead = await next_epoch(member)
         assert ahead.walk.stream == Stream(1, 0, 0, 1, 0, 1)
@@ -66,7 +68,7 @@ def test_the_next_epoch_is_there_when_it_is_asked_for() -> None:
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("asked", [(0, 0), (1, 1), (2, 0), (1, 0, 1)])
 def test_what_was_made_for_another_request_is_closed(asked: tuple[int, ...]) -> None:
-    async def scene(engine: Engine, streams: Streams, member: Member) -> None:
+    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
         ahead = await next_epoch(member)
         engine.close_stream(first)
@@ -82,7 +84,7 @@ def test_what_was_made_for_another_request_is_closed(asked: tuple[int, ...]) -> 
 
 @pytest.mark.timeout(100)
 def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
-    async def scene(_: Engine, streams: Streams, member: Member) -> None:
+    async def scene(_: Engine, streams: Streams, member: ServedMember) -> None:
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
         ahead = await next_epoch(member)
         member.closed = True
@@ -96,7 +98,7 @@ def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
 
 @pytest.mark.timeout(100)
 def test_of_several_streams_none_knows_what_comes_next() -> None:
-    async def scene(engine: Engine, streams: Streams, member: Member) -> None:
+    async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
         both = [
             await opened(streams, member, messages.OpenStream("j", 0, 0, first_step, 2))
             for first_step in (0, 1)

@@ -18,13 +18,13 @@ from hypothesis import example, given, settings
 from manifests import small
 
 from dataplane.errors import ConfigError
-from dataplane.index.journal import Journal
+from dataplane.index.journal import IndexJournal
 from dataplane.model import Region
 from dataplane.plan.identity import identity_of, relative_names
 from dataplane.plan.loops import lay_records, loops
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
-from dataplane.plan.shards import Shards
+from dataplane.plan.shards import ShardTable
 from dataplane.plan.texts import Texts
 from dataplane.redact import unsigned
 
@@ -188,16 +188,18 @@ def test_records_are_the_same_from_c_and_from_python(rows):
     ],
 )
 def test_columns_that_no_shard_can_have_are_refused_by_its_name(change):
-    two = Shards.of(
+    two = ShardTable.of(
         [
             Shard("s3://b/0", 1, "e", 1, Region(0, 0), False, (1, 2)),
             Shard("s3://b/1", 1, "e", 1, Region(0, 0), False, (0,)),
         ]
     )
-    columns = {name: getattr(two, name) for name in Shards.__dataclass_fields__ if name[0] != "_"}
+    columns = {
+        name: getattr(two, name) for name in ShardTable.__dataclass_fields__ if name[0] != "_"
+    }
     where = "s3://b/0" if change.get("empty", [0, 1])[0] == change.get("empty", [0, 1])[1] else ""
     with pytest.raises(ConfigError) as refused:
-        Shards(**{**columns, **change})
+        ShardTable(**{**columns, **change})
     assert refused.value.shard == (where or "s3://b/1")
 
 
@@ -220,7 +222,7 @@ def test_a_manifest_of_many_shards_is_few_objects():
 
 def test_a_file_that_is_cut_short_while_its_manifest_is_used_harms_nobody(tmp_path: Path) -> None:
     manifest = alike(1000)
-    journal = Journal(str(tmp_path), "dataset")
+    journal = IndexJournal(str(tmp_path), "dataset")
     journal.finish("key", manifest, [])
     found = journal.manifest("key")
     journal.close()

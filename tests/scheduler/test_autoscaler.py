@@ -8,18 +8,24 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.scheduler.autoscaler import CALM_LOOKS, HUNGRY_LOOKS, TRIAL_LOOKS, Autoscaler, Look
+from dataplane.scheduler.autoscaler import (
+    CALM_LOOKS,
+    HUNGRY_LOOKS,
+    TRIAL_LOOKS,
+    Autoscaler,
+    Utilization,
+)
 
 counts = st.integers(1, 64)
-looks = st.builds(Look, st.floats(0, 70), st.floats(0, 1e9), st.booleans())
+looks = st.builds(Utilization, st.floats(0, 70), st.floats(0, 1e9), st.booleans())
 
 
-def look_at(count: int, useful: float, demand: float) -> Look:
+def look_at(count: int, useful: float, demand: float) -> Utilization:
     """Of `count` workers as many help as are `useful`; a trainer takes what `demand` of them make."""
     made = min(count, useful)
     is_awaited = demand > made
     # Those that are too many are as busy, with the same memory.
-    return Look(float(count) if is_awaited else demand, min(made, demand), is_awaited)
+    return Utilization(float(count) if is_awaited else demand, min(made, demand), is_awaited)
 
 
 def settled(autoscaler: Autoscaler, useful: float, demand: float, looks: int = 1500) -> Autoscaler:

@@ -18,7 +18,7 @@ from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
-from dataplane.scheduler.block import Block, BlockPhase
+from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition
 
@@ -52,12 +52,12 @@ class Memory:
         self.dataset = _blocks(len(rows))
         self.readings = readings
         self.uses = NextUse(lambda _dataset: self.readings)
-        self.held: dict[int, Block] = {}
+        self.held: dict[int, CachedBlock] = {}
         self._touches = itertools.count(1)
 
     def touch(self, index: int) -> None:
         if index not in self.held:
-            block = Block(self.dataset, index, next(self._touches), BlockPhase.READY)
+            block = CachedBlock(self.dataset, index, next(self._touches), BlockPhase.READY)
             self.held[index] = block
             self.uses.add(block)
         self.dataset.marks.touched[index] = next(self._touches)

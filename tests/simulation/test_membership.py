@@ -20,8 +20,8 @@ from membership import SPEC, VERSION, beat, join, leave, progress
 
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Incarnation, Job, Tick, key_of
-from dataplane.coordinator.state import State
-from dataplane.coordinator.store import MEMORY, Store
+from dataplane.coordinator.state import CoordinatorState
+from dataplane.coordinator.store import MEMORY, JobStore
 from dataplane.errors import LeaseExpired, LeaseFenced, SpecMismatch
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -42,7 +42,7 @@ class Membership(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.store = Store(MEMORY)
+        self.store = JobStore(MEMORY)
         self.now, self.awake = 1e9, 0.0
         self.waiting = {}
         self.names = itertools.count(1)
@@ -65,7 +65,7 @@ class Membership(RuleBasedStateMachine):
     # -- the coordinator -------------------------------------------------------------------------
 
     def boot(self):
-        self.state = State(
+        self.state = CoordinatorState(
             coordinator_id="c",
             version=VERSION,
             protocol=PROTOCOL_VERSION,

@@ -15,7 +15,7 @@ from fake_node import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.client.state import State, consumed, step_count
+from dataplane.client.state import RunState, consumed, step_count
 from dataplane.errors import ClosedError, ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model import ColumnOptions, End, ListPolicy
 from dataplane.rpc.messages import OpenJob
@@ -266,7 +266,7 @@ def test_a_state_of_another_job_is_refused_with_what_differs(fake) -> None:
 )
 def test_garbled_states_are_refused(garbage, error) -> None:
     with pytest.raises(error):
-        State.from_dict(garbage)
+        RunState.from_dict(garbage)
 
 
 @given(
@@ -278,7 +278,7 @@ def test_garbled_states_are_refused(garbage, error) -> None:
 @settings(max_examples=50)
 def test_any_state_is_read_or_refused(garbage) -> None:
     with pytest.raises(ConfigError):
-        State.from_dict(garbage)
+        RunState.from_dict(garbage)
 
 
 def test_the_job_carries_what_was_asked_for(fake, monkeypatch) -> None:

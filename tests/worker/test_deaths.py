@@ -165,7 +165,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_stuck(monkeypatch: pytest.Mo
         pid = 1
 
     worker = PoolWorker(Process(), 0)  # type: ignore[arg-type]
-    worker.job = object()  # type: ignore[assignment]
+    worker.task = object()  # type: ignore[assignment]
     assert not worker.is_stuck(100.0, 10.0)
     waited = 30.0
     assert not worker.is_stuck(132.0, 10.0)  # 23 of 32 s it could not run
@@ -193,9 +193,9 @@ def test_two_kills_by_somebody_say_so_and_blame_no_bytes(tmp_path: Path) -> None
             # Only workers that are up and have the job: the others are replaced without blame.
             for worker in bench.pool._workers:
                 pid = worker.process.pid
-                if worker.job is not None and worker.is_up and pid not in killed:
+                if worker.task is not None and worker.is_up and pid not in killed:
                     os.kill(pid, signal.SIGSTOP)
-                    if worker.job is not None:
+                    if worker.task is not None:
                         killed.add(pid)
                     os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0)

@@ -27,9 +27,9 @@ from dataplane.errors import DataplaneError
 from dataplane.settings import CONFIG_VARIABLE, SETTINGS
 from dataplane_bench.demo import proof
 from dataplane_bench.demo.launch import Watch, rates
-from dataplane_bench.demo.proof import Check
-from dataplane_bench.demo.report import Report
-from dataplane_bench.demo.stages import EPOCH, SEED, Length, Stages, saved_in
+from dataplane_bench.demo.proof import Proof
+from dataplane_bench.demo.report import DemoReport
+from dataplane_bench.demo.stages import EPOCH, SEED, DemoLength, Stages, saved_in
 from dataplane_bench.processes import ProcessEnded
 
 STEPS, QUICK_STEPS, STEPS_MIN = 200, 16, 16
@@ -102,7 +102,7 @@ def demonstrate(stages: Stages, stack: contextlib.ExitStack) -> dict[str, Any]:
 
 
 def _show(
-    report: Report, checks: Sequence[Check], losses: dict[str, float], at: tuple[int, ...]
+    report: DemoReport, checks: Sequence[Proof], losses: dict[str, float], at: tuple[int, ...]
 ) -> None:
     began, resumed_from, killed, ended = at
     report.section("Proof")
@@ -166,7 +166,7 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _folder(report: Report, *, keep: bool) -> Iterator[Path]:
+def _folder(report: DemoReport, *, keep: bool) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="dataplane-demo-"))
     try:
         yield folder
@@ -200,7 +200,7 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
 def main(given: Sequence[str]) -> int:
     """One demo."""
     asked = _arguments(given)
-    report = Report(to_stderr=asked.json)
+    report = DemoReport(to_stderr=asked.json)
     began = time.monotonic()
     _stand_alone()
     try:
@@ -213,7 +213,7 @@ def main(given: Sequence[str]) -> int:
                 "Dataplane: shards in S3 -> a daemon -> DDP ranks -> SIGKILL -> exact resume",
                 f"All of it on this machine, in {folder}",
             )
-            length = Length(asked.steps, asked.ranks, asked.resume_ranks)
+            length = DemoLength(asked.steps, asked.ranks, asked.resume_ranks)
             stages = Stages(length, folder, _environment(folder), report)
             found = demonstrate(stages, stack)
     except Interrupted as stopped:

@@ -52,7 +52,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TorchrunLaunch:
     """One torchrun and its ranks."""
 
     run: Run
@@ -111,7 +111,7 @@ def command(ranks: int, settings: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def launched(run: Run, ranks: int, environment: Mapping[str, str]) -> Iterator[Launch]:
+def launched(run: Run, ranks: int, environment: Mapping[str, str]) -> Iterator[TorchrunLaunch]:
     """Start the trainer on `ranks` ranks, a core for each; nothing of it outlives the block."""
     settings = Path(run.folder, f"{run.launch}.json")
     settings.write_text(run.to_json(), encoding="utf-8")
@@ -121,7 +121,7 @@ def launched(run: Run, ranks: int, environment: Mapping[str, str]) -> Iterator[L
     ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with processes.running(full, {**environment, **ours}, log) as process:
         journals = tuple(JournalReader(run.journal(rank)) for rank in range(ranks))
-        yield Launch(run, ranks, process, log, journals, tuple([] for _ in range(ranks)))
+        yield TorchrunLaunch(run, ranks, process, log, journals, tuple([] for _ in range(ranks)))
 
 
 def resumed(run: Run, launch: str) -> Run:

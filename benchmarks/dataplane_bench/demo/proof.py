@@ -19,7 +19,7 @@ Steps = Mapping[int, tuple[tuple[int, ...], float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Proof:
     """One claim, whether it holds, and what was found."""
 
     name: str
@@ -42,13 +42,13 @@ def planned_ids(manifest: Manifest, seed: int, epoch: int) -> Int64:
     return (np.cumsum(rows) - rows)[blocks] + row
 
 
-def complete(ids: Int64, sample_count: int) -> Check:
+def complete(ids: Int64, sample_count: int) -> Proof:
     """Every sample once.   Shapes:  ids: int64[n]."""
     known = ids[(ids >= 0) & (ids < sample_count)]
     times = np.bincount(known, minlength=sample_count)
     missing, again = int((times == 0).sum()), int((times > 1).sum())
     strangers = len(ids) - len(known)
-    return Check(
+    return Proof(
         "every_sample_once",
         "every sample of the epoch was trained on exactly once",
         not missing and not again and not strangers,
@@ -57,9 +57,9 @@ def complete(ids: Int64, sample_count: int) -> Check:
     )
 
 
-def as_planned(ids: Int64, planned: Int64) -> Check:
+def as_planned(ids: Int64, planned: Int64) -> Proof:
     """The order of the plan.   Shapes:  ids, planned: int64[n]."""
-    return Check(
+    return Proof(
         "planned_order",
         "in the order that the plan alone computes",
         np.array_equal(ids, planned),
@@ -67,9 +67,9 @@ def as_planned(ids: Int64, planned: Int64) -> Check:
     )
 
 
-def as_uninterrupted(kept: Int64, passed: Int64) -> Check:
+def as_uninterrupted(kept: Int64, passed: Int64) -> Proof:
     """What a pass without any interruption gives.   Shapes:  kept, passed: int64[n, 2]."""
-    return Check(
+    return Proof(
         "uninterrupted_order",
         "the same as a pass of a single rank that nothing interrupts",
         np.array_equal(kept, passed),
@@ -77,11 +77,11 @@ def as_uninterrupted(kept: Int64, passed: Int64) -> Check:
     )
 
 
-def right_content(kept: Int64, sums: Int64) -> Check:
+def right_content(kept: Int64, sums: Int64) -> Proof:
     """The bytes are those of the text.   Shapes:  kept: int64[n, 2].   sums: int64[N]."""
     known = (kept[:, 0] >= 0) & (kept[:, 0] < len(sums))
     right = int((sums[kept[known, 0]] == kept[known, 1]).sum())
-    return Check(
+    return Proof(
         "right_content",
         "every sample has the bytes of the text that it was made from",
         right == len(kept),
@@ -89,12 +89,12 @@ def right_content(kept: Int64, sums: Int64) -> Check:
     )
 
 
-def made_again(before: Steps, after: Steps, resumed_from: int) -> Check:
+def made_again(before: Steps, after: Steps, resumed_from: int) -> Proof:
     """What the trainers had done since the checkpoint died with them: it was made again, alike."""
     lost = [step for step in before if step > resumed_from]
     alike = [step for step in lost if step in after and before[step][0] == after[step][0]]
     apart = max((abs(before[step][1] - after[step][1]) for step in alike), default=0.0)
-    return Check(
+    return Proof(
         "same_steps_again",
         "the steps that died with the trainers were made again from the same samples",
         bool(lost) and alike == lost,
@@ -102,10 +102,10 @@ def made_again(before: Steps, after: Steps, resumed_from: int) -> Check:
     )
 
 
-def kept_apart(looks: int, offences: Sequence[str]) -> Check:
+def kept_apart(looks: int, offences: Sequence[str]) -> Proof:
     """What was seen of the trainers from outside."""
     found = f"looked {looks} times" if not offences else "; ".join(sorted(set(offences)))
-    return Check(
+    return Proof(
         "trainers_apart",
         "the trainers held no credentials and no connection to S3 or the coordinator",
         looks > 0 and not offences,

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from dataplane_bench.demo.journal import Run, Step
 from dataplane_bench.demo.launch import OnStep, rates
-from dataplane_bench.demo.proof import Check
+from dataplane_bench.demo.proof import Proof
 
 WIDTH = 100
 _RECENT_STEPS = 20
 
 
-class Report:
+class DemoReport:
     """Everything for people goes through here: to stdout, or to stderr where stdout is JSON's."""
 
     def __init__(self, *, to_stderr: bool) -> None:
@@ -78,7 +78,7 @@ class Report:
 
             yield on_step
 
-    def proof(self, checks: Sequence[Check]) -> None:
+    def proof(self, checks: Sequence[Proof]) -> None:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         for check in checks:
             mark = "[bold green]✓[/]" if check.holds else "[bold red]✗[/]"

@@ -19,8 +19,8 @@ from dataplane_bench import processes
 from dataplane_bench.demo import launch as launching
 from dataplane_bench.demo.corpus import ROW_TOKENS, Corpus, corpus, parquet_shards, row_sums
 from dataplane_bench.demo.journal import Run
-from dataplane_bench.demo.launch import Launch, Watch, launched
-from dataplane_bench.demo.report import Report
+from dataplane_bench.demo.launch import TorchrunLaunch, Watch, launched
+from dataplane_bench.demo.report import DemoReport
 from dataplane_bench.processes import ProcessEnded
 from dataplane_bench.s3 import S3Server, s3_server
 
@@ -43,7 +43,7 @@ SHORT_OF_LAST_BATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class DemoLength:
     """How long the demo is. Trainers die at `kill_after`, halfway from checkpoint to checkpoint."""
 
     steps: int
@@ -65,7 +65,7 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class RunningService:
     """`dataplane serve`, running. `address` is what trainers name."""
 
     process: subprocess.Popen[bytes]
@@ -76,10 +76,10 @@ class Service:
 class Stages:
     """Whatever a stage needs that is the same for all; `seconds` is how long each took."""
 
-    length: Length
+    length: DemoLength
     folder: Path
     environment: Mapping[str, str]
-    report: Report
+    report: DemoReport
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -133,7 +133,7 @@ class Stages:
             self.report.output(done.stdout.decode())
         return Manifest.from_bytes((self.folder / MANIFEST).read_bytes())
 
-    def serve(self, server: S3Server, stack: contextlib.ExitStack) -> Service:
+    def serve(self, server: S3Server, stack: contextlib.ExitStack) -> RunningService:
         """`dataplane serve`: the only process here that is given the credentials."""
         with self.stage("serve", "Serve them: coordinator and cache node"):
             words = ["dataplane", "serve", "--listen", "127.0.0.1:0"]
@@ -143,7 +143,7 @@ class Stages:
             environment = {**self.environment, **server.environment()}
             process = stack.enter_context(processes.running(command, environment, log))
             processes.wait_until(lambda: bool(_ready(log, "node")), process, log, START_TIMEOUT_S)
-            service = Service(process, _ready(log, "node"))
+            service = RunningService(process, _ready(log, "node"))
             self.report.output("".join(f"{line}\n" for line in _ready_lines(log)))
             self.report.note(
                 "It has the S3 credentials. The trainers get none: they name the service, and map "
@@ -151,7 +151,7 @@ class Stages:
             )
         return service
 
-    def run_of(self, service: Service) -> Run:
+    def run_of(self, service: RunningService) -> Run:
         """The training run, from its beginning."""
         return Run(
             url=URL,
@@ -167,7 +167,7 @@ class Stages:
             resume=False,
         )
 
-    def train_and_kill(self, run: Run, service: Service, watch: Watch) -> Launch:
+    def train_and_kill(self, run: Run, service: RunningService, watch: Watch) -> TorchrunLaunch:
         """Train until the middle of the epoch, then SIGKILL."""
         with self.stage("train", "Train, until the trainers are killed"):
             ranks = self.length.ranks
@@ -195,7 +195,7 @@ class Stages:
             self.report.output(json.dumps(saved_in(run)["loader"]))
         return launch
 
-    def resume(self, run: Run, watch: Watch) -> Launch:
+    def resume(self, run: Run, watch: Watch) -> TorchrunLaunch:
         """The same command again; it finds the checkpoint."""
         with self.stage("resume", "Resume, to the end of the epoch"):
             ranks = self.length.resume_ranks
@@ -239,7 +239,7 @@ class Stages:
             )
         return np.stack([ids, sums], axis=1)
 
-    def drain(self, service: Service) -> int | None:
+    def drain(self, service: RunningService) -> int | None:
         """SIGTERM: the service ends by itself when the last trainer has gone."""
         with self.stage("drain", "Stop"):
             status = processes.end(service.process, DRAIN_TIMEOUT_S)
@@ -248,7 +248,7 @@ class Stages:
         return status
 
     @contextlib.contextmanager
-    def _launched(self, run: Run, ranks: int) -> Iterator[Launch]:
+    def _launched(self, run: Run, ranks: int) -> Iterator[TorchrunLaunch]:
         self.report.command(launching.command(ranks, f"{run.launch}.json"))
         with launched(run, ranks, self.environment) as launch:
             yield launch

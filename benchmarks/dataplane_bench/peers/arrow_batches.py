@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Column, Kind, Workload
+from dataplane_bench.model import ColumnType, Workload, WorkloadColumn
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.peers.padding import padded
 
 
-class Batches:
+class TableBatches:
     """Makes a batch of a table. Numbers are not copied where they lie together already.
 
     Each process draws crops from a generator of its own.
@@ -40,18 +40,18 @@ class Batches:
         columns = [table[column.name].combine_chunks().flatten() for column in self._columns]
         return self(pa.table(columns, names=[column.name for column in self._columns]))
 
-    def _put(self, batch: dict[str, Any], column: Column, values: pa.Array) -> None:
+    def _put(self, batch: dict[str, Any], column: WorkloadColumn, values: pa.Array) -> None:
         import torch
 
         name = column.name
         match column.kind:
-            case Kind.FIXED:
+            case ColumnType.FIXED:
                 batch[name] = torch.from_numpy(numbers(column, values))
-            case Kind.RAGGED:
+            case ColumnType.RAGGED:
                 batch[name], batch[f"{name}.length"] = padded(lists(column, values))
-            case Kind.STRING:
+            case ColumnType.STRING:
                 batch[name] = values.to_pylist()
-            case Kind.IMAGE:
+            case ColumnType.IMAGE:
                 if self._random is None:
                     self._random = np.random.default_rng((self._seed, _worker_index()))
                 crops = [random_resized_crop_flip(one, self._random) for one in encoded(values)]
@@ -65,7 +65,7 @@ def _worker_index() -> int:
     return 0 if worker is None else worker.id + 1
 
 
-def numbers(column: Column, values: pa.Array) -> NDArray[Any]:
+def numbers(column: WorkloadColumn, values: pa.Array) -> NDArray[Any]:
     """Shapes:  result: dtype[n, *shape], a view where Arrow has the dtype."""
     count = len(values)
     while pa.types.is_fixed_size_list(values.type):
@@ -74,7 +74,7 @@ def numbers(column: Column, values: pa.Array) -> NDArray[Any]:
     return array.reshape(count, *column.shape)
 
 
-def lists(column: Column, values: pa.Array) -> list[NDArray[Any]]:
+def lists(column: WorkloadColumn, values: pa.Array) -> list[NDArray[Any]]:
     """Shapes:  result: [T_i] of the column's dtype, views."""
     flat = values.flatten().to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
     offsets = values.offsets.to_numpy()

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from dataplane_bench.model import Case, Settings, Task, Workload
+from dataplane_bench.model import BenchCase, Settings, TrialTask, Workload
 
 SHUFFLE_BUFFER = 8192
 """Samples in the shuffle buffer of a loader that cannot shuffle an epoch as a whole."""
@@ -61,7 +61,7 @@ class Peer(Protocol):
     distribution: str
     """Whose version is told."""
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         """Why the loader has no part in this case, in half a sentence; "" where it has."""
 
     def layout(self, workload: Workload) -> str:
@@ -72,20 +72,20 @@ class Peer(Protocol):
     def describe(self, workload: Workload) -> str:
         """Format and way of shuffling, for readers: "MDS shards of 64 MiB, py1e shuffle"."""
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         """What is worth trying, at most four, the documented choice first."""
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         """Convert the source into the loader's format, in this empty folder."""
 
-    def open(self, task: Task) -> Loader:
+    def open(self, task: TrialTask) -> Loader:
         """The loader, set up as `task.settings` says; time counts from here on."""
 
 
-class Served(Peer, Protocol):
+class ServedPeer(Peer, Protocol):
     """An adapter of a loader that can have a daemon."""
 
-    def serve(self, task: Task) -> tuple[str, Any]:
+    def serve(self, task: TrialTask) -> tuple[str, Any]:
         """Start the daemon in this process (or below it): what trials need to find it, and an
         object whose `close()` ends it.
         """

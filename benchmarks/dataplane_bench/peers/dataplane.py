@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataplane_bench import processes
-from dataplane_bench.model import CROP, Case, Kind, Settings, Task, Workload
+from dataplane_bench.model import CROP, BenchCase, ColumnType, Settings, TrialTask, Workload
 from dataplane_bench.peers.base import Batch, Loader
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Dataplane:
     requirements: tuple[str, ...] = ()
     distribution = "dataplane-loader"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
         return ""
 
@@ -42,11 +42,11 @@ class Dataplane:
     def describe(self, workload: Workload) -> str:
         form = "the shards as they are" if workload.urls else "Arrow IPC, record batches of 4 MiB"
         told = f"{form}; shuffled over the whole epoch, in windows where it is very long"
-        if workload.of_kind(Kind.IMAGE):
+        if workload.of_kind(ColumnType.IMAGE):
             return f"{told}; its workers decode what a crop needs, resize and flip it"
         return told
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         del workload, case, cores
         return ({},)
 
@@ -60,7 +60,7 @@ class Dataplane:
         for shard in workload.shards:
             _write_arrow(pq.read_table(shard), folder / f"{shard.stem}.arrow")
 
-    def open(self, task: Task) -> Loader:
+    def open(self, task: TrialTask) -> Loader:
         os.environ.update(_variables(task.settings))
         if task.size > 1:
             from dataplane_bench.peers import rows
@@ -70,18 +70,18 @@ class Dataplane:
             os.environ["TORCHELASTIC_RUN_ID"] = task.run
         return _Opened(task)
 
-    def serve(self, task: Task) -> tuple[str, _Service]:
+    def serve(self, task: TrialTask) -> tuple[str, _Service]:
         service = _Service(task)
         return service.address, service
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         from dataplane_torch import DataLoader, RandomHorizontalFlip, RandomResizedCrop
 
         from dataplane_bench.workloads.about import leaves
 
-        images = {column.name for column in task.workload.of_kind(Kind.IMAGE)}
+        images = {column.name for column in task.workload.of_kind(ColumnType.IMAGE)}
 
         # What it calls a column of a user's shards, and what everybody does.
         self._names = {leaf: name for name, leaf in leaves(task.workload).items()}
@@ -127,7 +127,7 @@ class _Opened:
 class _Service:
     """`dataplane serve`, as its user would start it."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         log = task.cache / "serve.log"
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -155,7 +155,7 @@ def _address(log: Path) -> str:
     return next((one.removeprefix(_READY) for one in whole if one.startswith(_READY)), "")
 
 
-def _urls(task: Task) -> list[str]:
+def _urls(task: TrialTask) -> list[str]:
     """All shards by name: a user's may have any."""
     names = sorted(path.name for path in task.place.folder.iterdir())
     return [f"{task.place.url}/{name}" for name in names]

@@ -13,9 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from dataplane_bench.model import CROP, Case, Column, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import (
+    CROP,
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 from dataplane_bench.peers.base import Batch
-from dataplane_bench.peers.memmaps import Dense, Rows, dense_files, listed, mapped, write
+from dataplane_bench.peers.memmaps import Dense, MappedRows, dense_files, listed, mapped, write
 
 _FILE = "samples.beton"
 _PAGE_BYTES = 8 << 20
@@ -54,9 +63,9 @@ class Ffcv:
             " apt-get install g++ pkg-config libopencv-dev libturbojpeg0-dev python3-dev"
         )
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload
-        return "it reads local files only" if case.store is Store.S3 else ""
+        return "it reads local files only" if case.store is StorageKind.S3 else ""
 
     def layout(self, workload: Workload) -> str:
         del workload
@@ -69,7 +78,7 @@ class Ffcv:
             " a batch lasts until the next one is taken"
         )
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         random: Settings = {"num_workers": cores, "order": "RANDOM", "os_cache": True}
         tried: tuple[Settings, ...] = (random, {**random, "batches_ahead": 8})
         if case.ranks == 1:  # it is not there for several
@@ -90,7 +99,7 @@ class Ffcv:
             writer = DatasetWriter(str(folder / _FILE), _fields(workload), page_bytes)
             writer.from_indexed_dataset(samples)
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
@@ -119,7 +128,7 @@ def _fields(workload: Workload) -> dict[str, Any]:
             width = np.dtype(dense.dtype).itemsize
             found[name] = NDArrayField(np.dtype(f"int{8 * width}"), dense.shape)
     for name, column in zip(listed_names, listed(workload), strict=True):
-        if column.kind is Kind.IMAGE:
+        if column.kind is ColumnType.IMAGE:
             found[name] = _jpeg_field()
         else:
             found[f"{name}.size"] = IntField()
@@ -147,7 +156,7 @@ def _jpeg_field() -> Any:
 class _Samples:
     """Samples as FFCV's writer wants them: by index, a tuple each."""
 
-    def __init__(self, samples: Rows) -> None:
+    def __init__(self, samples: MappedRows) -> None:
         self._dense, self._workload = samples.dense, samples.workload
         self._lists = samples.lists
 
@@ -171,7 +180,7 @@ class _Samples:
         for column in listed(self._workload):
             values, offsets = self._lists[column.name]
             content = values[offsets[index] : offsets[index + 1]].view(np.uint8)
-            if column.kind is not Kind.IMAGE:
+            if column.kind is not ColumnType.IMAGE:
                 sample.append(len(content))
                 # Without any bytes it would share its place in the file with the next.
                 content = content if len(content) else np.zeros(1, np.uint8)
@@ -180,7 +189,7 @@ class _Samples:
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         from ffcv.fields import RGBImageField
         from ffcv.fields.decoders import RandomResizedCropRGBImageDecoder
         from ffcv.loader import Loader, OrderOption
@@ -191,7 +200,7 @@ class _Opened:
         self._group = _joined(task) if task.size > 1 else None
         _, names = _names(task.workload)
         columns = zip(names, listed(task.workload), strict=True)
-        images = [name for name, column in columns if column.kind is Kind.IMAGE]
+        images = [name for name, column in columns if column.kind is ColumnType.IMAGE]
         crop = [RandomResizedCropRGBImageDecoder((CROP, CROP)), RandomHorizontalFlip(), ToTensor()]
         self._loader: Any = Loader(
             str(task.place.folder / _FILE),
@@ -239,11 +248,11 @@ class _Opened:
             batch |= zip(dense.names, parts, strict=True)
         for name, column in zip(listed_names, listed(self._workload), strict=True):
             values = found[name]
-            if column.kind is Kind.IMAGE:
+            if column.kind is ColumnType.IMAGE:
                 batch[column.name] = values
                 continue
             sizes, rows = found[f"{name}.size"][:, 0].numpy(), values.numpy()
-            if column.kind is Kind.STRING:
+            if column.kind is ColumnType.STRING:
                 pairs = zip(rows, sizes, strict=True)
                 batch[column.name] = [row[:size].tobytes().decode() for row, size in pairs]
             else:
@@ -251,7 +260,7 @@ class _Opened:
         return batch
 
 
-def _padded(column: Column, rows: Any, sizes: Any) -> dict[str, Any]:
+def _padded(column: WorkloadColumn, rows: Any, sizes: Any) -> dict[str, Any]:
     """Rows as wide as the longest of all samples, with old bytes behind each, as one batch.
 
     Shapes:  rows: uint8[B, longest].   sizes: int64[B], bytes.
@@ -269,7 +278,7 @@ def _padded(column: Column, rows: Any, sizes: Any) -> dict[str, Any]:
     }
 
 
-def _joined(task: Task) -> Any:
+def _joined(task: TrialTask) -> Any:
     """This rank in a process group, as in a trainer: FFCV asks it for rank and size."""
     from torch import distributed
 

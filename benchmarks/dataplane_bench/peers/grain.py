@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import BenchCase, ColumnType, Settings, StorageKind, TrialTask, Workload
 from dataplane_bench.peers import memmaps, packing, rows
 from dataplane_bench.peers.base import Batch
 
@@ -36,21 +36,21 @@ class Grain:
     requirements = ("grain",)
     distribution = "grain"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload
-        return "it reads no S3" if case.store is Store.S3 else ""
+        return "it reads no S3" if case.store is StorageKind.S3 else ""
 
     def layout(self, workload: Workload) -> str:
-        return "array_record" if workload.of_kind(Kind.IMAGE) else memmaps.LAYOUT
+        return "array_record" if workload.of_kind(ColumnType.IMAGE) else memmaps.LAYOUT
 
     def describe(self, workload: Workload) -> str:
-        if workload.of_kind(Kind.IMAGE):
+        if workload.of_kind(ColumnType.IMAGE):
             return "ArrayRecord files, shuffled over the whole epoch"
         return "arrays in mapped files, shuffled over the whole epoch"
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         share = max(cores // case.process_count, 1)
-        if workload.of_kind(Kind.IMAGE):
+        if workload.of_kind(ColumnType.IMAGE):
             return (
                 {"workers": 0, "threads": 16},
                 {"workers": 0, "threads": share},
@@ -64,7 +64,7 @@ class Grain:
         )
 
     def prepare(self, workload: Workload, folder: Path) -> None:
-        if not workload.of_kind(Kind.IMAGE):
+        if not workload.of_kind(ColumnType.IMAGE):
             memmaps.write(workload, folder)
             return
         from array_record.python.array_record_module import ArrayRecordWriter
@@ -79,14 +79,14 @@ class Grain:
                 writer.write(pack(row))
             writer.close()
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
 class _Opened:
     """One endless iterator; an epoch is so many batches of it. Workers live on between epochs."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         import grain
         import torch
 
@@ -95,7 +95,7 @@ class _Opened:
         count, size = task.workload.sample_count, task.workload.batch_size
         self._length = -(-len(range(task.rank, count, task.size)) // size)
         self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
-        if task.workload.of_kind(Kind.IMAGE):
+        if task.workload.of_kind(ColumnType.IMAGE):
             files = sorted(str(path) for path in task.place.folder.glob("*.array_record"))
             records = _Records(task.workload)
             source = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(files))
@@ -156,7 +156,7 @@ class _Opened:
 class _Permuted:
     """The row numbers of a batch by its own number, which counts on from epoch to epoch."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._task = task
         self._orders: dict[int, NDArray[np.int64]] = {}
 
@@ -176,9 +176,9 @@ class _Permuted:
 class _Gather:
     """Batches by their row numbers. Each process maps the files when it first needs them."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._workload, self._folder = task.workload, task.place.folder
-        self._rows: memmaps.Rows | None = None
+        self._rows: memmaps.MappedRows | None = None
 
     def __call__(self, ids: NDArray[np.int64]) -> dict[str, Any]:
         if self._rows is None:
@@ -193,7 +193,7 @@ class _Records:
     """Rows as bytes: a header of all numbers and of the other columns' lengths, then those."""
 
     def __init__(self, workload: Workload) -> None:
-        self._fixed = workload.of_kind(Kind.FIXED)
+        self._fixed = workload.of_kind(ColumnType.FIXED)
         self._listed = memmaps.listed(workload)
         fields = [(column.name, column.dtype, column.shape) for column in self._fixed]
         fields += [(f"{column.name}.bytes", "int64", ()) for column in self._listed]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dataplane_bench.model import Case, Settings, Store, Task, Workload
-from dataplane_bench.peers.arrow_batches import Batches
+from dataplane_bench.model import BenchCase, Settings, StorageKind, TrialTask, Workload
+from dataplane_bench.peers.arrow_batches import TableBatches
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 
 FILE_COUNT, SHARD_COUNT = 32, 64
@@ -29,7 +29,7 @@ class HuggingFaceDatasets:
     requirements = ("datasets", "torchdata")
     distribution = "datasets"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
         return ""
 
@@ -44,9 +44,9 @@ class HuggingFaceDatasets:
             f" shards and in a buffer of {SHUFFLE_BUFFER:,} samples, which a state leaves out"
         )
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         share = max(cores // case.process_count, 1)
-        if case.store is Store.S3:
+        if case.store is StorageKind.S3:
             counts = (share, 2 * share) if workload.shape == "images" else (share, 0)
             return tuple({"dataset": "iterable", "num_workers": count} for count in counts)
         if workload.shape == "images":
@@ -72,12 +72,12 @@ class HuggingFaceDatasets:
         rows.save_to_disk(str(folder), num_shards=min(FILE_COUNT, workload.sample_count))
         shutil.rmtree(cache)
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         import datasets
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -86,11 +86,11 @@ class _Opened:
         choice: dict[str, Any] = {"num_workers": self._workers}
         if self._workers:
             choice |= {"persistent_workers": True, "prefetch_factor": 4}
-        batches = Batches(task.workload, task.seed)
+        batches = TableBatches(task.workload, task.seed)
         if task.settings["dataset"] == "map":
-            from dataplane_bench.peers.torch_datasets import Order
+            from dataplane_bench.peers.torch_datasets import BatchSampler
 
-            self._order: Any = Order(task)
+            self._order: Any = BatchSampler(task)
             rows = datasets.load_from_disk(str(task.place.folder)).with_format("arrow")
             choice |= {"dataset": rows, "sampler": self._order, "collate_fn": batches}
         else:
@@ -125,13 +125,13 @@ class _Opened:
         self._iterator = None
 
 
-def _iterable(task: Task, workers: int) -> Any:
+def _iterable(task: TrialTask, workers: int) -> Any:
     """A rank's batches as Arrow tables of one row."""
     import datasets
     from datasets.distributed import split_dataset_by_node
 
     place = task.place
-    if task.case.store is Store.S3:
+    if task.case.store is StorageKind.S3:
         rows = datasets.load_dataset(
             "arrow",
             data_files=f"{place.url}/*.arrow",

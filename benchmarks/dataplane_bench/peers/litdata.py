@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import BenchCase, ColumnType, Settings, StorageKind, TrialTask, Workload
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.rows import (
-    Collate,
     Row,
+    RowCollate,
     announce,
     record_type,
     refuses_tables,
@@ -33,7 +33,7 @@ class LitData:
     requirements: tuple[str, ...] = ("litdata",)
     distribution = "litdata"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del case
         return refuses_tables(workload)
 
@@ -46,12 +46,12 @@ class LitData:
         size = "64 MB" if _is_records(workload) else f"64 MB, or {SHUFFLE_BUFFER:,}"
         return f"{form} in shards of {size}; shards in random order, shuffled inside"
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         del workload
         ahead: Settings = {"num_workers": cores, "max_pre_download": 8}
         return (
             {"num_workers": cores},
-            *((ahead,) if case.store is Store.S3 else ()),
+            *((ahead,) if case.store is StorageKind.S3 else ()),
             {"num_workers": 1},
             {"num_workers": 0},
         )
@@ -70,23 +70,23 @@ class LitData:
             verbose=False,
         )
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
         announce(task)
         workload, settings = task.workload, dict(task.settings)
         workers = settings.pop("num_workers")
         loader = None
-        collate: Any = Collate(workload)
+        collate: Any = RowCollate(workload)
         if _is_records(workload):
             loader = TokensLoader(block_size=record_type(workload.columns).itemsize)
             collate = functools.partial(_columns, workload)
-        if task.case.store is Store.S3:
+        if task.case.store is StorageKind.S3:
             settings |= _remote(task)
         dataset = StreamingDataset(
             task.place.url,
@@ -123,7 +123,7 @@ class _Opened:
         self._loader = None
 
 
-def _remote(task: Task) -> dict[str, Any]:
+def _remote(task: TrialTask) -> dict[str, Any]:
     """What a StreamingDataset is told of shards in S3."""
     from litdata.streaming import downloader
 
@@ -141,7 +141,7 @@ def _remote(task: Task) -> dict[str, Any]:
 
 def _is_records(workload: Workload) -> bool:
     """Whether all samples have the same size, as the TokensLoader wants it."""
-    return all(column.kind is Kind.FIXED for column in workload.columns)
+    return all(column.kind is ColumnType.FIXED for column in workload.columns)
 
 
 def _limit(workload: Workload) -> dict[str, int]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Column, Kind, Workload
+from dataplane_bench.model import ColumnType, Workload, WorkloadColumn
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.peers.padding import padded
 
@@ -54,7 +54,7 @@ def dense_files(workload: Workload) -> tuple[Dense, ...]:
     """The files of FIXED columns."""
     narrow: dict[str, list[str]] = {}
     wide = []
-    for column in workload.of_kind(Kind.FIXED):
+    for column in workload.of_kind(ColumnType.FIXED):
         if column.shape:
             wide.append(Dense(column.name, column.dtype, column.shape, (column.name,)))
         else:
@@ -66,14 +66,14 @@ def dense_files(workload: Workload) -> tuple[Dense, ...]:
     return (*matrices, *wide)
 
 
-def listed(workload: Workload) -> tuple[Column, ...]:
+def listed(workload: Workload) -> tuple[WorkloadColumn, ...]:
     """The columns whose samples differ in length."""
-    return tuple(column for column in workload.columns if column.kind is not Kind.FIXED)
+    return tuple(column for column in workload.columns if column.kind is not ColumnType.FIXED)
 
 
-def values_dtype(column: Column) -> np.dtype[Any]:
+def values_dtype(column: WorkloadColumn) -> np.dtype[Any]:
     """Of the file `<name>.values`."""
-    return np.dtype(column.dtype if column.kind is Kind.RAGGED else "uint8")
+    return np.dtype(column.dtype if column.kind is ColumnType.RAGGED else "uint8")
 
 
 def write(workload: Workload, folder: Path) -> None:
@@ -129,7 +129,7 @@ def _flat(values: pa.Array, dtype: np.dtype[Any]) -> tuple[NDArray[np.int64], ND
 
 
 @dataclass(slots=True)
-class Rows:
+class MappedRows:
     """Samples in memory, mapped or read.
 
     Shapes:  dense: tensors dtype[count, *shape] by file.
@@ -165,25 +165,25 @@ class Rows:
         return found
 
 
-def made(column: Column, row: NDArray[Any], random: np.random.Generator) -> Any:
+def made(column: WorkloadColumn, row: NDArray[Any], random: np.random.Generator) -> Any:
     """What a trainer sees of one row of a listed column."""
     match column.kind:
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             return random_resized_crop_flip(row, random)
-        case Kind.STRING:
+        case ColumnType.STRING:
             return row.tobytes().decode()
         case _:
             return row
 
 
-def collated(column: Column, rows: Sequence[Any]) -> Packed:
+def collated(column: WorkloadColumn, rows: Sequence[Any]) -> Packed:
     """A batch of what `made` returned."""
     import torch
 
     match column.kind:
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             return {column.name: torch.from_numpy(np.stack(rows))}
-        case Kind.STRING:
+        case ColumnType.STRING:
             return {column.name: list(rows)}
         case _:
             tensor, lengths = padded(rows)
@@ -197,7 +197,7 @@ def unpacked(matrices: Sequence[Dense], packed: Packed) -> Packed:
     return packed
 
 
-def mapped(workload: Workload, folder: Path, random: np.random.Generator) -> Rows:
+def mapped(workload: Workload, folder: Path, random: np.random.Generator) -> MappedRows:
     """All samples of a folder that `write` wrote."""
     import torch
 
@@ -208,7 +208,7 @@ def mapped(workload: Workload, folder: Path, random: np.random.Generator) -> Row
             return np.zeros(0, dtype)
         return np.memmap(path, dtype, mode="c").view(np.ndarray)
 
-    return Rows(
+    return MappedRows(
         workload,
         workload.sample_count,
         {

@@ -9,9 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dataplane_bench.model import Case, Column, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.rows import Collate, announce, plain, refuses_tables, rows
+from dataplane_bench.peers.rows import RowCollate, announce, plain, refuses_tables, rows
 
 
 class MosaicStreaming:
@@ -22,7 +30,7 @@ class MosaicStreaming:
     requirements: tuple[str, ...] = ("mosaicml-streaming",)
     distribution = "mosaicml-streaming"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del case
         return refuses_tables(workload)
 
@@ -37,9 +45,9 @@ class MosaicStreaming:
             " not told otherwise (py1e); ranks get equal shares, for which a sample may come twice"
         )
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         ahead = {"num_workers": cores, "predownload": 64 * workload.batch_size}
-        if case.store is Store.S3:
+        if case.store is StorageKind.S3:
             # Of fewer shards at a time, so that a batch does not wait for all of them.
             near = {"num_workers": cores, "shuffle_block_size": SHUFFLE_BUFFER}
             return {"num_workers": cores}, near, ahead | near, {"num_workers": 1}
@@ -52,19 +60,19 @@ class MosaicStreaming:
             for row in rows(workload, workload.shards):
                 shards.write(plain(row))
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         streaming = _streaming()
         announce(task)
         workload, settings = task.workload, dict(task.settings)
         workers = settings.pop("num_workers")
         local = str(task.place.folder)
         remote = None
-        if task.case.store is Store.S3:
+        if task.case.store is StorageKind.S3:
             local, remote = str(task.cache / f"mds-{task.run}"), task.place.url
         with _ranks_together(task):
             dataset = streaming.StreamingDataset(
@@ -81,7 +89,7 @@ class _Opened:
             batch_size=workload.batch_size,
             num_workers=workers,
             persistent_workers=workers > 0,
-            collate_fn=Collate(workload),
+            collate_fn=RowCollate(workload),
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
@@ -99,15 +107,15 @@ class _Opened:
         self._loader = None
 
 
-def _encoding(column: Column) -> str:
+def _encoding(column: WorkloadColumn) -> str:
     """MDS' name for how a column of plain rows is stored."""
-    if column.kind is not Kind.FIXED or column.shape:
+    if column.kind is not ColumnType.FIXED or column.shape:
         return "bytes"
     return "uint8" if column.dtype == "bool" else column.dtype
 
 
 @contextlib.contextmanager
-def _ranks_together(task: Task) -> Iterator[None]:
+def _ranks_together(task: TrialTask) -> Iterator[None]:
     """The ranks of a job meet, and the jobs of a trial take turns: the library looks for names in
     shared memory that nobody has, and two that look at the same time find the same.
     """

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from dataplane_bench.model import CROP, Case, Kind, Mode, Settings, Task, Workload
+from dataplane_bench.model import CROP, BenchCase, ColumnType, Mode, Settings, TrialTask, Workload
 from dataplane_bench.peers.base import Batch
 
 
@@ -18,7 +18,7 @@ class Noop:
     requirements: tuple[str, ...] = ()
     distribution = "torch"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload
         return "" if case.mode is Mode.STEADY else "it reads nothing"
 
@@ -30,14 +30,14 @@ class Noop:
         del workload
         return "one batch over and over"
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         del workload, case, cores
         return ({},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         """Nothing to convert."""
 
-    def open(self, task: Task) -> _Repeated:
+    def open(self, task: TrialTask) -> _Repeated:
         return _Repeated(_made_up(task.workload), task.workload.sample_count // task.size)
 
 
@@ -62,15 +62,15 @@ def _made_up(workload: Workload) -> Batch:
     batch: dict[str, object] = {}
     for column in workload.columns:
         match column.kind:
-            case Kind.FIXED:
+            case ColumnType.FIXED:
                 dtype = getattr(torch, column.dtype)
                 batch[column.name] = torch.zeros((size, *column.shape), dtype=dtype)
-            case Kind.RAGGED:
+            case ColumnType.RAGGED:
                 dtype = getattr(torch, column.dtype)
                 batch[column.name] = torch.zeros((size, 1), dtype=dtype)
                 batch[f"{column.name}.length"] = torch.ones(size, dtype=torch.int64)
-            case Kind.STRING:
+            case ColumnType.STRING:
                 batch[column.name] = [""] * size
-            case Kind.IMAGE:
+            case ColumnType.IMAGE:
                 batch[column.name] = torch.zeros((size, CROP, CROP, 3), dtype=torch.uint8)
     return batch

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from dataplane_bench.model import Column, Kind
+from dataplane_bench.model import ColumnType, WorkloadColumn
 
 
-def encoded(column: Column, value: Any) -> bytes:
+def encoded(column: WorkloadColumn, value: Any) -> bytes:
     """One value: an image as it is, text in UTF-8, numbers as they lie in memory."""
     match column.kind:
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             return bytes(value)
-        case Kind.STRING:
+        case ColumnType.STRING:
             return str(value).encode()
         case _:
             return np.asarray(value, column.dtype).tobytes()

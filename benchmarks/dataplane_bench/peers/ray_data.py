@@ -17,7 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dataplane_bench.model import CROP, Case, Column, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import (
+    CROP,
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.peers.padding import padded
@@ -39,7 +48,7 @@ class RayData:
     requirements: tuple[str, ...] = ("ray[data,train]",)
     distribution = "ray"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload
         return "its ranks are workers of one Ray Train job" if case.ranks > 1 else ""
 
@@ -54,7 +63,7 @@ class RayData:
             f" shuffle buffer of {SHUFFLE_BUFFER:,} samples"
         )
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         del cores
         # The newer Parquet reader, its default, starts processes for the files' footers in each
         # epoch. What fits into the cluster's memory is best kept there, says its documentation.
@@ -66,7 +75,7 @@ class RayData:
                 {**ahead, "decode": "map_batches"},
                 {**ahead, "decode": "collate_fn"},
             )
-        if case.store is Store.S3:
+        if case.store is StorageKind.S3:
             return (default, ahead, {**ahead, "read_cpus": 0.25})
         return (default, ahead, {**ahead, "materialize": True})
 
@@ -85,10 +94,10 @@ class RayData:
                     use_dictionary=False,
                 )
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
-    def serve(self, task: Task) -> tuple[str, Any]:
+    def serve(self, task: TrialTask) -> tuple[str, Any]:
         """A Ray cluster that was there before."""
         cluster = _Cluster(task.cache, "")
         return cluster.service, cluster
@@ -97,7 +106,7 @@ class RayData:
 def _stored(workload: Workload, table: pa.Table) -> pa.Table:
     """Wide rows as bytes: Parquet reads nested lists at a fifth of the speed."""
     for index, column in enumerate(workload.columns):
-        if column.kind is Kind.FIXED and column.shape:
+        if column.kind is ColumnType.FIXED and column.shape:
             values = table.column(index).combine_chunks()
             count = len(values)
             while pa.types.is_fixed_size_list(values.type):
@@ -156,7 +165,7 @@ def _short_name(folder: Path) -> Path:
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._task = task
         self._cluster = _Cluster(task.cache, task.service)
         import ray
@@ -201,7 +210,7 @@ class _Opened:
                 _crops,
                 batch_format="pyarrow",
                 batch_size=_CROPS_AT_ONCE,
-                fn_args=(tuple(c.name for c in self._task.workload.of_kind(Kind.IMAGE)),),
+                fn_args=(tuple(c.name for c in self._task.workload.of_kind(ColumnType.IMAGE)),),
             )
         return samples
 
@@ -266,26 +275,26 @@ def _collate(workload: Workload) -> Any:
     return Collate()
 
 
-def _tensors(column: Column, values: pa.Array) -> dict[str, Any]:
+def _tensors(column: WorkloadColumn, values: pa.Array) -> dict[str, Any]:
     import torch
 
     name = column.name
     match column.kind:
-        case Kind.FIXED if column.shape:
+        case ColumnType.FIXED if column.shape:
             width = column.sample_bytes
             content = values.buffers()[1].slice(values.offset * width, len(values) * width)
             array = np.frombuffer(content, column.dtype).reshape(-1, *column.shape)
             return {name: torch.from_numpy(array.copy())}  # Arrow's own is read-only
-        case Kind.FIXED:
+        case ColumnType.FIXED:
             return {name: torch.from_numpy(np.array(values, column.dtype))}
-        case Kind.RAGGED:
+        case ColumnType.RAGGED:
             flat = np.asarray(values.flatten())
             bounds = np.asarray(values.offsets) - values.offsets[0].as_py()
             tensor, lengths = padded(np.split(flat, bounds[1:-1]))
             return {name: tensor, f"{name}.length": lengths}
-        case Kind.STRING:
+        case ColumnType.STRING:
             return {name: values.to_pylist()}
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             if isinstance(values, pa.ExtensionArray):
                 return {name: torch.from_numpy(values.to_numpy_ndarray().copy())}
             return {name: torch.from_numpy(_cropped(values))}

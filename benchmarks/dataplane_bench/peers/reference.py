@@ -13,7 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataplane_bench.model import Case, Column, Kind, Settings, Task, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    ColumnType,
+    Settings,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 from dataplane_bench.peers.base import Batch
 
 
@@ -25,7 +32,7 @@ class Reference:
     requirements: tuple[str, ...] = ()
     distribution = "pyarrow"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
         return ""
 
@@ -37,14 +44,14 @@ class Reference:
         del workload
         return "the source's Parquet shards, in order"
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         del workload, case, cores
         return ({},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         """Nothing to convert."""
 
-    def open(self, task: Task) -> _Source:
+    def open(self, task: TrialTask) -> _Source:
         return _Source(task.workload)
 
 
@@ -68,26 +75,26 @@ class _Source:
         """Nothing is open."""
 
 
-def _put(batch: dict[str, Any], column: Column, values: pa.Array) -> None:
+def _put(batch: dict[str, Any], column: WorkloadColumn, values: pa.Array) -> None:
     import torch
 
     match column.kind:
-        case Kind.FIXED:
+        case ColumnType.FIXED:
             flat = values.flatten() if column.shape else values
             while pa.types.is_fixed_size_list(flat.type):
                 flat = flat.flatten()
             array = np.array(flat, dtype=column.dtype)
             batch[column.name] = torch.from_numpy(array.reshape(len(values), *column.shape))
-        case Kind.RAGGED:
+        case ColumnType.RAGGED:
             lengths = np.diff(np.array(values.offsets))
             padded = np.zeros((len(values), int(lengths.max(initial=0))), column.dtype)
             inside = np.arange(padded.shape[1]) < lengths[:, None]
             padded[inside] = np.array(values.flatten(), dtype=column.dtype)
             batch[column.name] = torch.from_numpy(padded)
             batch[f"{column.name}.length"] = torch.from_numpy(lengths.astype(np.int64))
-        case Kind.STRING:
+        case ColumnType.STRING:
             batch[column.name] = values.to_pylist()
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             from dataplane_bench.peers.images import random_resized_crop_flip
 
             random = np.random.default_rng(0)

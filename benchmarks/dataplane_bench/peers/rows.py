@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Column, Kind, Task, Workload
+from dataplane_bench.model import ColumnType, TrialTask, Workload, WorkloadColumn
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.peers.padding import padded
@@ -40,11 +40,11 @@ def rows(workload: Workload, shards: Sequence[Path]) -> Iterator[Row]:
                 yield dict(zip(names, row, strict=True))
 
 
-def _values(column: Column, values: pa.Array) -> Sequence[Any]:
-    if column.kind is Kind.RAGGED:
+def _values(column: WorkloadColumn, values: pa.Array) -> Sequence[Any]:
+    if column.kind is ColumnType.RAGGED:
         flat = np.array(values.flatten(), dtype=column.dtype)
         return np.split(flat, np.cumsum(np.diff(values.offsets))[:-1])
-    if column.kind is Kind.FIXED and column.shape:
+    if column.kind is ColumnType.FIXED and column.shape:
         while pa.types.is_fixed_size_list(values.type):
             values = values.flatten()
         array = np.array(values, dtype=column.dtype)
@@ -67,7 +67,7 @@ def plain(row: Row) -> dict[str, Any]:
     return made
 
 
-class Collate:
+class RowCollate:
     """One batch of rows, their images decoded and cropped. What is not a number may be bytes, or an
     array of them.
 
@@ -86,15 +86,15 @@ class Collate:
             name = column.name
             values = [row[name] for row in batch_rows]
             match column.kind:
-                case Kind.FIXED if not column.shape:
+                case ColumnType.FIXED if not column.shape:
                     batch[name] = torch.from_numpy(np.array(values, column.dtype))
-                case Kind.FIXED:
+                case ColumnType.FIXED:
                     batch[name] = _stacked(_arrays(column, values))
-                case Kind.RAGGED:
+                case ColumnType.RAGGED:
                     batch[name], batch[f"{name}.length"] = padded(_arrays(column, values))
-                case Kind.STRING:
+                case ColumnType.STRING:
                     batch[name] = [_text(one) for one in values]
-                case Kind.IMAGE:
+                case ColumnType.IMAGE:
                     batch[name] = self._crops(values)
         return batch
 
@@ -111,7 +111,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else bytes(value).decode()
 
 
-def _arrays(column: Column, values: Sequence[Any]) -> Sequence[NDArray[Any]]:
+def _arrays(column: WorkloadColumn, values: Sequence[Any]) -> Sequence[NDArray[Any]]:
     if isinstance(values[0], np.ndarray):
         return values
     arrays = [np.frombuffer(one, column.dtype) for one in values]
@@ -131,13 +131,13 @@ def _stacked(values: Sequence[Any]) -> Any:
     return default_collate(list(values))
 
 
-def record_type(columns: Sequence[Column]) -> np.dtype[np.void]:
+def record_type(columns: Sequence[WorkloadColumn]) -> np.dtype[np.void]:
     """All numbers of a row as one packed record, the widest first, for formats that take bytes."""
     wide_first = sorted(columns, key=lambda column: -column.sample_bytes)
     return np.dtype([(column.name, column.dtype, column.shape) for column in wide_first])
 
 
-def announce(task: Task) -> None:
+def announce(task: TrialTask) -> None:
     """Put what launchers tell each rank into this process' environment, where loaders look for it:
     torchrun's names, and GLOBAL_RANK, which is Lightning's.
     """

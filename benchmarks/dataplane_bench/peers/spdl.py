@@ -19,13 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_bench.model import CROP, Case, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import (
+    CROP,
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+)
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.images import crop_box
 
 _BUFFERED = 4
-_Asked = tuple[memmaps.Rows, NDArray[np.int64]]
+_Asked = tuple[memmaps.MappedRows, NDArray[np.int64]]
 _FETCHED_AT_ONCE = 3
 """Windows of rows that are on their way from S3."""
 
@@ -38,7 +46,7 @@ class Spdl:
     requirements = ("spdl",)
     distribution = "spdl"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
         return ""
 
@@ -50,10 +58,10 @@ class Spdl:
         del workload
         return memmaps.DESCRIBES
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         share = max(cores // case.process_count, 1)
-        client = {"client": "obstore"} if case.store is Store.S3 else {}
-        if workload.of_kind(Kind.IMAGE):
+        client = {"client": "obstore"} if case.store is StorageKind.S3 else {}
+        if workload.of_kind(ColumnType.IMAGE):
             decoders = ["simplejpeg"]
             if ctypes.util.find_library("avcodec") and ctypes.util.find_library("avfilter"):
                 decoders.insert(0, "spdl.io")
@@ -62,7 +70,7 @@ class Spdl:
                 for decoder in decoders
                 for threads in (share, 2 * share)
             )
-        if case.store is Store.S3:
+        if case.store is StorageKind.S3:
             return ({**client, "threads": share, "batches": 8},)
         return (
             {"threads": share, "batches": 1},
@@ -73,14 +81,14 @@ class Spdl:
     def prepare(self, workload: Workload, folder: Path) -> None:
         memmaps.write(workload, folder)
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
 class _Opened:
     """One pipeline, whose source begins the next epoch as soon as it is at the end of one."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         import torch
 
         # Ranks of one host share its cores; the threads are SPDL's, not torch's.
@@ -105,13 +113,13 @@ class _Opened:
         self._pipeline = None
 
 
-def _pipeline(task: Task, first: int) -> Any:
+def _pipeline(task: TrialTask, first: int) -> Any:
     """A pipeline of lists of batches, from an epoch on."""
     from spdl.pipeline import PipelineBuilder
 
     threads = task.settings["threads"]
     builder: Any = PipelineBuilder()
-    if task.case.store is Store.S3:
+    if task.case.store is StorageKind.S3:
         from dataplane_bench.peers.torch_streams import Files, windowed
 
         files = Files(task)
@@ -145,7 +153,7 @@ class _Epochs:
 class _Order:
     """The row numbers of this rank, some batches at a time, with the rows that they are of."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._task = task
         random = np.random.default_rng((task.seed, task.rank))
         self._rows = memmaps.mapped(task.workload, task.place.folder, random)
@@ -160,14 +168,14 @@ class _Order:
 class _Shuffle:
     """The rows of a window that came from S3, in random order, some batches at a time."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._step = task.workload.batch_size * task.settings["batches"]
 
-    def __call__(self, rows: memmaps.Rows) -> Iterator[_Asked]:
+    def __call__(self, rows: memmaps.MappedRows) -> Iterator[_Asked]:
         yield from _parts(rows, rows.random.permutation(rows.count), self._step)
 
 
-def _parts(rows: memmaps.Rows, ids: NDArray[np.int64], step: int) -> Iterator[_Asked]:
+def _parts(rows: memmaps.MappedRows, ids: NDArray[np.int64], step: int) -> Iterator[_Asked]:
     for start in range(0, len(ids), step):
         yield rows, ids[start : start + step]
 
@@ -175,7 +183,7 @@ def _parts(rows: memmaps.Rows, ids: NDArray[np.int64], step: int) -> Iterator[_A
 class _Gather:
     """Batches of some row numbers."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._size = task.workload.batch_size
         self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
         self._is_own = task.settings.get("decoder") == "spdl.io"
@@ -190,7 +198,7 @@ class _Gather:
         return batches
 
 
-def _with_own_decoder(rows: memmaps.Rows, ids: NDArray[np.int64]) -> memmaps.Packed:
+def _with_own_decoder(rows: memmaps.MappedRows, ids: NDArray[np.int64]) -> memmaps.Packed:
     """What `rows.gather` does, but that SPDL decodes, crops and resizes the images."""
     import torch
 
@@ -200,7 +208,7 @@ def _with_own_decoder(rows: memmaps.Rows, ids: NDArray[np.int64]) -> memmaps.Pac
         values, offsets = rows.lists[column.name]
         bounds = zip(offsets[ids].tolist(), offsets[ids + 1].tolist(), strict=True)
         parts = [values[start:end] for start, end in bounds]
-        if column.kind is Kind.IMAGE:
+        if column.kind is ColumnType.IMAGE:
             packed[column.name] = _crops([part.tobytes() for part in parts], rows.random)
         else:
             made = [memmaps.made(column, part, rows.random) for part in parts]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dataplane_bench.model import Case, Settings, Task, Workload
+from dataplane_bench.model import BenchCase, Settings, TrialTask, Workload
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.torch_dataloader import choices
@@ -23,7 +23,7 @@ class StatefulDataLoader:
     requirements = ("torchdata",)
     distribution = "torchdata"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
         return ""
 
@@ -35,23 +35,23 @@ class StatefulDataLoader:
         del workload
         return memmaps.DESCRIBES
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         return choices(workload, case, cores)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         memmaps.write(workload, folder)
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
 
-        from dataplane_bench.peers.torch_datasets import Opened
+        from dataplane_bench.peers.torch_datasets import TorchPeer
 
-        self._opened = Opened(Loader, task)
+        self._opened = TorchPeer(Loader, task)
 
     def epoch(self, number: int) -> Iterator[Batch]:
         return self._opened.epoch(number)

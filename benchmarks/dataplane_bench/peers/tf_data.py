@@ -14,11 +14,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataplane_bench.model import Case, Kind, Mode, Settings, Store, Task, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    ColumnType,
+    Mode,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+)
 from dataplane_bench.peers import memmaps, packing, rows
 
 if TYPE_CHECKING:
-    from dataplane_bench.peers.tf_pipelines import Opened
+    from dataplane_bench.peers.tf_pipelines import TfPipeline
 
 _FILES = 16
 
@@ -31,27 +39,27 @@ class TfData:
     requirements = ("tensorflow-cpu",)
     distribution = "tensorflow-cpu"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload
-        if case.store is Store.S3:
+        if case.store is StorageKind.S3:
             return "it reads S3 only with tensorflow-io, which has none for this TensorFlow"
         if case.served and case.mode is Mode.FIRST:
             return "its daemon shares batches among jobs, and starts none of them faster"
         return ""
 
     def layout(self, workload: Workload) -> str:
-        return "tfrecord" if workload.of_kind(Kind.IMAGE) else memmaps.LAYOUT
+        return "tfrecord" if workload.of_kind(ColumnType.IMAGE) else memmaps.LAYOUT
 
     def describe(self, workload: Workload) -> str:
-        if workload.of_kind(Kind.IMAGE):
+        if workload.of_kind(ColumnType.IMAGE):
             how = "TFRecord files, interleaved, a shuffle buffer of 8,192 samples"
         else:
             how = "tensors over mapped files, shuffled over the whole epoch"
         return f"{how}; with its service several jobs share a cache, and may miss samples"
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         share = max(cores // case.process_count, 1)
-        fixed = (share, 2 * share) if workload.of_kind(Kind.IMAGE) else (1, max(share, 2))
+        fixed = (share, 2 * share) if workload.of_kind(ColumnType.IMAGE) else (1, max(share, 2))
         choices: list[Settings] = [{"parallel": one} for one in ("AUTOTUNE", *fixed)]
         # What lists of different lengths are mapped as does not travel to the service.
         if case.served and case.jobs > 1 and workload.shape != "text":
@@ -59,7 +67,7 @@ class TfData:
         return tuple(choices)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
-        if not workload.of_kind(Kind.IMAGE):
+        if not workload.of_kind(ColumnType.IMAGE):
             memmaps.write(workload, folder)
             return
         import tensorflow as tf
@@ -83,14 +91,14 @@ class TfData:
             # The name tells how many: a rank must know where its epoch ends.
             file.rename(file.with_stem(f"{file.stem}-{count}"))
 
-    def open(self, task: Task) -> Opened:
-        from dataplane_bench.peers.tf_pipelines import Opened
+    def open(self, task: TrialTask) -> TfPipeline:
+        from dataplane_bench.peers.tf_pipelines import TfPipeline
 
-        return Opened(task)
+        return TfPipeline(task)
 
-    def serve(self, task: Task) -> tuple[str, Any]:
-        from dataplane_bench.peers.tf_pipelines import Service
+    def serve(self, task: TrialTask) -> tuple[str, Any]:
+        from dataplane_bench.peers.tf_pipelines import TfDataService
 
         del task
-        service = Service()
+        service = TfDataService()
         return service.address, service

@@ -15,7 +15,7 @@ import tensorflow as tf
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from dataplane_bench.model import CROP, Column, Kind, Task, Workload
+from dataplane_bench.model import CROP, ColumnType, TrialTask, Workload, WorkloadColumn
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.images import RATIO, SCALE
@@ -27,17 +27,17 @@ _JOB = "bench"
 _READ_BYTES = 1 << 20
 
 
-class Opened:
+class TfPipeline:
     """One iterator over an endless pipeline, so that nothing ends between epochs."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         workload = task.workload
         self._folder = task.cache
         self._matrices = [one for one in memmaps.dense_files(workload) if one.is_matrix]
-        self._texts = [column.name for column in workload.of_kind(Kind.STRING)]
+        self._texts = [column.name for column in workload.of_kind(ColumnType.STRING)]
         parallel = task.settings["parallel"]
         calls = tf.data.AUTOTUNE if parallel == "AUTOTUNE" else parallel
-        if workload.of_kind(Kind.IMAGE):
+        if workload.of_kind(ColumnType.IMAGE):
             endless, count = _records(task, calls)
             self._matrices = []
         else:
@@ -48,7 +48,7 @@ class Opened:
         if task.service and task.settings.get("service"):
             endless = _shared(endless, task)
         options = tf.data.Options()
-        if not workload.of_kind(Kind.IMAGE):
+        if not workload.of_kind(ColumnType.IMAGE):
             # They write the pipeline anew, with a copy of every tensor in it, and find nothing.
             # A deterministic = False would do so too, and could mix an epoch with the next.
             options.experimental_optimization.apply_default_optimizations = False
@@ -103,7 +103,7 @@ class Opened:
         self._iterator = None
 
 
-class Service:
+class TfDataService:
     """A dispatcher and a worker of tf.data's service, in this process."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Service:
             server._stop()  # noqa: SLF001
 
 
-def _gathered(task: Task, calls: int) -> Any:
+def _gathered(task: TrialTask, calls: int) -> Any:
     """Batches by their numbers, which count on from epoch to epoch.
 
     The tensors are the mapped files themselves, through DLPack: nothing is read before it is asked
@@ -152,9 +152,9 @@ def _gathered(task: Task, calls: int) -> Any:
     return numbers.map(batch, num_parallel_calls=calls)
 
 
-def _padded(column: Column, part: Any) -> dict[str, Any]:
+def _padded(column: WorkloadColumn, part: Any) -> dict[str, Any]:
     """A ragged batch as a trainer wants it; texts as their bytes and where each ends."""
-    if column.kind is Kind.STRING:
+    if column.kind is ColumnType.STRING:
         return {column.name: part.flat_values, f"{column.name}.ends": part.row_splits[1:]}
     return {column.name: part.to_tensor(), f"{column.name}.length": part.row_lengths()}
 
@@ -164,7 +164,7 @@ def _tensor(tensor: torch.Tensor) -> Any:
     return tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
 
 
-def _streamed(task: Task, calls: int) -> Any:
+def _streamed(task: TrialTask, calls: int) -> Any:
     """The same rows as records of fixed length: a mapped tensor does not travel to the service."""
     dense = memmaps.dense_files(task.workload)
 
@@ -184,7 +184,7 @@ def _streamed(task: Task, calls: int) -> Any:
     return mixed.batch(task.workload.batch_size).map(batch, num_parallel_calls=calls).repeat()
 
 
-def _shared(endless: Any, task: Task) -> Any:
+def _shared(endless: Any, task: TrialTask) -> Any:
     """The same, from the service's cache: who comes late takes what is there."""
     service = tf.data.experimental.service
     return endless.apply(
@@ -198,7 +198,7 @@ def _shared(endless: Any, task: Task) -> Any:
     )
 
 
-def _records(task: Task, calls: int) -> tuple[Any, int]:
+def _records(task: TrialTask, calls: int) -> tuple[Any, int]:
     """Samples of this rank's TFRecord files, and how many there are."""
     files = sorted(task.place.folder.glob("*.tfrecord"))[task.rank :: task.size]
     parse = _parser(task.workload)
@@ -227,17 +227,17 @@ def _parser(workload: Workload) -> Callable[[Any], dict[str, Any]]:
         for column in workload.columns:
             value = found[column.name]
             match column.kind:
-                case Kind.IMAGE:
+                case ColumnType.IMAGE:
                     sample[column.name] = _crop(value, tf.stack([seed, 0]))
-                case Kind.STRING:
+                case ColumnType.STRING:
                     sample[column.name] = value
-                case Kind.RAGGED:
+                case ColumnType.RAGGED:
                     values = tf.io.decode_raw(value, column.dtype)
                     sample |= {
                         column.name: values,
                         f"{column.name}.length": tf.size(values, tf.int64),
                     }
-                case Kind.FIXED:
+                case ColumnType.FIXED:
                     values = tf.io.decode_raw(value, column.dtype)
                     sample[column.name] = tf.reshape(values, column.shape)
         return sample

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataplane_bench.model import Case, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import BenchCase, ColumnType, Settings, StorageKind, TrialTask, Workload
 from dataplane_bench.peers import memmaps
 
 if TYPE_CHECKING:
-    from dataplane_bench.peers.torch_datasets import Opened
+    from dataplane_bench.peers.torch_datasets import TorchPeer
 
 
 class TorchDataLoader:
@@ -23,7 +23,7 @@ class TorchDataLoader:
     requirements: tuple[str, ...] = ()
     distribution = "torch"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
         del workload, case
         return ""
 
@@ -35,28 +35,28 @@ class TorchDataLoader:
         del workload
         return memmaps.DESCRIBES
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         return choices(workload, case, cores)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         memmaps.write(workload, folder)
 
-    def open(self, task: Task) -> Opened:
+    def open(self, task: TrialTask) -> TorchPeer:
         from torch.utils.data import DataLoader
 
-        from dataplane_bench.peers.torch_datasets import Opened
+        from dataplane_bench.peers.torch_datasets import TorchPeer
 
-        return Opened(DataLoader, task)
+        return TorchPeer(DataLoader, task)
 
 
-def choices(workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+def choices(workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
     """What is worth trying with these samples, the tutorials' way first.
 
     A gather of wide or many rows can use threads of torch's own instead of worker processes.
     """
     share = max(cores // case.process_count, 1)
-    has_images = bool(workload.of_kind(Kind.IMAGE))
-    if case.store is Store.S3:
+    has_images = bool(workload.of_kind(ColumnType.IMAGE))
+    if case.store is StorageKind.S3:
         # The clients have threads of their own, so that only decoding needs more processes.
         counts = (share, 2 * share if has_images else 0)
         return tuple(

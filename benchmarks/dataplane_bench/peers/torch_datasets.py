@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Store, Task, Workload
+from dataplane_bench.model import StorageKind, TrialTask, Workload
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import Batch
-from dataplane_bench.peers.memmaps import Packed, Rows
+from dataplane_bench.peers.memmaps import MappedRows, Packed
 
 State = dict[str, Any]
 
 
-class Order:
+class BatchSampler:
     """A sampler of whole batches: a permutation of each epoch, every `size`-th of it for a rank.
 
     That is DistributedSampler without the samples that it repeats at the end.
     Shapes:  of what it yields: int64[batch_size], the last one shorter.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self.count, self.batch_size = task.workload.sample_count, task.workload.batch_size
         self.rank, self.size, self.seed = task.rank, task.size, task.seed
         self.epoch = 0
@@ -51,7 +51,7 @@ class Order:
 class Position:
     """A place in an order; StatefulDataLoader asks it for its state."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: BatchSampler) -> None:
         self._order, self._epoch, self._done = order, order.epoch, 0
         self._ids = order.ids(order.epoch)
 
@@ -80,9 +80,9 @@ class Mapped:
     Each process maps the files when it first needs them: a mapping does not travel.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._workload, self._folder, self._seed = task.workload, task.place.folder, task.seed
-        self._rows: Rows | None = None
+        self._rows: MappedRows | None = None
 
     def __len__(self) -> int:
         return self._workload.sample_count
@@ -106,7 +106,7 @@ def as_it_is(batch: Packed) -> Packed:
     return batch
 
 
-class Collate:
+class SampleCollate:
     """Collates samples that were fetched one by one."""
 
     def __init__(self, workload: Workload) -> None:
@@ -122,10 +122,10 @@ class Collate:
         return packed
 
 
-class Opened:
+class TorchPeer:
     """A DataLoader set up for a task: torch's own, or one that takes the same arguments."""
 
-    def __init__(self, kind: Callable[..., Any], task: Task) -> None:
+    def __init__(self, kind: Callable[..., Any], task: TrialTask) -> None:
         choice = dict(task.settings)
         fetch = choice.pop("fetch", "batch")
         choice.pop("client", None)
@@ -136,20 +136,20 @@ class Opened:
         self._matrices = [one for one in memmaps.dense_files(task.workload) if one.is_matrix]
         self._iterator: Any = None
         self._order: Any
-        if task.case.store is Store.S3:
+        if task.case.store is StorageKind.S3:
             # Here, and not in each worker, since the clients' imports take long.
             from dataplane_bench.peers.torch_streams import Streamed
 
             self._order = Streamed(task)
             self.loader = kind(self._order, batch_size=None, collate_fn=as_it_is, **choice)
         elif fetch == "batch":
-            self._order = Order(task)
+            self._order = BatchSampler(task)
             self.loader = kind(
                 Mapped(task), batch_size=None, sampler=self._order, collate_fn=as_it_is, **choice
             )
         else:
-            self._order = Order(task)
-            collate = Collate(task.workload)
+            self._order = BatchSampler(task)
+            collate = SampleCollate(task.workload)
             self.loader = kind(
                 Mapped(task), batch_sampler=self._order, collate_fn=collate, **choice
             )

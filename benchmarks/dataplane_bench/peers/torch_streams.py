@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from obstore.store import from_url
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataplane_bench.model import Place, Task
+from dataplane_bench.model import DatasetPlace, TrialTask
 from dataplane_bench.peers import memmaps
 from dataplane_bench.peers.base import SHUFFLE_BUFFER
-from dataplane_bench.peers.memmaps import Packed, Rows
+from dataplane_bench.peers.memmaps import MappedRows, Packed
 
 BLOCK_BYTES = 4 << 20
 """About: large enough that a request costs little beside it."""
@@ -41,7 +41,7 @@ Read = Callable[[Sequence[Range]], list[Any]]
 class Streamed(IterableDataset[Packed]):
     """Batches of one rank. `epoch` is for the next pass, in workers that are there already too."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self.task = task
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class Streamed(IterableDataset[Packed]):
 class _Pass:
     """A worker's batches of one epoch; StatefulDataLoader asks it for its state."""
 
-    def __init__(self, task: Task, files: Files, epoch: int) -> None:
+    def __init__(self, task: TrialTask, files: Files, epoch: int) -> None:
         self._task, self._files, self._epoch = task, files, epoch
         self._done = 0
         self._batches: Iterator[Packed] | None = None
@@ -122,11 +122,11 @@ def windowed(blocks: Sequence[Block], row_count: int) -> Iterator[Window]:
 
 
 def _ahead(
-    fetch: Callable[[Window], Rows], windows: Sequence[tuple[int, Window, int]]
-) -> Iterator[tuple[int, Rows, int]]:
+    fetch: Callable[[Window], MappedRows], windows: Sequence[tuple[int, Window, int]]
+) -> Iterator[tuple[int, MappedRows, int]]:
     """The rows of windows in turn, the next ones on their way meanwhile."""
     with ThreadPoolExecutor(_AHEAD) as threads:
-        coming: list[Future[Rows]] = []
+        coming: list[Future[MappedRows]] = []
         for at, (number, _, first) in enumerate(windows):
             while len(coming) <= _AHEAD and at + len(coming) < len(windows):
                 coming.append(threads.submit(fetch, windows[at + len(coming)][1]))
@@ -136,7 +136,7 @@ def _ahead(
 class Files:
     """The files of a workload in S3."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         self._workload = task.workload
         self._read = CLIENTS[task.settings["client"]](task.place)
         width = np.dtype(np.int64).itemsize * (task.workload.sample_count + 1)
@@ -146,7 +146,7 @@ class Files:
             name: np.frombuffer(one, np.int64) for name, one in zip(names, found, strict=True)
         }
 
-    def blocks(self, task: Task, epoch: int, workers: int) -> list[Block]:
+    def blocks(self, task: TrialTask, epoch: int, workers: int) -> list[Block]:
         """Where this rank's blocks of an epoch begin and end, in rows; the smaller one is last."""
         count, size = task.workload.sample_count, task.workload.batch_size
         row_bytes = sum(dense.row_bytes for dense in memmaps.dense_files(self._workload))
@@ -163,7 +163,7 @@ class Files:
             blocks.append((count - count % step, count))
         return blocks[task.rank :: task.size]
 
-    def rows(self, window: Window) -> Rows:
+    def rows(self, window: Window) -> MappedRows:
         """The rows of a window."""
         dense = memmaps.dense_files(self._workload)
         lists = memmaps.listed(self._workload)
@@ -188,14 +188,14 @@ class Files:
             lengths = np.concatenate([np.diff(offsets[a : b + 1]) for a, b in window])
             values = _joined(next(parts), memmaps.values_dtype(column))
             arrays[column.name] = (values, np.concatenate([[0], np.cumsum(lengths)]))
-        return Rows(self._workload, sum(b - a for a, b in window), tensors, arrays)
+        return MappedRows(self._workload, sum(b - a for a, b in window), tensors, arrays)
 
 
 def _joined(parts: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.concatenate([np.frombuffer(part, dtype) for part in parts])
 
 
-def _s3fs(place: Place) -> Read:
+def _s3fs(place: DatasetPlace) -> Read:
     store = s3fs.S3FileSystem(
         key=place.access_key,
         secret=place.secret_key,
@@ -214,7 +214,7 @@ def _s3fs(place: Place) -> Read:
     return read
 
 
-def _obstore(place: Place) -> Read:
+def _obstore(place: DatasetPlace) -> Read:
     options: dict[str, Any] = {}
     if place.endpoint:
         options = {
@@ -236,4 +236,4 @@ def _obstore(place: Place) -> Read:
     return read
 
 
-CLIENTS: dict[str, Callable[[Place], Read]] = {"s3fs": _s3fs, "obstore": _obstore}
+CLIENTS: dict[str, Callable[[DatasetPlace], Read]] = {"s3fs": _s3fs, "obstore": _obstore}

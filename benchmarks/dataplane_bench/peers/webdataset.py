@@ -10,11 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from dataplane_bench.model import Case, Column, Kind, Settings, Store, Task, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    ColumnType,
+    Settings,
+    StorageKind,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
 from dataplane_bench.peers.rows import (
-    Collate,
     Row,
+    RowCollate,
     announce,
     record_type,
     refuses_tables,
@@ -35,8 +43,8 @@ class WebDataset:
     requirements: tuple[str, ...] = ("webdataset",)
     distribution = "webdataset"
 
-    def refuses(self, workload: Workload, case: Case) -> str:
-        if case.store is Store.S3 and shutil.which("curl") is None:
+    def refuses(self, workload: Workload, case: BenchCase) -> str:
+        if case.store is StorageKind.S3 and shutil.which("curl") is None:
             return "it reads from S3 through curl, which is not installed"
         return refuses_tables(workload)
 
@@ -51,7 +59,7 @@ class WebDataset:
             f" shuffle buffer of {SHUFFLE_BUFFER:,} samples a worker"
         )
 
-    def settings(self, workload: Workload, case: Case, cores: int) -> tuple[Settings, ...]:
+    def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         del workload, case
         return (
             {"num_workers": cores},
@@ -78,12 +86,12 @@ class WebDataset:
             for index, row in enumerate(rows(workload, shards)):
                 shard.write({"__key__": f"{index:012d}", **files.pack(row)})
 
-    def open(self, task: Task) -> _Opened:
+    def open(self, task: TrialTask) -> _Opened:
         return _Opened(task)
 
 
 class _Opened:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrialTask) -> None:
         import webdataset as wds
 
         announce(task)
@@ -100,7 +108,7 @@ class _Opened:
             )
             .shuffle(SHUFFLE_BUFFER)
             .map(_Files(workload).unpack)
-            .batched(workload.batch_size, collation_fn=Collate(workload))
+            .batched(workload.batch_size, collation_fn=RowCollate(workload))
         )
         # Workers that stay count the epochs; new ones would read in the order of the first.
         stay = task.settings["num_workers"] > 0
@@ -116,12 +124,12 @@ class _Opened:
         self._loader = None
 
 
-def _urls(task: Task) -> list[str]:
+def _urls(task: TrialTask) -> list[str]:
     """The shards, as WebDataset opens them: in S3 through a pipe, as its documentation does with
     the AWS client. That takes a second of CPU time for each shard, where curl takes none.
     """
     names = sorted(shard.name for shard in task.place.folder.glob("*.tar"))
-    if task.case.store is Store.LOCAL:
+    if task.case.store is StorageKind.LOCAL:
         return [f"{task.place.folder}/{name}" for name in names]
     key = "$AWS_ACCESS_KEY_ID:$AWS_SECRET_ACCESS_KEY"
     curl = f'curl -sf --retry 9 --aws-sigv4 "aws:amz:$AWS_REGION:s3" --user "{key}"'
@@ -136,12 +144,12 @@ class _Files:
     """
 
     def __init__(self, workload: Workload) -> None:
-        self._fixed = workload.of_kind(Kind.FIXED)
-        self._ragged = workload.of_kind(Kind.RAGGED)
-        lengths = [Column(_length(one), Kind.FIXED, "int64") for one in self._ragged]
+        self._fixed = workload.of_kind(ColumnType.FIXED)
+        self._ragged = workload.of_kind(ColumnType.RAGGED)
+        lengths = [WorkloadColumn(_length(one), ColumnType.FIXED, "int64") for one in self._ragged]
         self._record = record_type((*self._fixed, *lengths))
         # Numbered, since tar suffixes know neither upper case nor every character.
-        texts, images = workload.of_kind(Kind.STRING), workload.of_kind(Kind.IMAGE)
+        texts, images = workload.of_kind(ColumnType.STRING), workload.of_kind(ColumnType.IMAGE)
         self._texts = {one.name: f"{index}.txt" for index, one in enumerate(texts)}
         self._images = {one.name: f"{index}.jpg" for index, one in enumerate(images)}
 
@@ -172,5 +180,5 @@ class _Files:
         return row | {name: sample[suffix] for name, suffix in self._images.items()}
 
 
-def _length(column: Column) -> str:
+def _length(column: WorkloadColumn) -> str:
     return f"{column.name}.length"

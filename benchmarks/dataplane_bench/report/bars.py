@@ -28,7 +28,7 @@ leave no room for the bars."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class BarScale:
     """What bars are of. `label` is what stands beside a bar of that height."""
 
     kind: str
@@ -38,33 +38,33 @@ class Measure:
     label: Callable[[SystemFigures, Spread], str] = lambda _, found: cells.number(found.median)
 
 
-THROUGHPUT = Measure(
+THROUGHPUT = BarScale(
     "throughput",
     "throughput",
     "samples/s",
     lambda one: one.samples_per_s,
     lambda _, found: f"{cells.rate(found.median)} {cells.off(found)}".strip(),
 )
-FIRST = Measure(
+FIRST = BarScale(
     "first",
     "time to the first batch",
     "s",
     lambda one: one.first_batch_s,
     lambda one, found: f"{cells.number(found.median)} {one.by}".strip(),
 )
-CPU = Measure(
+CPU = BarScale(
     "cpu",
     "CPU per million samples",
     "CPU seconds, all processes",
     lambda one: one.cpu_s_per_million,
 )
-MEMORY = Measure(
+MEMORY = BarScale(
     "memory",
     "peak memory",
     "GiB (PSS, all processes)",
     lambda one: None if one.memory_peak is None else one.memory_peak / 2**30,
 )
-STALL = Measure(
+STALL = BarScale(
     "stall",
     "stall of a trainer that computes",
     "% of its time",
@@ -73,7 +73,7 @@ STALL = Measure(
 
 
 def bars(
-    measure: Measure, case: CaseFigures, drawn: Sequence[SystemFigures], marks: Marks
+    measure: BarScale, case: CaseFigures, drawn: Sequence[SystemFigures], marks: Marks
 ) -> Plot | None:
     """A bar a system; where a figure is a spread, its whiskers and a dot a round."""
     rows: list[tuple[SystemFigures, Spread]] = []

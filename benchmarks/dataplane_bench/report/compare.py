@@ -23,7 +23,7 @@ from dataplane.commands.output import counted
 from dataplane_bench.model import Workload
 from dataplane_bench.report import cells, notes
 from dataplane_bench.report.figures import CaseFigures, Spread, SystemFigures, case_figures
-from dataplane_bench.report.results import Report
+from dataplane_bench.report.results import BenchReport
 from dataplane_bench.report.table import said
 
 _CHOICES = ("peers", "scenarios", "urls")
@@ -55,7 +55,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class CaseChange:
     """One system in one case. `main` is samples/s, or seconds to the first batch; `speed` is what
     is compared, samples or starts a second; `ratio` is Dataplane's to this peer.
     """
@@ -87,12 +87,12 @@ class Comparison:
 
     old: str
     new: str
-    changes: tuple[Change, ...]
+    changes: tuple[CaseChange, ...]
     cautions: tuple[str, ...]
     uncompared: tuple[str, ...]
 
     @property
-    def ratios(self) -> tuple[tuple[float, Change], ...]:
+    def ratios(self) -> tuple[tuple[float, CaseChange], ...]:
         """How far each ratio moved, as a share, the farthest first."""
         moved = [
             (abs(change - 1), one)
@@ -102,10 +102,10 @@ class Comparison:
         return tuple(sorted(moved, key=lambda one: -one[0]))
 
 
-def compare(old: Report, new: Report) -> Comparison:
+def compare(old: BenchReport, new: BenchReport) -> Comparison:
     """Every system of every case that both reports have. Neither needs what the other has."""
     before = {_key(case): case for case in case_figures(old)}
-    changes: list[Change] = []
+    changes: list[CaseChange] = []
     uncompared: list[str] = []
     added: list[str] = []
     for case in case_figures(new):
@@ -148,7 +148,7 @@ def _samples(workload: Workload | None) -> tuple[object, ...]:
     return workload.fingerprint, workload.sample_count, workload.batch_size
 
 
-def _changes(old: CaseFigures, new: CaseFigures) -> Iterator[Change]:
+def _changes(old: CaseFigures, new: CaseFigures) -> Iterator[CaseChange]:
     before = {one.result.name: one for one in old.systems}
     for one in new.systems:
         yield from _change(new, before.pop(one.result.name, None), one)
@@ -158,7 +158,7 @@ def _changes(old: CaseFigures, new: CaseFigures) -> Iterator[Change]:
 
 def _change(
     case: CaseFigures, old: SystemFigures | None, new: SystemFigures | None
-) -> Iterator[Change]:
+) -> Iterator[CaseChange]:
     """None of a system of which neither report has a figure."""
     either = new or old
     speed = _pair(old, new, lambda one: one.speed)
@@ -171,7 +171,7 @@ def _change(
         told.append(f"{new.standing}, was {old.standing}")
     elif old.result.settings != new.result.settings:
         told.append("other settings")
-    yield Change(
+    yield CaseChange(
         cells.title(case),
         either.result.title,
         case.is_start,
@@ -190,7 +190,7 @@ def _pair(
     return Pair(None if old is None else figure(old), None if new is None else figure(new))
 
 
-def _cautions(old: Report, new: Report) -> Iterator[str]:
+def _cautions(old: BenchReport, new: BenchReport) -> Iterator[str]:
     yield from (f"machine, {told}" for told in _differences(old.machine, new.machine))
     for system in sorted({*old.versions, *new.versions}):
         then, now = old.versions.get(system), new.versions.get(system)
@@ -210,7 +210,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str
             yield f"{name}: {notes.plain(now)}, was {notes.plain(then)}"
 
 
-def show(old: Report, new: Report, console: Console | None = None) -> None:
+def show(old: BenchReport, new: BenchReport, console: Console | None = None) -> None:
     """Print it."""
     console = console or output.stdout()
     console.print(render(compare(old, new)))
@@ -231,7 +231,7 @@ def render(found: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def _table(changes: Sequence[Change]) -> Table:
+def _table(changes: Sequence[CaseChange]) -> Table:
     unit, word = ("s", cells.number) if changes[0].is_start else ("/s", cells.rate)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", overflow="fold", width=18)

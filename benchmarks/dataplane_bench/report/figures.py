@@ -16,9 +16,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane_bench.model import Case, Mode, Workload
+from dataplane_bench.model import BenchCase, Mode, Workload
 from dataplane_bench.peers.registry import HARNESS, OURS
-from dataplane_bench.report.results import Bound, CaseResult, Figures, Report, SystemResult
+from dataplane_bench.report.results import (
+    BenchReport,
+    CaseResult,
+    Figures,
+    HardwareBound,
+    SystemResult,
+)
 
 NOISY = 0.15
 """A round this far from the median, as a share of it, is told to the reader."""
@@ -132,7 +138,7 @@ class CaseFigures:
 
     scenario: str
     question: str
-    case: Case
+    case: BenchCase
     workload: Workload | None
     measured: tuple[SystemFigures, ...]
     absent: tuple[SystemFigures, ...]
@@ -184,7 +190,7 @@ def is_busy(load: Mapping[str, float]) -> bool:
     return load.get("others", 0.0) > OTHERS or load.get("steal", 0.0) > STEAL
 
 
-def is_start(case: Case) -> bool:
+def is_start(case: BenchCase) -> bool:
     """Whether its figure is the seconds until a first batch."""
     return case.mode in (Mode.FIRST, Mode.RESUME)
 
@@ -194,7 +200,7 @@ def is_comparable(result: SystemResult) -> bool:
     return result.same_samples is not False
 
 
-def case_figures(report: Report) -> tuple[CaseFigures, ...]:
+def case_figures(report: BenchReport) -> tuple[CaseFigures, ...]:
     """Every case of the report, in its order."""
     workloads = {workload.name: workload for workload in report.workloads}
     return tuple(
@@ -240,8 +246,8 @@ def _case(
 def _system(
     result: SystemResult,
     ours: SystemResult | None,
-    case: Case,
-    bound: Bound | None,
+    case: BenchCase,
+    bound: HardwareBound | None,
     sample_bytes: float | None,
 ) -> SystemFigures:
     standing, reason = _standing(result)
@@ -285,7 +291,7 @@ def _standing(result: SystemResult) -> tuple[Standing, str]:
     return Standing.MEASURED, ""
 
 
-def speeds_of(result: SystemResult, case: Case) -> Rounds:
+def speeds_of(result: SystemResult, case: BenchCase) -> Rounds:
     """Samples, or starts, a second of each round; none of a system that refused or failed."""
     if result.refused or result.error:
         return {}
@@ -295,7 +301,7 @@ def speeds_of(result: SystemResult, case: Case) -> Rounds:
     return _rounds(result, "samples_per_s")
 
 
-def ratio_of(ours: SystemResult, other: SystemResult, case: Case) -> Spread | None:
+def ratio_of(ours: SystemResult, other: SystemResult, case: BenchCase) -> Spread | None:
     """How many times as fast as `other` ours was, in each round that both have."""
     if not (is_comparable(ours) and is_comparable(other)):
         return None

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from dataplane.commands.output import counted
-from dataplane_bench.model import Case, Mode, Store, Workload
+from dataplane_bench.model import BenchCase, Mode, StorageKind, Workload
 from dataplane_bench.report.cells import number, off, rate, settings_told, share, size, times, title
 from dataplane_bench.report.figures import (
     HEADROOM,
@@ -22,7 +22,7 @@ from dataplane_bench.report.figures import (
     known,
     spread,
 )
-from dataplane_bench.report.results import Report, SystemResult, Tried
+from dataplane_bench.report.results import BenchReport, SystemResult, Tried
 
 _REASON_LENGTH = 160
 _BOUNDS = {
@@ -65,8 +65,8 @@ def about(case: CaseFigures) -> str:
     return "; ".join(told)
 
 
-def _mode(case: Case) -> str:
-    where = {Store.LOCAL: "local disk", Store.S3: "S3"}[case.store]
+def _mode(case: BenchCase) -> str:
+    where = {StorageKind.LOCAL: "local disk", StorageKind.S3: "S3"}[case.store]
     served = ", a daemon being there before" if case.served else ""
     match case.mode:
         case Mode.STEADY:
@@ -164,7 +164,7 @@ def gist(cases: Sequence[CaseFigures]) -> list[str]:
     return [first, f"The ratio's median is {times(middle)}; it goes from {ends}."]
 
 
-def busy(report: Report) -> str:
+def busy(report: BenchReport) -> str:
     """A warning where others used the machine during the run; "" where they did not."""
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     loads = [{name: known(value) or 0.0 for name, value in case.load.items()} for case in cases]
@@ -187,7 +187,7 @@ def _load(load: Mapping[str, float], up_to: str = "") -> str:
     return f"{' and '.join(told)} of its CPU time"
 
 
-def machine(report: Report) -> str:
+def machine(report: BenchReport) -> str:
     """When and where, in a line."""
     facts = report.machine
     told = [f"{report.created[:16].replace('T', ' ')} UTC" if report.created else ""]
@@ -200,7 +200,7 @@ def machine(report: Report) -> str:
     return ", ".join(part for part in told if part)
 
 
-def machine_bounds(report: Report) -> list[tuple[str, str]]:
+def machine_bounds(report: BenchReport) -> list[tuple[str, str]]:
     """What the machine can do: a name, and the median of its rounds with their spread."""
     return [
         (name, f"{told} {off(limit)}".strip())
@@ -218,7 +218,7 @@ def _machine_bound(name: str, value: float) -> tuple[str, str]:
     return _BOUNDS.get(what, what.replace("_", " ")), told
 
 
-def versions(report: Report) -> list[str]:
+def versions(report: BenchReport) -> list[str]:
     """A line a system: its packages."""
     return [
         f"{name}: " + ", ".join(f"{package} {version}" for package, version in packages.items())

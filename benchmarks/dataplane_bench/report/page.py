@@ -20,12 +20,12 @@ from dataplane_bench.report import cells, notes, plots
 from dataplane_bench.report.axes import Plot
 from dataplane_bench.report.figures import CaseFigures, SystemFigures, case_figures
 from dataplane_bench.report.marks import Marks, marks
-from dataplane_bench.report.results import Report, ScenarioResult
+from dataplane_bench.report.results import BenchReport, ScenarioResult
 
 _DASHES = {"solid": "", "dash": "7 4", "dot": "2 4"}
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: BenchReport, path: Path) -> None:
     """Raises:  ConfigError: the file cannot be written, or what draws is not installed."""
     text = render(report)
     try:
@@ -94,7 +94,7 @@ class _Scenario:
     cases: tuple[_Case, ...]
 
 
-def render(report: Report) -> str:
+def render(report: BenchReport) -> str:
     """The page.   Raises:  ConfigError: what draws is not installed."""
     try:
         import jinja2
@@ -141,7 +141,7 @@ def render(report: Report) -> str:
     )
 
 
-def _scenarios(report: Report, found: Sequence[CaseFigures], looks: Marks) -> list[_Scenario]:
+def _scenarios(report: BenchReport, found: Sequence[CaseFigures], looks: Marks) -> list[_Scenario]:
     made = []
     place = 0
     for number, scenario in enumerate(report.scenarios):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dataplane.errors import ConfigError
-from dataplane_bench.model import Case, Settings, Workload
+from dataplane_bench.model import BenchCase, Settings, Workload
 from dataplane_bench.trial import wire
 
 VERSION = 1
@@ -66,7 +66,7 @@ class SystemResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class HardwareBound:
     """What the hardware allows in a case, measured in the same run: one figure a round."""
 
     name: str
@@ -79,9 +79,9 @@ class CaseResult:
     of all cores: "others" (processes that are not of this run), "steal" (the hypervisor).
     """
 
-    case: Case
+    case: BenchCase
     systems: tuple[SystemResult, ...]
-    bounds: tuple[Bound, ...] = ()
+    bounds: tuple[HardwareBound, ...] = ()
     load: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -96,7 +96,7 @@ class ScenarioResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """A whole run.
 
     `machine`: cpu, cores, memory_bytes, kernel, python, storage. `versions`: of every package that
@@ -119,7 +119,7 @@ class Report:
     version: int = VERSION
 
 
-def write(report: Report, path: Path) -> None:
+def write(report: BenchReport, path: Path) -> None:
     """As JSON.   Raises:  ConfigError: the file cannot be written."""
     try:
         path.write_text(to_json(report), encoding="utf-8")
@@ -127,12 +127,12 @@ def write(report: Report, path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def to_json(report: Report) -> str:
+def to_json(report: BenchReport) -> str:
     """What JSON has no word for (not a number, infinity) is null."""
     return json.dumps(json.loads(wire.line(report), parse_constant=lambda _: None), indent=1)
 
 
-def read(path: Path) -> Report:
+def read(path: Path) -> BenchReport:
     """Raises:  ConfigError: no such file, not a report, or of another version."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -143,7 +143,7 @@ def read(path: Path) -> Report:
     return from_json(told, str(path))
 
 
-def from_json(told: object, name: str) -> Report:
+def from_json(told: object, name: str) -> BenchReport:
     """A report as `to_json` wrote it; `name` is whose, for the error.
 
     Raises:  ConfigError: it is none, or of another version.
@@ -152,7 +152,7 @@ def from_json(told: object, name: str) -> Report:
     if isinstance(version, int) and version != VERSION:
         raise ConfigError(f"{name} is a report of version {version}, and this reads {VERSION}")
     try:
-        report: Report = _value(Report, told, "report")
+        report: BenchReport = _value(BenchReport, told, "report")
     except _Unfit as error:
         raise ConfigError(f"{name} is not a report of `dataplane bench`: {error}") from error
     return report

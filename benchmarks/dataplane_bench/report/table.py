@@ -14,20 +14,20 @@ from rich.text import Text
 from dataplane.commands import output
 from dataplane_bench.report import cells, notes
 from dataplane_bench.report.figures import CaseFigures, SystemFigures, case_figures
-from dataplane_bench.report.results import Report
+from dataplane_bench.report.results import BenchReport
 
 NARROW = 110
 _NAME_WIDTH_MIN, _NAME_WIDTH_MAX = 12, 30
 _HANGING = 22
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: BenchReport, console: Console | None = None) -> None:
     """Print it."""
     console = console or output.stdout()
     console.print(render(report, console.width))
 
 
-def render(report: Report, width: int) -> RenderableType:
+def render(report: BenchReport, width: int) -> RenderableType:
     """Every case, the settings and how they were chosen, who took no part, and the summary."""
     cases = case_figures(report)
     gap = 1 if width < NARROW else 2
@@ -52,7 +52,7 @@ def said(text: str, style: str = "") -> Text:
     return Text("".join(one if one.isprintable() or one == "\n" else " " for one in text), style)
 
 
-def _machine_line(report: Report) -> Text:
+def _machine_line(report: BenchReport) -> Text:
     return said(notes.machine(report), "dim")
 
 
@@ -138,14 +138,16 @@ def _legend(cases: Sequence[CaseFigures]) -> Iterator[RenderableType]:
         yield _hanging(name, meaning)
 
 
-def _bounds(report: Report) -> Iterator[RenderableType]:
+def _bounds(report: BenchReport) -> Iterator[RenderableType]:
     if report.bounds:
         yield said("what one core, or the server, can do, measured in the same rounds", "bold")
         for name, told in notes.machine_bounds(report):
             yield _hanging(name, told)
 
 
-def _summary(report: Report, cases: Sequence[CaseFigures], gap: int) -> Iterator[RenderableType]:
+def _summary(
+    report: BenchReport, cases: Sequence[CaseFigures], gap: int
+) -> Iterator[RenderableType]:
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     for heading in cells.SUMMARY:
         is_text = heading in ("case", "best peer")
@@ -166,7 +168,7 @@ def _summary(report: Report, cases: Sequence[CaseFigures], gap: int) -> Iterator
         yield said(f"! {warning}", "yellow")
 
 
-def markdown(report: Report) -> str:
+def markdown(report: BenchReport) -> str:
     """The same as Markdown, for a document."""
     cases = case_figures(report)
     lines = [f"{notes.machine(report)}.", "", *(f"{one}" for one in notes.gist(cases)), ""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataplane_bench.model import Case, Mode, Store
+from dataplane_bench.model import BenchCase, Mode, StorageKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Scenario:
     name: str
     question: str
     bound: str
-    cases: Callable[[Scale], tuple[Case, ...]]
+    cases: Callable[[Scale], tuple[BenchCase, ...]]
 
 
-def local_and_s3(scale: Scale) -> tuple[Case, ...]:
+def local_and_s3(scale: Scale) -> tuple[BenchCase, ...]:
     """A workload from the page cache, and in its first epoch from S3."""
     return (
-        Case("local", scale.workload),
-        Case("s3", scale.workload, Mode.EPOCH, Store.S3, cold=True),
+        BenchCase("local", scale.workload),
+        BenchCase("s3", scale.workload, Mode.EPOCH, StorageKind.S3, cold=True),
     )

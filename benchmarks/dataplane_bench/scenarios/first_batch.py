@@ -3,16 +3,16 @@
 Bound: one read of a batch's rows: milliseconds. The rest is starting processes.
 """
 
-from dataplane_bench.model import Case, Mode
+from dataplane_bench.model import BenchCase, Mode
 from dataplane_bench.scenarios.base import Scale, Scenario
 
 
-def cases(scale: Scale) -> tuple[Case, ...]:
+def cases(scale: Scale) -> tuple[BenchCase, ...]:
     """From nothing; on a machine that has seen the samples; from a daemon, where there is one."""
     return (
-        Case("cold", scale.workload, Mode.FIRST, cold=True),
-        Case("warm", scale.workload, Mode.FIRST),
-        Case("served", scale.workload, Mode.FIRST, served=True),
+        BenchCase("cold", scale.workload, Mode.FIRST, cold=True),
+        BenchCase("warm", scale.workload, Mode.FIRST),
+        BenchCase("served", scale.workload, Mode.FIRST, served=True),
     )
 
 

@@ -4,17 +4,17 @@ Bound: reading and decoding once for all of them, if nothing is done twice; the 
 batches remains.
 """
 
-from dataplane_bench.model import Case
+from dataplane_bench.model import BenchCase
 from dataplane_bench.scenarios.base import Scale, Scenario
 
 
-def cases(scale: Scale) -> tuple[Case, ...]:
+def cases(scale: Scale) -> tuple[BenchCase, ...]:
     """Each job loads the whole epoch in an order of its own, and then all of them in one order; a
     loader with a daemon may share it among them.
     """
     return (
-        Case(f"{scale.ranks} jobs", scale.workload, jobs=scale.ranks, served=True),
-        Case("one order", scale.workload, jobs=scale.ranks, served=True, shared=True),
+        BenchCase(f"{scale.ranks} jobs", scale.workload, jobs=scale.ranks, served=True),
+        BenchCase("one order", scale.workload, jobs=scale.ranks, served=True, shared=True),
     )
 
 

@@ -3,13 +3,13 @@
 Bound: that of one rank: the same cores and the same memory serve all of them.
 """
 
-from dataplane_bench.model import Case
+from dataplane_bench.model import BenchCase
 from dataplane_bench.scenarios.base import Scale, Scenario
 
 
-def cases(scale: Scale) -> tuple[Case, ...]:
+def cases(scale: Scale) -> tuple[BenchCase, ...]:
     """All ranks of a host share one epoch."""
-    return (Case(f"{scale.ranks} ranks", scale.workload, ranks=scale.ranks),)
+    return (BenchCase(f"{scale.ranks} ranks", scale.workload, ranks=scale.ranks),)
 
 
 SCENARIO = Scenario(

@@ -4,15 +4,17 @@ Bound: as long as a fresh start: the place in the order can be computed. A loade
 reads its way there once more ("replay").
 """
 
-from dataplane_bench.model import Case, Mode
+from dataplane_bench.model import BenchCase, Mode
 from dataplane_bench.scenarios.base import Scale, Scenario
 
 FRACTIONS = (0.1, 0.5, 0.9)
 
 
-def cases(scale: Scale) -> tuple[Case, ...]:
+def cases(scale: Scale) -> tuple[BenchCase, ...]:
     """At several places of the epoch."""
-    return tuple(Case(f"{at:.0%}", scale.workload, Mode.RESUME, fraction=at) for at in FRACTIONS)
+    return tuple(
+        BenchCase(f"{at:.0%}", scale.workload, Mode.RESUME, fraction=at) for at in FRACTIONS
+    )
 
 
 SCENARIO = Scenario(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_bench.model import CROP, Column, Kind, Workload
+from dataplane_bench.model import CROP, ColumnType, Workload, WorkloadColumn
 
 Words = NDArray[np.uint64]
 Batch = Mapping[str, Any]
@@ -76,21 +76,21 @@ def _sample_count(batch: Batch, workload: Workload) -> int:
     return count
 
 
-def _check_values(batch: Batch, column: Column) -> int:
+def _check_values(batch: Batch, column: WorkloadColumn) -> int:
     """Their bytes.   Raises:  BatchRefused: a wrong type, shape or padding."""
     values, name = batch[column.name], column.name
     match column.kind:
-        case Kind.FIXED:
+        case ColumnType.FIXED:
             array = _array(values, name, column.dtype)
             _check_shape(array, name, column.shape)
-        case Kind.RAGGED:
+        case ColumnType.RAGGED:
             array = _array(values, name, column.dtype)
             _check_padding(array, _lengths(batch, name), name)
-        case Kind.STRING:
+        case ColumnType.STRING:
             if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
                 raise BatchRefused(f"{name}: not a list of str")
             return sum(len(one.encode()) for one in values)
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             array = _array(values, name, "uint8")
             _check_shape(array, name, (CROP, CROP, 3))
     return array.nbytes
@@ -142,17 +142,17 @@ def _lengths(batch: Batch, name: str) -> NDArray[np.int64]:
     return _array(found, f"{name}.length", "int64")
 
 
-def _hashes(batch: Batch, column: Column) -> Words:
+def _hashes(batch: Batch, column: WorkloadColumn) -> Words:
     """Shapes:  result: uint64[B]."""
     values = batch[column.name]
     match column.kind:
-        case Kind.FIXED:
+        case ColumnType.FIXED:
             return _row_hashes(values.numpy())
-        case Kind.RAGGED:
+        case ColumnType.RAGGED:
             return _ragged_hashes(values.numpy(), _lengths(batch, column.name))
-        case Kind.STRING:
+        case ColumnType.STRING:
             return np.array([_text_hash(one) for one in values], np.uint64)
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             return np.zeros(len(values), np.uint64)
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dataplane_bench import processes
-from dataplane_bench.model import Case, Mode, Place, Settings, Task, Workload
+from dataplane_bench.model import BenchCase, DatasetPlace, Mode, Settings, TrialTask, Workload
 from dataplane_bench.peers import registry
 from dataplane_bench.trial.keeper import TEMPORARY
-from dataplane_bench.trial.members import Member, Members, TrialFailed, environment
+from dataplane_bench.trial.members import Members, TrialFailed, TrialProcess, environment
 
 __all__ = ["Contestant", "Timing", "TrialFailed", "run_order", "run_trial"]
 
@@ -47,12 +47,12 @@ class Contestant:
 
     system: str
     python: str
-    place: Place
+    place: DatasetPlace
     settings: Settings
 
 
 def run_trial(
-    who: Contestant, case: Case, workload: Workload, timing: Timing, folder: Path
+    who: Contestant, case: BenchCase, workload: Workload, timing: Timing, folder: Path
 ) -> dict[str, Any]:
     """One trial: what its processes told, added up, and what they cost.
 
@@ -90,7 +90,7 @@ def run_trial(
 
 
 def run_order(
-    order: str, who: Contestant, case: Case, workload: Workload, folder: Path, timeout_s: float
+    order: str, who: Contestant, case: BenchCase, workload: Workload, folder: Path, timeout_s: float
 ) -> dict[str, Any]:
     """One order to one process: "prepare".   Raises:  TrialFailed."""
     timing, case = Timing(timeout_s=timeout_s), dataclasses.replace(case, cold=True)
@@ -107,13 +107,13 @@ class _Trial:
     def __init__(
         self,
         members: Members,
-        tasks: Callable[[str], Sequence[Task]],
+        tasks: Callable[[str], Sequence[TrialTask]],
         environ: Mapping[str, str],
     ) -> None:
         self.members = members
         self._tasks, self._environ = tasks, environ
-        self._ranks: list[Member] = []
-        self._daemons: list[Member] = []
+        self._ranks: list[TrialProcess] = []
+        self._daemons: list[TrialProcess] = []
         self._service = ""
 
     def serve(self) -> None:
@@ -155,22 +155,22 @@ class _Trial:
         self._ranks, self._daemons = [], []
 
 
-def _name(task: Task) -> str:
+def _name(task: TrialTask) -> str:
     job = int(task.run.rpartition("-")[2]) + 1
     return f"job {job}, rank {task.rank}"
 
 
 @contextlib.contextmanager
 def _started(
-    who: Contestant, case: Case, workload: Workload, timing: Timing, folder: Path
+    who: Contestant, case: BenchCase, workload: Workload, timing: Timing, folder: Path
 ) -> Iterator[_Trial]:
     folder.mkdir(parents=True, exist_ok=True)
     cache = Path(tempfile.mkdtemp(prefix="trial-", dir=folder))
     token = secrets.token_hex(8)
 
-    def tasks(service: str) -> list[Task]:
+    def tasks(service: str) -> list[TrialTask]:
         return [
-            Task(
+            TrialTask(
                 *(who.system, case, workload, who.place, who.settings, cache),
                 *(f"{token}-{job}", rank, case.ranks, 1 if case.shared else job + 1, service),
                 token if case.shared else "",
@@ -200,7 +200,7 @@ def _short_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=short))
 
 
-def _steady(trial: _Trial, case: Case, workload: Workload, timing: Timing) -> dict[str, Any]:
+def _steady(trial: _Trial, case: BenchCase, workload: Workload, timing: Timing) -> dict[str, Any]:
     trial.open()
     first = max(said["first_batch_s"] for said in trial.hear())
     found = _window(trial, case.step_ms, timing.settle_s, timing.window_s)

@@ -21,7 +21,7 @@ from typing import Any
 
 from dataplane.settings import OTHER_VARIABLES, SETTINGS
 from dataplane_bench import processes
-from dataplane_bench.model import Place, Task
+from dataplane_bench.model import DatasetPlace, TrialTask
 from dataplane_bench.trial import watch, wire
 from dataplane_bench.trial.keeper import SIGNALLED
 
@@ -43,7 +43,7 @@ class TrialFailed(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class TrialProcess:
     """A process of a trial: what it has said and nobody has heard yet."""
 
     name: str
@@ -65,11 +65,13 @@ class Members:
 
     def __init__(self, python: str, log: Path, timeout_s: float) -> None:
         self._python, self._log, self._timeout_s = python, log, timeout_s
-        self._members: list[Member] = []
+        self._members: list[TrialProcess] = []
         self._watch = watch.MemoryWatch()
         self._heard = threading.Condition()
 
-    def start(self, name: str, order: str, task: Task, environ: Mapping[str, str]) -> Member:
+    def start(
+        self, name: str, order: str, task: TrialTask, environ: Mapping[str, str]
+    ) -> TrialProcess:
         """Start one with its order, and do not wait for it."""
         with self._log.open("ab") as log:
             process = subprocess.Popen(
@@ -83,7 +85,7 @@ class Members:
                 errors="replace",
                 start_new_session=True,
             )
-        member = Member(name, process)
+        member = TrialProcess(name, process)
         self._members.append(member)
         self._watch.watch(process.pid)
         member.listener = threading.Thread(target=self._listen, args=(member,), name="trial")
@@ -92,19 +94,19 @@ class Members:
         member.tell(wire.line({"do": order, "task": task}).strip())
         return member
 
-    def hear(self, members: Sequence[Member]) -> list[dict[str, Any]]:
+    def hear(self, members: Sequence[TrialProcess]) -> list[dict[str, Any]]:
         """The next answer of each.   Raises:  TrialFailed: one fails, or all take too long."""
         if not self.await_words(members, self._timeout_s):
             late = next(one for one in members if not one.said)
             raise self._failed(late, f"no answer within {self._timeout_s:g} s")
         return [member.said.popleft() for member in members]
 
-    def await_words(self, members: Sequence[Member], timeout_s: float) -> bool:
+    def await_words(self, members: Sequence[TrialProcess], timeout_s: float) -> bool:
         """Whether all had something to say before the time was over.   Raises:  TrialFailed."""
         with self._heard:
             return self._heard.wait_for(lambda: self._all_spoke(members), timeout_s)
 
-    def _all_spoke(self, members: Sequence[Member]) -> bool:
+    def _all_spoke(self, members: Sequence[TrialProcess]) -> bool:
         for member in members:
             if member.said and "error" in member.said[0]:
                 raise self._failed(member, member.said[0]["error"])
@@ -113,7 +115,7 @@ class Members:
                 raise self._failed(member, f"its process ended ({self._how(member)})")
         return all(member.said for member in members)
 
-    def end(self, members: Sequence[Member]) -> None:
+    def end(self, members: Sequence[TrialProcess]) -> None:
         """Have them close what they opened, and leave.   Raises:  TrialFailed: they cannot."""
         for member in members:
             member.tell("end")
@@ -132,7 +134,7 @@ class Members:
         self._watch.close()
         self.kill(tuple(self._members))
 
-    def kill(self, members: Sequence[Member]) -> None:
+    def kill(self, members: Sequence[TrialProcess]) -> None:
         """Them and all below them. May be called twice."""
         for member in members:
             if member.process.poll() is None:
@@ -165,7 +167,7 @@ class Members:
         start = seen[0][0] if seen else 0.0
         return [[round(at - start, 2), total, own] for at, total, own in seen]
 
-    def _listen(self, member: Member) -> None:
+    def _listen(self, member: TrialProcess) -> None:
         assert member.process.stdout is not None
         for line in member.process.stdout:
             with self._heard:
@@ -175,7 +177,7 @@ class Members:
             member.is_silent = True
             self._heard.notify_all()
 
-    def _how(self, member: Member) -> str:
+    def _how(self, member: TrialProcess) -> str:
         try:
             status = member.process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -186,14 +188,16 @@ class Members:
             return signal.Signals(status - SIGNALLED).name
         return f"exit status {status}"
 
-    def _failed(self, member: Member, what: str) -> TrialFailed:
+    def _failed(self, member: TrialProcess, what: str) -> TrialFailed:
         last = processes.tail(self._log)
         if len(self._members) > 1:
             what = f"{member.name}: {what}"
         return TrialFailed(f"{what}; its last words:\n{last}" if last else what)
 
 
-def environment(place: Place, temporary: Path, kept: Path, modules: Path | None) -> dict[str, str]:
+def environment(
+    place: DatasetPlace, temporary: Path, kept: Path, modules: Path | None
+) -> dict[str, str]:
     """For a trial's processes: nobody's settings or credentials but the benchmark's. `temporary`
     is a folder with a short path, `kept` where caches lie, `modules` the folder of an adapter that
     is none of ours.

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dataplane_bench.model import Mode, Task, Workload
+from dataplane_bench.model import Mode, TrialTask, Workload
 from dataplane_bench.peers.registry import REFERENCE, adapter
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.checksum import Sum, check
@@ -61,7 +61,7 @@ class Ear:
             self._changed.notify_all()
 
 
-def run(task: Task, say: Say, ear: Ear) -> None:
+def run(task: TrialTask, say: Say, ear: Ear) -> None:
     """Do what the task's mode says, and say what was seen."""
     if task.system != REFERENCE:
         import torch  # noqa: F401 - every trainer has it; its import is no part of anybody's time
@@ -148,7 +148,7 @@ def _endless(loader: Any) -> Iterator[Any]:
         number += 1
 
 
-def _resume(task: Task, loader: Any, began: float, say: Say) -> None:
+def _resume(task: TrialTask, loader: Any, began: float, say: Say) -> None:
     """The first process of a case saves, the second goes on. A loader without a state reads its
     way to the place once more, which is what its users do.
     """
@@ -204,7 +204,7 @@ def main() -> int:
     return 0
 
 
-def _obey(order: str, task: Task, say: Say, ear: Ear) -> None:
+def _obey(order: str, task: TrialTask, say: Say, ear: Ear) -> None:
     match order:
         case "run":
             run(task, say, ear)

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dataplane_bench.model import Case, Column, Kind, Mode, Place, Store, Task, Workload
+from dataplane_bench.model import (
+    BenchCase,
+    ColumnType,
+    DatasetPlace,
+    Mode,
+    StorageKind,
+    TrialTask,
+    Workload,
+    WorkloadColumn,
+)
 
 
 def line(value: object) -> str:
@@ -29,28 +38,28 @@ def _plain(value: object) -> object:
     raise TypeError(f"not JSON: {value!r}")
 
 
-def task_of(told: Mapping[str, Any]) -> Task:
+def task_of(told: Mapping[str, Any]) -> TrialTask:
     """A task as `line` wrote it."""
-    return Task(
+    return TrialTask(
         **{
             **told,
             "case": case_of(told["case"]),
             "workload": workload_of(told["workload"]),
-            "place": Place(**{**told["place"], "folder": Path(told["place"]["folder"])}),
+            "place": DatasetPlace(**{**told["place"], "folder": Path(told["place"]["folder"])}),
             "cache": Path(told["cache"]),
         }
     )
 
 
-def case_of(told: Mapping[str, Any]) -> Case:
+def case_of(told: Mapping[str, Any]) -> BenchCase:
     """A case as `line` wrote it."""
-    return Case(**{**told, "mode": Mode(told["mode"]), "store": Store(told["store"])})
+    return BenchCase(**{**told, "mode": Mode(told["mode"]), "store": StorageKind(told["store"])})
 
 
 def workload_of(told: Mapping[str, Any]) -> Workload:
     """A workload as `line` wrote it."""
     columns = tuple(
-        Column(one["name"], Kind(one["kind"]), one["dtype"], tuple(one["shape"]))
+        WorkloadColumn(one["name"], ColumnType(one["kind"]), one["dtype"], tuple(one["shape"]))
         for one in told["columns"]
     )
     return Workload(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane_bench.model import Column, Kind, Workload
+from dataplane_bench.model import ColumnType, Workload, WorkloadColumn
 
 _NAME = "about.json"
 
@@ -19,7 +19,7 @@ _NAME = "about.json"
 class About:
     """`leaves` has for each column what Dataplane calls it; `notes` tell what was left out."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[WorkloadColumn, ...]
     leaves: tuple[str, ...]
     sample_count: int
     notes: tuple[str, ...]
@@ -40,7 +40,7 @@ def read_about(folder: Path) -> About:
     """As `write_about` wrote it."""
     told = json.loads((folder / _NAME).read_text(encoding="utf-8"))
     columns = tuple(
-        Column(name, Kind(kind), dtype, tuple(shape))
+        WorkloadColumn(name, ColumnType(kind), dtype, tuple(shape))
         for name, kind, dtype, shape in told["columns"]
     )
     return About(columns, tuple(told["leaves"]), told["sample_count"], tuple(told["notes"]))

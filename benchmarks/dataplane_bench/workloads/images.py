@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Column, Kind
+from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.workloads.recipe import Recipe, shards
 
 LEVELS = (64, 96, 128, 160, 192)
@@ -142,9 +142,9 @@ RECIPE = Recipe(
     name="images",
     version=1,
     columns=(
-        Column("id", Kind.FIXED, "int64"),
-        Column("label", Kind.FIXED, "int32"),
-        Column("image", Kind.IMAGE),
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        WorkloadColumn("label", ColumnType.FIXED, "int32"),
+        WorkloadColumn("image", ColumnType.IMAGE),
     ),
     sample_count=1_024,
     batch_size=64,

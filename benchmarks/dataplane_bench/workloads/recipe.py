@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Column
+from dataplane_bench.model import WorkloadColumn
 
 SHARD_COUNT = 8
 
@@ -23,7 +23,7 @@ class Recipe:
 
     name: str
     version: int
-    columns: tuple[Column, ...]
+    columns: tuple[WorkloadColumn, ...]
     sample_count: int
     batch_size: int
     step_ms: float

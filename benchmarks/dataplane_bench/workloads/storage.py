@@ -14,7 +14,7 @@ from boto3.s3.transfer import TransferConfig  # type: ignore[import-untyped]
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
 from dataplane.errors import ConfigError, StoreUnavailable
-from dataplane_bench.model import Place
+from dataplane_bench.model import DatasetPlace
 from dataplane_bench.processes import ProcessEnded, running, wait_until
 from dataplane_bench.s3 import S3Server, s3_server
 
@@ -33,9 +33,9 @@ class Storage:
     def __init__(self, server: S3Server, endpoint: str) -> None:
         self._server = server
         self.endpoint = endpoint
-        self._places: dict[Path, Place] = {}
+        self._places: dict[Path, DatasetPlace] = {}
 
-    def place(self, folder: Path) -> Place:
+    def place(self, folder: Path) -> DatasetPlace:
         """Where the files of this folder are in S3: uploaded, past the delay, when first asked for.
 
         Raises:  StoreUnavailable: the server refuses, or does not answer.
@@ -43,7 +43,7 @@ class Storage:
         if folder not in self._places:
             prefix = f"{len(self._places)}-{folder.name}"
             self._upload(folder, prefix)
-            self._places[folder] = Place(
+            self._places[folder] = DatasetPlace(
                 folder,
                 f"s3://{BUCKET}/{prefix}",
                 self.endpoint,

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dataplane_bench.model import Column, Kind
+from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.workloads.recipe import Recipe, shards
 
 _CATEGORY_COUNTS = (2, 10, 100, 1_000, 10_000, 100_000)
@@ -64,8 +64,8 @@ RECIPE = Recipe(
     name="tabular",
     version=1,
     columns=(
-        Column("id", Kind.FIXED, "int64"),
-        *(Column(name, Kind.FIXED, dtype) for name, dtype in _DTYPES),
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        *(WorkloadColumn(name, ColumnType.FIXED, dtype) for name, dtype in _DTYPES),
     ),
     sample_count=1_000_000,
     batch_size=8192,

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataplane_bench.model import Column, Kind
+from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.workloads.recipe import Recipe, shards
 
 LENGTH_MEAN = 200
@@ -45,9 +45,9 @@ RECIPE = Recipe(
     name="text",
     version=1,
     columns=(
-        Column("id", Kind.FIXED, "int64"),
-        Column("label", Kind.FIXED, "int32"),
-        Column("tokens", Kind.RAGGED, "int32"),
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        WorkloadColumn("label", ColumnType.FIXED, "int32"),
+        WorkloadColumn("tokens", ColumnType.RAGGED, "int32"),
     ),
     sample_count=100_000,
     batch_size=64,

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataplane_bench.model import Column, Kind
+from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.workloads.recipe import Recipe, shards
 
 ROW_TOKENS = 2048
@@ -29,8 +29,8 @@ RECIPE = Recipe(
     name="tokens",
     version=1,
     columns=(
-        Column("id", Kind.FIXED, "int64"),
-        Column("tokens", Kind.FIXED, "int32", (ROW_TOKENS,)),
+        WorkloadColumn("id", ColumnType.FIXED, "int64"),
+        WorkloadColumn("tokens", ColumnType.FIXED, "int32", (ROW_TOKENS,)),
     ),
     sample_count=65_536,
     batch_size=32,

@@ -21,8 +21,8 @@ from dataplane.model import ColumnOptions, ColumnSpec, ListPolicy
 from dataplane.model import Kind as Form
 from dataplane.plan.manifest import Manifest
 from dataplane.transforms.canonical import canonical
-from dataplane.transforms.columns import ColumnPlan, Part, plan_columns
-from dataplane_bench.model import Column, Kind
+from dataplane.transforms.columns import ColumnPlan, LeafPart, plan_columns
+from dataplane_bench.model import ColumnType, WorkloadColumn
 from dataplane_bench.workloads.about import About, shared_names
 from dataplane_bench.workloads.recipe import SHARD_COUNT
 
@@ -36,7 +36,7 @@ _COLOURS = ("YCbCr", "RGB", "Gray")
 class _Usable:
     """A column as the benchmark has it, and what of the shards it is made of."""
 
-    column: Column
+    column: WorkloadColumn
     leaf: ColumnPlan
 
     @property
@@ -88,7 +88,7 @@ def _usable(manifest: Manifest) -> tuple[list[_Usable], list[str]]:
     notes: list[str] = []
     names = shared_names([spec.name for spec in plan.specs])
     for index, (spec, name) in enumerate(zip(plan.specs, names, strict=True)):
-        leaf = ColumnPlan.of(plan.options, [(plan.leaves[index], Part.VALUES)])
+        leaf = ColumnPlan.of(plan.options, [(plan.leaves[index], LeafPart.VALUES)])
         try:
             column = _column(name, spec, leaf, first)
         except _Unfit as error:
@@ -102,19 +102,19 @@ def _note(leaf: str, why: str) -> str:
     return f"column {leaf} is left out: {why}"
 
 
-def _column(name: str, spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch) -> Column:
+def _column(name: str, spec: ColumnSpec, leaf: ColumnPlan, first: pa.RecordBatch) -> WorkloadColumn:
     """Raises:  _Unfit."""
     match spec.kind:
         case Form.FIXED if 0 in spec.shape:
             raise _Unfit("it is empty in every sample")
         case Form.FIXED:
-            return Column(name, Kind.FIXED, spec.dtype, spec.shape)
+            return WorkloadColumn(name, ColumnType.FIXED, spec.dtype, spec.shape)
         case Form.RAGGED:
-            return Column(name, Kind.RAGGED, spec.dtype)
+            return WorkloadColumn(name, ColumnType.RAGGED, spec.dtype)
         case Form.STRING:
-            return Column(name, Kind.STRING)
+            return WorkloadColumn(name, ColumnType.STRING)
         case Form.BYTES:
-            column = Column(name, Kind.IMAGE)
+            column = WorkloadColumn(name, ColumnType.IMAGE)
             _check(column, canonical(first, leaf, "").column(0).slice(0, 1))
             return column
         case _:
@@ -176,11 +176,11 @@ def _values(one: _Usable, read: pa.RecordBatch, url: str) -> pa.Array:
     return values.cast(_stored_type(one.column))
 
 
-def _check(column: Column, values: pa.Array) -> None:
+def _check(column: WorkloadColumn, values: pa.Array) -> None:
     """Raises:  _Unfit."""
     if values.null_count:
         raise _Unfit("it has nulls")
-    if column.kind is not Kind.IMAGE:
+    if column.kind is not ColumnType.IMAGE:
         return
     import simplejpeg  # type: ignore[import-untyped]
 
@@ -196,13 +196,13 @@ def _check(column: Column, values: pa.Array) -> None:
             raise _Unfit(f"not every decoder turns a {colour} JPEG into RGB")
 
 
-def _stored_type(column: Column) -> pa.DataType:
+def _stored_type(column: WorkloadColumn) -> pa.DataType:
     match column.kind:
-        case Kind.STRING:
+        case ColumnType.STRING:
             return pa.string()
-        case Kind.IMAGE:
+        case ColumnType.IMAGE:
             return pa.binary()
     number = pa.bool_() if column.dtype == "bool" else pa.from_numpy_dtype(column.dtype)
-    if column.kind is Kind.RAGGED:
+    if column.kind is ColumnType.RAGGED:
         return pa.list_(number)
     return pa.list_(number, int(np.prod(column.shape))) if column.shape else number

@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TrialSetup:
     """What a run was made with, as far as advice depends on it; `dataset_bytes` when decoded.
     `can_skip_columns`: columns that the job does not ask for need not be read, as in Parquet.
     """
@@ -73,7 +73,7 @@ def _times(factor: float) -> str:
     return f"{factor:.1f} times the speed"
 
 
-def advice(bound: Bound, found: Statistics, at: Setting) -> list[str]:
+def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
     """What to turn, the most promising first."""
     told = {
         Stage.STORAGE: _storage,
@@ -98,7 +98,7 @@ def advice(bound: Bound, found: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _more_workers(found: Statistics, at: Setting) -> list[str]:
+def _more_workers(found: Statistics, at: TrialSetup) -> list[str]:
     count = found.worker_count
     if at.block_count <= count and at.dataset_bytes <= count * at.config.slab_bytes:
         return []  # not even these have something to do
@@ -107,7 +107,7 @@ def _more_workers(found: Statistics, at: Setting) -> list[str]:
     return [f"more processors: all {at.cpu_count} have a worker already"]
 
 
-def _windows(at: Setting) -> list[str]:
+def _windows(at: TrialSetup) -> list[str]:
     if not at.is_shuffled or at.open_window_bytes <= at.config.block_arena_bytes:
         return []
     need = output.approximate_bytes(at.open_window_bytes)
@@ -116,7 +116,7 @@ def _windows(at: Setting) -> list[str]:
     return [more + "blocks are loaded more than once; or fewer lanes, or a smaller window"]
 
 
-def _storage(found: Statistics, at: Setting) -> list[str]:
+def _storage(found: Statistics, at: TrialSetup) -> list[str]:
     told = _windows(at)
     if found.disk_wait_s > found.reading_s:
         slow = "local files come from the disk, not from memory: a faster disk, more memory, or "
@@ -148,7 +148,7 @@ def _storage(found: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _decode(found: Statistics, at: Setting) -> list[str]:
+def _decode(found: Statistics, at: TrialSetup) -> list[str]:
     told = [*_windows(at), *_more_workers(found, at)]
     if at.has_all_columns:
         told.append("columns=[…]: columns that nobody uses are not decoded")
@@ -160,7 +160,7 @@ def _decode(found: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _assemble(found: Statistics, at: Setting) -> list[str]:
+def _assemble(found: Statistics, at: TrialSetup) -> list[str]:
     told = _more_workers(found, at)
     if at.has_images:
         return [*told, "smaller stored images: decoding them is nearly all of this"]
@@ -169,11 +169,11 @@ def _assemble(found: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _workers(found: Statistics, at: Setting) -> list[str]:
+def _workers(found: Statistics, at: TrialSetup) -> list[str]:
     return _more_workers(found, at)
 
 
-def _room(_: Statistics, at: Setting) -> list[str]:
+def _room(_: Statistics, at: TrialSetup) -> list[str]:
     told = ["let go of batches as soon as they were used"]
     room = at.config.delivery_bytes_per_rank
     if at.dataset_bytes > room:
@@ -181,7 +181,7 @@ def _room(_: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _node(_: Statistics, at: Setting) -> list[str]:
+def _node(_: Statistics, at: TrialSetup) -> list[str]:
     told = ["larger batches"]
     slab = at.config.slab_bytes
     if at.dataset_bytes >= _SLABS_MIN * slab:
@@ -190,5 +190,5 @@ def _node(_: Statistics, at: Setting) -> list[str]:
     return told
 
 
-def _consumer(_: Statistics, __: Setting) -> list[str]:
+def _consumer(_: Statistics, __: TrialSetup) -> list[str]:
     return ["nothing here: the loader keeps up, and the time goes into the trainer's own steps"]

@@ -129,7 +129,7 @@ def doctor(
     if not as_json:
         output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
         output.stdout().print()
-    done = _tried(request, settings, step_ms / 1e3, trial.Length(seconds, steps))
+    done = _tried(request, settings, step_ms / 1e3, trial.TrialLength(seconds, steps))
     from dataplane.client.bound import bound_of
 
     bound = bound_of(done.found)
@@ -198,7 +198,7 @@ def _looked_at(
     found = [*checks.environment(config, manifest), checks.storage(probe)]
     lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-    at = advice.Setting(
+    at = advice.TrialSetup(
         config,
         this_machine().cpu_count,
         probe,

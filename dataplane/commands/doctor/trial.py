@@ -29,7 +29,7 @@ _TOLD_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class TrialLength:
     """When a run is long enough: whichever comes first, unless hardly a slab was seen by then."""
 
     seconds: float
@@ -51,7 +51,9 @@ class Trial:
 class _Loop:
     """A trainer's loop without a model."""
 
-    def __init__(self, session: Session, step_s: float, length: Length, progress: Progress) -> None:
+    def __init__(
+        self, session: Session, step_s: float, length: TrialLength, progress: Progress
+    ) -> None:
         self._session, self._step_s = session, step_s
         self._length, self._progress = length, progress
         self._began = self._told = time.monotonic()
@@ -114,7 +116,7 @@ class _Loop:
         return (self._warm is not None and seen >= _SLABS_MIN) or self._by_time() >= _LONGER
 
 
-def run(session: Session, step_s: float, length: Length, progress: Progress) -> Trial:
+def run(session: Session, step_s: float, length: TrialLength, progress: Progress) -> Trial:
     """Run the session's job for a while. The time that it takes to open the job does not count.
 
     Raises:  DataplaneError: as the node says.

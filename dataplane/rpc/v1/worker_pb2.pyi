@@ -90,7 +90,7 @@ class OpenDataset(_message.Message):
     column_options: _types_pb2.ColumnOptions
     def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: bool = ..., pack: bool = ..., memory_bytes: _Optional[int] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
 
-class RawBlock(_message.Message):
+class RawBlockRef(_message.Message):
     __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces")
     URL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -120,9 +120,9 @@ class Decode(_message.Message):
     RAW_FIELD_NUMBER: _ClassVar[int]
     INTO_FIELD_NUMBER: _ClassVar[int]
     dataset_id: int
-    raw: RawBlock
+    raw: RawBlockRef
     into: _types_pb2.Region
-    def __init__(self, dataset_id: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    def __init__(self, dataset_id: _Optional[int] = ..., raw: _Optional[_Union[RawBlockRef, _Mapping]] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class Decoded(_message.Message):
     __slots__ = ("bytes", "stored", "disk")
@@ -152,11 +152,11 @@ class BlockSource(_message.Message):
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     TRAILS_FIELD_NUMBER: _ClassVar[int]
     key: int
-    raw: RawBlock
+    raw: RawBlockRef
     decoded: _types_pb2.Region
     origin: Origin
     trails: _types_pb2.Region
-    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlock, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., trails: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlockRef, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., trails: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class OpenBlocks(_message.Message):
     __slots__ = ("dataset_id", "blocks", "forget")

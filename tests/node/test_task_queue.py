@@ -1,4 +1,4 @@
-"""Who gets a worker: nobody waits for the end of somebody else's long jobs."""
+"""Who gets a worker: nobody waits for the end of somebody else's long tasks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 from pool_bench import ROOM, Bench, arrow_shards, instead_of_workers, on_bench
 
 from dataplane.model import Region
-from dataplane.node.job_queue import LIVE_S, LONG_S, JobQueue
-from dataplane.node.pool_worker import Job
+from dataplane.node.pool_worker import PoolTask
+from dataplane.node.task_queue import LIVE_S, LONG_S, TaskQueue
 from dataplane.rpc import tasks
-from dataplane.worker.death import Place
+from dataplane.worker.death import WorkerPlace
 
 WIDE, OTHER_WIDE, NARROW = 1, 2, 3
 
 
-def job_of(dataset_id: int) -> Job:
-    raw = tasks.RawBlock("a", 0, 1, Region(0, 0), Region(0, 0), 0)
-    return Job(
+def task_of(dataset_id: int) -> PoolTask:
+    raw = tasks.RawBlockRef("a", 0, 1, Region(0, 0), Region(0, 0), 0)
+    return PoolTask(
         tasks.Decode(dataset_id, raw, Region(0, 0)),
         tasks.OpenDataset(dataset_id, "arrow", b""),
         (),
         lambda _: None,
-        lambda: Place("a"),
+        lambda: WorkerPlace("a"),
     )
 
 
@@ -33,37 +33,37 @@ class Workers:
     """A queue, and so many workers, at a time that the test sets."""
 
     def __init__(self, count: int) -> None:
-        self.queue, self.count, self.now = JobQueue(), count, 100.0
-        self.jobs: list[Job] = []
+        self.queue, self.count, self.now = TaskQueue(), count, 100.0
+        self.tasks: list[PoolTask] = []
 
-    def queued(self, dataset_id: int, urgency: int = 0) -> Job:
-        job = job_of(dataset_id)
-        self.queue.add(job, urgency, self.now)
-        return job
+    def queued(self, dataset_id: int, urgency: int = 0) -> PoolTask:
+        task = task_of(dataset_id)
+        self.queue.add(task, urgency, self.now)
+        return task
 
     def begun(self) -> list[int]:
-        """Datasets of the jobs that workers begin with now, each of them as long as it is idle."""
+        """Datasets of the tasks that workers begin with now, each of them as long as it is idle."""
         return list(self._begin())
 
-    def done(self, job: Job, after_s: float) -> None:
+    def done(self, task: PoolTask, after_s: float) -> None:
         self.now += after_s
-        self.jobs.remove(job)
-        self.queue.ended(job, self.now)
+        self.tasks.remove(task)
+        self.queue.ended(task, self.now)
 
     def knows(self, dataset_id: int, took_s: float) -> None:
-        """A job of this dataset has ended."""
-        job = self.queued(dataset_id)
+        """A task of this dataset has ended."""
+        task = self.queued(dataset_id)
         assert self.begun() == [dataset_id]
-        self.done(job, took_s)
+        self.done(task, took_s)
 
     def _begin(self) -> Iterator[int]:
-        while len(self.jobs) < self.count:
-            job = self.queue.take(self.jobs, self.count, self.now)
-            if job is None:
+        while len(self.tasks) < self.count:
+            task = self.queue.take(self.tasks, self.count, self.now)
+            if task is None:
                 return
-            job.started = self.now
-            self.jobs.append(job)
-            yield job.dataset.dataset_id
+            task.started = self.now
+            self.tasks.append(task)
+            yield task.dataset.dataset_id
 
 
 def test_the_most_urgent_job_goes_first_and_then_the_oldest() -> None:
@@ -170,9 +170,9 @@ def test_there_is_always_a_job_under_way_while_some_wait(workers: int) -> None:
     left = 6
     while left:
         pool.begun()
-        assert pool.jobs
+        assert pool.tasks
         left -= 1
-        pool.done(pool.jobs[0], 9.0)
+        pool.done(pool.tasks[0], 9.0)
 
 
 def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
