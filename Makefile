@@ -11,8 +11,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 SOURCES := dataplane loaders benchmarks tests
 PROTOS := $(wildcard proto/dataplane/rpc/v1/*.proto)
-IN_C := dataplane/worker/kernel.c dataplane/plan/loops.c dataplane/formats/parquet_facts.c \
-  $(wildcard dataplane/transforms/csrc/*.[ch])
+IN_C := $(wildcard $(addprefix dataplane/,*.h worker/*.[ch] plan/*.[ch] formats/*.[ch] transforms/*/*.[ch]))
 # Generated code asks for the versions that generate it, or newer ones: here the oldest that pyproject.toml allows.
 PROTOC := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --with grpcio-tools==1.80.0 \
   python -m grpc_tools.protoc -I proto

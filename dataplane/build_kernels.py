@@ -42,8 +42,8 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """`sources` is a C file, or a folder of them and of their headers; `instead` takes its place
-    if it cannot be compiled.
+    """`sources` is a C file with its header, or a folder whose C is one library; all includes
+    compiler.h, in the folder above. `instead` takes its place if it cannot be compiled.
     """
 
     sources: Path
@@ -55,8 +55,10 @@ class Library:
         """In the order in which the modules that load a library sum them up."""
         there = root / self.sources
         if there.is_file():
-            return (there,)
-        return tuple(sorted(path for path in there.iterdir() if path.suffix in {".c", ".h"}))
+            folder, own = there.parent, [there, there.with_suffix(".h")]
+        else:
+            folder, own = there, sorted(there.rglob("*.[ch]"))
+        return (folder.parent / "compiler.h", *own)
 
 
 LIBJPEG = Package(
@@ -74,7 +76,7 @@ LIBJPEG = Package(
 )
 KERNEL = Library(Path("dataplane/worker/kernel.c"), Path("dataplane/worker/libkernel.so"), "numpy")
 PIXELS = Library(
-    Path("dataplane/transforms/csrc"),
+    Path("dataplane/transforms"),
     Path("dataplane/transforms/libpixels.so"),
     "Pillow",
     LIBJPEG,

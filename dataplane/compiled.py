@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+SHARED = "compiler.h"
+"""The header in the folder above, which all C includes."""
 INSTALL_AGAIN = "install a C compiler, then Dataplane once more"
 
 Signature = tuple[type | None, tuple[type, ...]]
@@ -26,9 +28,11 @@ class Compiled:
 
 
 def load(
-    path: Path, sources: Sequence[Path], crc_function: str, signatures: Mapping[str, Signature]
+    path: Path, sources: Path, crc_function: str, signatures: Mapping[str, Signature]
 ) -> Compiled:
-    """A library, if it is there and `crc_function` says that it was made from these sources."""
+    """A library, if it is there and `crc_function` says that it was made from these sources: a C
+    file with its header, or all C in a folder.
+    """
     if not path.exists():
         return Compiled(None, f"{path.name} could not be compiled when Dataplane was installed")
     try:
@@ -42,11 +46,20 @@ def load(
     except (OSError, AttributeError) as fault:
         return Compiled(None, f"{path.name} cannot be loaded: {fault}")
     if made_from != crc_of(sources):
-        names = sources[0].name if len(sources) == 1 else f"{sources[0].parent.name}/"
-        return Compiled(None, f"{path.name} was made from another {names}")
+        name = f"{sources.name}/" if sources.is_dir() else sources.name
+        return Compiled(None, f"{path.name} was made from another {name}")
     return Compiled(library)
 
 
-def crc_of(sources: Sequence[Path]) -> int:
+def sources_of(sources: Path) -> tuple[Path, ...]:
+    """All files that a library is made from, in the order in which they are summed up."""
+    if sources.is_dir():
+        folder, own = sources, sorted(sources.rglob("*.[ch]"))
+    else:
+        folder, own = sources.parent, [sources, sources.with_suffix(".h")]
+    return (folder.parent / SHARED, *own)
+
+
+def crc_of(sources: Path) -> int:
     """What a library that was made from these sources says."""
-    return zlib.crc32(b"".join(source.read_bytes() for source in sources))
+    return zlib.crc32(b"".join(source.read_bytes() for source in sources_of(sources)))

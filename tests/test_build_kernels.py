@@ -47,7 +47,7 @@ class Loaded:
 
 ALL = (
     Loaded(KERNEL, lambda path, at: kernel.load(path, at).missing, "kernel.c"),
-    Loaded(PIXELS, lambda path, at: pixels_library.load(path, at).missing, "csrc/"),
+    Loaded(PIXELS, lambda path, at: pixels_library.load(path, at).missing, "transforms/"),
     Loaded(LOOPS, lambda path, at: loops.load(path, at).missing, "loops.c"),
     Loaded(FOOTER, lambda path, at: parquet_facts.load(path, at).missing, "parquet_facts.c"),
 )
@@ -57,11 +57,9 @@ ALL = (
 def project(tmp_path: Path) -> Path:
     """A project with nothing but the sources in C."""
     for library in LIBRARIES:
-        source, place = ROOT / library.sources, tmp_path / library.sources
-        place.parent.mkdir(parents=True)
-        if source.is_dir():
-            shutil.copytree(source, place)
-        else:
+        for source in library.sources_in(ROOT):
+            place = tmp_path / source.relative_to(ROOT)
+            place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, place)
     return tmp_path
 

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define EXPORT __attribute__((visibility("default")))
+#include "parquet_facts.h"
 
 enum {
     DEPTH_MAX = 48,
@@ -534,14 +534,8 @@ static int read_file(struct reader *reader)
     return !reader->fault;
 }
 
-/*
- * `tables` are those of elements, row groups, columns and levels, each with room for `counts` rows;
- * without `tables` rows are only counted. Either way `counts` is how many there are, then the
- * file's rows, whether it is encrypted, and the field or kind that a fault is about. The result is
- * a fault, or 0.
- */
-EXPORT int64_t read_parquet_facts(const uint8_t *content, int64_t length, int64_t *const *tables,
-                                   int64_t *counts)
+int64_t read_parquet_facts(const uint8_t *content, int64_t length, int64_t *const *tables,
+                           int64_t *counts)
 {
     struct reader reader = {.at = content, .end = content + length};
     struct table *const own[] = {&reader.elements, &reader.groups, &reader.columns,
@@ -559,7 +553,7 @@ EXPORT int64_t read_parquet_facts(const uint8_t *content, int64_t length, int64_
     return reader.fault;
 }
 
-EXPORT uint32_t parquet_facts_source_crc(void)
+uint32_t parquet_facts_source_crc(void)
 {
     return SOURCE_CRC;
 }

@@ -98,7 +98,7 @@ def reader() -> compiled.Compiled:
 
 def load(path: Path, source: Path) -> compiled.Compiled:
     """A library, if it is there and was made from this source."""
-    return compiled.load(path, (source,), "parquet_facts_source_crc", _SIGNATURES)
+    return compiled.load(path, source, "parquet_facts_source_crc", _SIGNATURES)
 
 
 def read_footer(content: bytes | memoryview, library: ctypes.CDLL | None) -> FooterFacts:

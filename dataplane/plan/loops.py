@@ -43,7 +43,7 @@ def loops() -> compiled.Compiled:
 
 def load(path: Path, source: Path) -> compiled.Compiled:
     """A library, if it is there and was made from this source."""
-    return compiled.load(path, (source,), "loops_source_crc", _SIGNATURES)
+    return compiled.load(path, source, "loops_source_crc", _SIGNATURES)
 
 
 def sort_rows(words: NDArray[np.uint64], library: ctypes.CDLL | None) -> None:

@@ -37,7 +37,7 @@ _COLOURS = 3
 
 
 class _View(ctypes.Structure):
-    """As csrc/pixels.h has it."""
+    """As csrc/view.h has it."""
 
     _fields_ = (
         ("height", ctypes.c_int32),

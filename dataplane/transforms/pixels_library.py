@@ -14,7 +14,7 @@ from PIL import features
 
 from dataplane import compiled
 
-SOURCES = Path(__file__).with_name("csrc")
+SOURCES = Path(__file__).parent
 LIBRARY = Path(__file__).with_name("libpixels.so")
 REASON_BYTES = 256
 _PATH_BYTES = 4096
@@ -74,8 +74,7 @@ def pillow_maker(missing: str = "chosen") -> Maker:
 
 def load(path: Path, sources: Path) -> Maker:
     """The library at this path, if it was made from these sources and its libjpeg can be used."""
-    files = sorted(file for file in sources.iterdir() if file.suffix in {".c", ".h"})
-    found = compiled.load(path, files, "pixels_source_crc", _SIGNATURES)
+    found = compiled.load(path, sources, "pixels_source_crc", _SIGNATURES)
     library = found.library
     if library is None:
         return pillow_maker(found.missing)
@@ -84,7 +83,7 @@ def load(path: Path, sources: Path) -> Maker:
     if not library.pixels_open(where, reason):
         said = reason.value.decode(errors="replace")
         return pillow_maker(f"{where.value.decode(errors='replace')}: {said}")
-    crc = compiled.crc_of(files)
+    crc = compiled.crc_of(sources)
     turbo = _libjpeg_version(Path(where.value.decode(errors="surrogateescape")))
     return Maker(library, f"libjpeg-turbo {turbo}, kernels {crc:08x}; {_pillow_name()}")
 

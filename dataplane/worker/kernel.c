@@ -1,25 +1,17 @@
 /*
  * The inner loops of a gather: rows that lie in many blocks, copied one after the other.
  *
- * Called through ctypes, which holds no lock of the interpreter meanwhile. kernel.py describes each
- * function; what they take is laid out as numpy lays it out:
- *
- *   index    int32[count, 2]: (block, row), in memory that nobody else writes
- *   sources  one column's part of block b is sources[b * stride]
- *
  * Packed rows are the small columns of a block, row after row, the columns of a row side by side: a
  * row that is read at random is one or two misses of the cache then, and not one for each column.
  *
- * A function returns -1, or the number of the first row that is not where it should be; what it has
- * written by then is within `out`. Every address may be unaligned, so words are read by memcpy.
+ * Every address may be unaligned, so words are read by memcpy.
  */
 
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
+#include "kernel.h"
 
 /*
  * What is read next is known, and asked for before it is needed. A processor that sees a row being
@@ -35,38 +27,6 @@ enum {
     AHEAD_ROWS_MAX = 16, /* so many rows at most, */
     AHEAD_WORDS = 256,   /* and so many where a row is one word */
     TILE_ROWS = 256      /* packed rows that become columns together, in the nearest caches */
-};
-
-struct source {
-    const char *values;   /* fixed rows, or what `starts` cuts into runs */
-    const char *starts;   /* int64[rows + 1], in elements */
-    const uint8_t *valid; /* uint8[rows], or NULL where all are */
-    int64_t count;        /* elements of `values`, where there are starts */
-};
-
-struct field {
-    int64_t at;    /* in a packed row */
-    int64_t bytes; /* at most to the end of the row */
-    char *column;  /* the same of all rows, one after the other */
-};
-
-/* As the C data interface of Arrow has it: a record batch, whose columns are its children. */
-struct exported {
-    int64_t length;
-    int64_t null_count;
-    int64_t offset;
-    int64_t buffers_count;
-    int64_t children_count;
-    const void *const *buffers;
-    const struct exported *const *children;
-};
-
-/* Of one of its columns. */
-struct placed {
-    int64_t length;
-    int64_t null_count; /* 0 of what has no validity, -1 of what nobody counted */
-    int64_t offset;     /* in rows */
-    const void *values; /* the second buffer, or NULL */
 };
 
 INLINE int64_t word(const char *words, int64_t at)
@@ -106,8 +66,7 @@ INLINE int64_t rows_ahead(int64_t row_bytes)
     return rows < 1 ? 1 : rows > AHEAD_ROWS_MAX ? AHEAD_ROWS_MAX : rows;
 }
 
-EXPORT int64_t gather_check(const int32_t *index, int64_t count, const int64_t *block_rows,
-                            int64_t blocks)
+int64_t gather_check(const int32_t *index, int64_t count, const int64_t *block_rows, int64_t blocks)
 {
     for (int64_t i = 0; i < count; i++) {
         int64_t block = index[2 * i], row = index[2 * i + 1];
@@ -145,8 +104,8 @@ static void long_rows(const struct source *sources, int64_t stride, const int32_
     }
 }
 
-EXPORT void gather_fixed(const struct source *sources, int64_t stride, const int32_t *index,
-                         int64_t count, int64_t row_bytes, char *out)
+void gather_fixed(const struct source *sources, int64_t stride, const int32_t *index, int64_t count,
+                  int64_t row_bytes, char *out)
 {
     switch (row_bytes) {
     case 1: short_rows(sources, stride, index, count, 1, out); return;
@@ -158,8 +117,8 @@ EXPORT void gather_fixed(const struct source *sources, int64_t stride, const int
     }
 }
 
-EXPORT int64_t gather_spans(const struct source *sources, int64_t stride, const int32_t *index,
-                            int64_t count, int64_t *starts, int64_t *lengths)
+int64_t gather_spans(const struct source *sources, int64_t stride, const int32_t *index,
+                     int64_t count, int64_t *starts, int64_t *lengths)
 {
     for (int64_t i = 0; i < count; i++) {
         if (i < count - AHEAD_WORDS) {
@@ -212,10 +171,10 @@ static void pad(char *out, int64_t bytes, const char *padding, int64_t element_b
     }
 }
 
-EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t *index,
-                           int64_t count, int64_t element_bytes, const int64_t *starts,
-                           const int64_t *lengths, const int64_t *put, const int64_t *room,
-                           char *out, int64_t out_bytes, const char *padding)
+int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t *index,
+                    int64_t count, int64_t element_bytes, const int64_t *starts,
+                    const int64_t *lengths, const int64_t *put, const int64_t *room, char *out,
+                    int64_t out_bytes, const char *padding)
 {
     int64_t known = count - AHEAD_ROWS_MAX;
     for (int64_t i = 0; i < count; i++) {
@@ -239,8 +198,8 @@ EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const i
     return -1;
 }
 
-EXPORT void gather_valid(const struct source *sources, int64_t stride, const int32_t *index,
-                         int64_t count, uint8_t *out)
+void gather_valid(const struct source *sources, int64_t stride, const int32_t *index, int64_t count,
+                  uint8_t *out)
 {
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *valid = sources[index[2 * i] * stride].valid;
@@ -351,8 +310,8 @@ INLINE void turn(char *const *rows, int64_t count, const struct field *fields, i
     }
 }
 
-EXPORT void pack_rows(const struct field *fields, int64_t fields_count, int64_t count,
-                      int64_t row_bytes, char *out)
+void pack_rows(const struct field *fields, int64_t fields_count, int64_t count, int64_t row_bytes,
+               char *out)
 {
     char *rows[TILE_ROWS];
     for (int64_t first = 0; first < count; first += TILE_ROWS) {
@@ -363,9 +322,9 @@ EXPORT void pack_rows(const struct field *fields, int64_t fields_count, int64_t 
     }
 }
 
-EXPORT void gather_packed(const struct source *sources, int64_t stride, const int32_t *index,
-                          int64_t count, int64_t row_bytes, const struct field *fields,
-                          int64_t fields_count)
+void gather_packed(const struct source *sources, int64_t stride, const int32_t *index,
+                   int64_t count, int64_t row_bytes, const struct field *fields,
+                   int64_t fields_count)
 {
     char *rows[TILE_ROWS];
     for (int64_t i = 0; i < count && i < TILE_ROWS; i++)
@@ -381,7 +340,7 @@ EXPORT void gather_packed(const struct source *sources, int64_t stride, const in
     }
 }
 
-EXPORT void place_columns(const struct exported *batch, struct placed *out)
+void place_columns(const struct exported *batch, struct placed *out)
 {
     for (int64_t at = 0; at < batch->children_count; at++) {
         const struct exported *column = batch->children[at];
@@ -393,8 +352,7 @@ EXPORT void place_columns(const struct exported *batch, struct placed *out)
     }
 }
 
-/* Of the source that this was made from: kernel.py takes no other's. */
-EXPORT uint32_t gather_source_crc(void)
+uint32_t gather_source_crc(void)
 {
     return SOURCE_CRC;
 }

@@ -43,4 +43,4 @@ def kernel() -> compiled.Compiled:
 
 def load(path: Path, source: Path) -> compiled.Compiled:
     """A library, if it is there and was made from this source."""
-    return compiled.load(path, (source,), "gather_source_crc", _SIGNATURES)
+    return compiled.load(path, source, "gather_source_crc", _SIGNATURES)

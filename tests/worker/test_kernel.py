@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kernels import BOTH, compiled_rows
 
 from dataplane.build_kernels import KERNEL, compile_library
+from dataplane.compiled import sources_of
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
 from dataplane.worker.columns import BlockColumns, Ints, RowIndex, open_block
@@ -226,9 +227,10 @@ def test_no_address_is_made_of_a_run_that_is_not_checked_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fetched ahead is bounded, too: pointers beyond an array are undefined behaviour."""
-    source = tmp_path / KERNEL.sources
-    source.parent.mkdir(parents=True)
-    shutil.copyfile(SOURCE, source)
+    for source in sources_of(SOURCE):
+        copy = tmp_path / source.relative_to(SOURCE.parents[2])
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
     checks = "-fsanitize=undefined -fno-sanitize=alignment -fsanitize-undefined-trap-on-error"
     monkeypatch.setenv("CFLAGS", checks)
     compile_library(KERNEL, tmp_path)

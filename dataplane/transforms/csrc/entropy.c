@@ -15,8 +15,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../../compiler.h"
 #include "entropy.h"
-#include "trail.h"
+#include "memory.h"
 
 enum {
     LOOK_BITS = FAST_BITS,
@@ -25,6 +26,7 @@ enum {
     PLACES = 64 + EOB_RUN + 1,
     DC_BITS_MAX = 11,
     AC_BITS_MAX = 10,
+    MARK_SLACK = 16, /* bytes behind a mark, within which the MCU before it has ended */
     /* What an MCU takes at most, of 32 bits a coefficient, and what is read ahead. */
     SLACK_BYTES = D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * 4 + 32
 };
@@ -36,6 +38,8 @@ static const uint8_t PLACE_OF[64] = {
     30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63};
 
 static uint8_t places[PLACES];
+
+_Static_assert(COMPONENTS_MAX == MAX_COMPS_IN_SCAN, "as many as libjpeg has");
 
 void entropy_prepare(void)
 {
@@ -177,7 +181,7 @@ static int window_open(struct entropy *entropy, const struct mark *mark, size_t 
         reserved(entropy->window, &entropy->window_bytes, size + SLACK_BYTES);
     if (entropy->window == NULL)
         return 0;
-    const uint8_t *from = entropy->scan + mark->offset, *until = entropy->scan + end;
+    const uint8_t *from = entropy->scan.bytes + mark->offset, *until = entropy->scan.bytes + end;
     uint8_t *to = entropy->window;
     while (from < until) {
         const uint8_t *stuffed = memchr(from, 0xff, (size_t)(until - from));
@@ -245,46 +249,49 @@ static void mark_note(struct entropy *entropy)
 {
     const struct reader *reader = &entropy->reader;
     size_t bits = (size_t)(reader->next - entropy->window) * 8 - reader->count;
-    entropy->passed_stuffed = stuffed_bytes(entropy->scan, entropy->scan_bytes,
+    entropy->passed_stuffed = stuffed_bytes(entropy->scan.bytes, entropy->scan.length,
                                             entropy->passed_stuffed, bits / 8 - entropy->passed);
     entropy->passed = bits / 8;
     struct mark mark = {.offset = entropy->passed_stuffed, .bit = (int)(bits % 8)};
     memcpy(mark.dc, entropy->last_dc, sizeof mark.dc);
-    trail_note(entropy, &mark);
+    trail_note(&entropy->noting, &mark);
 }
 
 /* As mcu_read; where a mark is due, it is noted. */
 INLINE int mcu_pass(struct entropy *entropy, JBLOCKROW *blocks)
 {
-    if (__builtin_expect(entropy->mcu_next == entropy->mcu_due, 0))
+    if (__builtin_expect(entropy->mcu_next == entropy->noting.due, 0))
         mark_note(entropy);
     return mcu_read(entropy, blocks);
 }
 
 enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks)
 {
+    const struct scan *scan = &entropy->scan;
+    const struct marks *marks = &entropy->marks;
     int64_t mcu = entropy->mcu_asked++;
-    int64_t row = mcu / entropy->mcus_per_row, column = mcu % entropy->mcus_per_row;
-    if (blocks == NULL || row < entropy->row_first || row > entropy->row_last ||
-        column < entropy->column_first || column > entropy->column_last)
+    int64_t row = mcu / scan->mcus_per_row, column = mcu % scan->mcus_per_row;
+    if (blocks == NULL || row < scan->row_first || row > scan->row_last ||
+        column < scan->column_first || column > scan->column_last)
         return ENTROPY_FINE;
     if (mcu >= entropy->mcu_covered || entropy->window_end == NULL) {
+        /* The memory for a trail's marks was not there. */
+        if (marks->count == 0)
+            return ENTROPY_NO_MEMORY;
         /* The last mark that is not behind it; the end of what is needed from there. */
         size_t at = entropy->mark_at;
-        while (at + 1 < entropy->mark_count && entropy->marks[at + 1].mcu <= mcu)
+        while (at + 1 < marks->count && marks->all[at + 1].mcu <= mcu)
             at++;
-        int64_t last = row * entropy->mcus_per_row + entropy->column_last;
+        int64_t last = row * scan->mcus_per_row + scan->column_last;
         size_t next = at + 1;
-        while (!entropy->is_restarting && next < entropy->mark_count &&
-               entropy->marks[next].mcu <= last)
+        while (!entropy->is_restarting && next < marks->count && marks->all[next].mcu <= last)
             next++;
-        size_t end = next < entropy->mark_count ? entropy->marks[next].offset + MARK_SLACK
-                                                : entropy->scan_bytes;
-        end = end > entropy->scan_bytes ? entropy->scan_bytes : end;
-        if (!window_open(entropy, entropy->marks + at, end))
+        size_t end = next < marks->count ? marks->all[next].offset + MARK_SLACK : scan->length;
+        end = end > scan->length ? scan->length : end;
+        if (!window_open(entropy, marks->all + at, end))
             return ENTROPY_NO_MEMORY;
         entropy->mark_at = at;
-        entropy->mcu_covered = next < entropy->mark_count ? entropy->marks[next].mcu : INT64_MAX;
+        entropy->mcu_covered = next < marks->count ? marks->all[next].mcu : INT64_MAX;
     }
     while (entropy->mcu_next < mcu)
         if (!mcu_pass(entropy, NULL))
@@ -292,32 +299,17 @@ enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks)
     return mcu_pass(entropy, blocks) ? ENTROPY_FINE : ENTROPY_BROKEN;
 }
 
-static void mark_first(struct mark *mark, int64_t mcu, size_t offset)
-{
-    memset(mark, 0, sizeof *mark);
-    mark->mcu = mcu;
-    mark->offset = offset;
-}
-
-struct mark *entropy_room_for_marks(struct entropy *entropy, size_t count)
-{
-    entropy->marks =
-        reserved(entropy->marks, &entropy->marks_bytes, count * sizeof *entropy->marks);
-    entropy->mark_count = 0;
-    return entropy->marks;
-}
-
 /* Every restart is a mark. Returns 0 where they are not what they should be. */
 static int marks_of_restarts(struct entropy *entropy, int64_t interval)
 {
-    int64_t mcus = entropy->mcus_per_row * entropy->mcu_rows;
+    struct marks *marks = &entropy->marks;
+    int64_t mcus = entropy->scan.mcus_per_row * entropy->scan.mcu_rows;
     size_t count = (size_t)((mcus + interval - 1) / interval);
-    if (entropy_room_for_marks(entropy, count) == NULL)
+    if (!marks_begin(marks, count))
         return 0;
-    mark_first(entropy->marks, 0, 0);
-    const uint8_t *scan = entropy->scan, *end = scan + entropy->scan_bytes, *at = scan;
-    size_t found = 1;
-    while (found < count && (at = memchr(at, 0xff, (size_t)(end - at))) != NULL) {
+    marks_add(marks, 0, 0);
+    const uint8_t *scan = entropy->scan.bytes, *end = scan + entropy->scan.length, *at = scan;
+    while (marks->count < count && (at = memchr(at, 0xff, (size_t)(end - at))) != NULL) {
         while (at < end && *at == 0xff)
             at++;
         if (at == end)
@@ -325,13 +317,11 @@ static int marks_of_restarts(struct entropy *entropy, int64_t interval)
         int marker = *at++;
         if (marker == 0)
             continue;
-        if (marker != JPEG_RST0 + (int)((found - 1) % 8))
+        if (marker != JPEG_RST0 + (int)((marks->count - 1) % 8))
             return 0;
-        mark_first(entropy->marks + found, (int64_t)found * interval, (size_t)(at - scan));
-        found++;
+        marks_add(marks, (int64_t)marks->count * interval, (size_t)(at - scan));
     }
-    entropy->mark_count = found;
-    return found == count;
+    return marks->count == count;
 }
 
 int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
@@ -339,14 +329,13 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
     if (cinfo->progressive_mode || cinfo->arith_code || cinfo->data_precision != 8 ||
         cinfo->comps_in_scan != cinfo->num_components || cinfo->blocks_in_MCU > D_MAX_BLOCKS_IN_MCU)
         return 0;
-    entropy->scan = cinfo->src->next_input_byte;
-    entropy->scan_bytes = cinfo->src->bytes_in_buffer;
-    entropy->mcus_per_row = cinfo->MCUs_per_row;
-    entropy->mcu_rows = cinfo->MCU_rows_in_scan;
+    entropy->scan = (struct scan){.bytes = cinfo->src->next_input_byte,
+                                  .length = cinfo->src->bytes_in_buffer,
+                                  .mcus_per_row = cinfo->MCUs_per_row,
+                                  .mcu_rows = cinfo->MCU_rows_in_scan};
     entropy->mcu_asked = entropy->mcu_next = entropy->mcu_covered = 0;
     entropy->window_end = NULL;
-    entropy->mcu_due = INT64_MAX;
-    memset(&entropy->noting, 0, sizeof entropy->noting);
+    trail_none(&entropy->noting);
     entropy->block_count = cinfo->blocks_in_MCU;
     for (int i = 0; i < cinfo->blocks_in_MCU; i++) {
         int component = cinfo->MCU_membership[i];
@@ -362,15 +351,32 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
     entropy->is_restarting = cinfo->restart_interval != 0;
     if (entropy->is_restarting)
         return marks_of_restarts(entropy, cinfo->restart_interval);
-    if (entropy_room_for_marks(entropy, 1) == NULL)
+    if (!marks_begin(&entropy->marks, 1))
         return 0;
-    mark_first(entropy->marks, 0, 0);
-    entropy->mark_count = 1;
+    marks_add(&entropy->marks, 0, 0);
     return 1;
+}
+
+void entropy_follow(struct entropy *entropy, int components, int mcu_width,
+                    const struct trail *trail)
+{
+    if (!entropy->is_restarting)
+        trail_follow(&entropy->noting, &entropy->marks, &entropy->scan, components, mcu_width,
+                     trail);
+}
+
+void entropy_forget(struct entropy *entropy)
+{
+    entropy->noting.noted = entropy->noting.known = 0;
+}
+
+void entropy_leave(const struct entropy *entropy)
+{
+    trail_leave(&entropy->noting);
 }
 
 void entropy_free(struct entropy *entropy)
 {
-    free(entropy->marks);
+    marks_free(&entropy->marks);
     free(entropy->window);
 }

@@ -6,13 +6,11 @@
 #include <stdio.h>
 #include <jpeglib.h> /* needs stdio.h */
 
-#include "pixels.h"
+#include "marks.h"
+#include "scan.h"
+#include "trail.h"
 
-enum {
-    FAST_BITS = 10,
-    COMPONENTS_MAX = MAX_COMPS_IN_SCAN,
-    MARK_SLACK = 16 /* bytes behind a mark, within which the MCU before it has ended */
-};
+enum { FAST_BITS = 10 };
 
 enum entropy_fault { ENTROPY_FINE, ENTROPY_BROKEN, ENTROPY_NO_MEMORY };
 
@@ -26,25 +24,9 @@ struct codes {
     int is_made;
 };
 
-/* A place in a scan where decoding can start. */
-struct mark {
-    int64_t mcu;
-    size_t offset; /* in bytes, with stuffed zeros */
-    int bit;       /* of that byte; 0 is the highest */
-    int dc[COMPONENTS_MAX];
-};
-
 struct block_plan {
     const struct codes *dc, *ac;
     int component;
-};
-
-/* A trail under way: see trail.c. */
-struct noting {
-    uint8_t *bytes;
-    int components, mark_bytes;
-    int64_t step, per_row, all; /* MCUs from mark to mark; marks of a row, and of the image */
-    int64_t known, noted;       /* how many there were, and are */
 };
 
 /* The bits that were read ahead, and where more come from. */
@@ -56,19 +38,15 @@ struct reader {
 
 /* A scan under way. */
 struct entropy {
-    const uint8_t *scan; /* with stuffed zeros and restart markers, and whatever follows */
-    size_t scan_bytes;
-    int64_t mcus_per_row, mcu_rows;
-    int64_t row_first, row_last, column_first, column_last; /* the MCUs that are needed */
+    struct scan scan;
     int64_t mcu_asked; /* by libjpeg, next */
     int block_count;
     struct block_plan blocks[D_MAX_BLOCKS_IN_MCU];
 
-    struct mark *marks;
-    size_t mark_count, mark_at, marks_bytes;
+    struct marks marks;
+    size_t mark_at;
     int is_restarting;
     struct noting noting;
-    int64_t mcu_due; /* before which a mark is to be noted */
 
     uint8_t *window; /* part of the scan, without stuffed zeros */
     const uint8_t *window_end;
@@ -87,8 +65,15 @@ void entropy_prepare(void);
 /* A scan that libjpeg has just begun. Returns 0 where libjpeg must decode it itself. */
 int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo);
 
-/* After entropy_begin, and where it is known what is needed: use these marks beside the start. */
-struct mark *entropy_room_for_marks(struct entropy *entropy, size_t count);
+/* After entropy_begin, and where it is known what is needed of the scan: as trail_follow. */
+void entropy_follow(struct entropy *entropy, int components, int mcu_width,
+                    const struct trail *trail);
+
+/* Of the image before: it has noted nothing that is to be left. */
+void entropy_forget(struct entropy *entropy);
+
+/* The image is decoded: what was noted of it is there for others. */
+void entropy_leave(const struct entropy *entropy);
 
 /* The next MCU that libjpeg asks for: its coefficients, or nothing if it is not needed. */
 enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks);

@@ -8,7 +8,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "pixels.h"
+#include "../../compiler.h"
+#include "header.h"
 
 enum {
     MARKER = 0xff,

@@ -15,11 +15,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "jpeg.h"
-#include "pixels.h"
-#include "trail.h"
+#include <jpeglib.h> /* needs stdio.h */
+#include <jerror.h>  /* needs jpeglib.h */
 
-#include <jerror.h> /* needs jpeglib.h */
+#include "entropy.h"
+#include "jpeg.h"
+#include "memory.h"
+#include "resize.h"
+
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2000090
+#error "the headers of libjpeg-turbo 2.0.90 or newer are needed"
+#endif
 
 /* Of an ABI 8 library, separate numbers; they differ only in files that libjpeg-turbo refuses. */
 #if JPEG_LIB_VERSION >= 70
@@ -46,6 +52,22 @@ enum {
 struct methods {
     void (*start_pass)(j_decompress_ptr);
     boolean (*decode_mcu)(j_decompress_ptr, JBLOCKROW *);
+};
+
+/* libjpeg hands it back as the client_data of its own structure. */
+struct decoder {
+    struct jpeg_decompress_struct cinfo;
+    struct jpeg_error_mgr errors;
+    struct jpeg_source_mgr source;
+    struct jpeg_progress_mgr progress;
+    jmp_buf failed;
+    char *reason;
+    int is_made, is_single_scan, is_end_given;
+    struct resize resize;
+    struct entropy entropy;
+    void *known_functions[2]; /* of libjpeg, and checked */
+    void *rows;
+    size_t rows_bytes;
 };
 
 static const JOCTET END[] = {0xff, JPEG_EOI};
@@ -179,11 +201,8 @@ static int library_found(Dl_info *found)
     return dladdr(address, found) && found->dli_fname != NULL;
 }
 
-/*
- * Is the library that the loader found the one that the headers described? Returns 0, and why, if
- * not: libjpeg has compared ABI and structure, and the numbers of its messages are compared here.
- */
-EXPORT int64_t pixels_open(char *path, char *reason)
+/* libjpeg has compared ABI and structure, and the numbers of its messages are compared here. */
+int jpeg_open(char *path, char *reason)
 {
     struct decoder *decoder = decoder_new();
     Dl_info found;
@@ -268,14 +287,15 @@ static void entropy_take_over(struct decoder *decoder, const struct trail *trail
     int is_lone = cinfo->num_components == 1;
     int height = DCT_HEIGHT(cinfo) * (is_lone ? 1 : cinfo->max_v_samp_factor);
     int width = DCT_WIDTH(cinfo) * (is_lone ? 1 : cinfo->max_h_samp_factor);
-    entropy->row_first = (top < 0 ? 0 : top) / height;
-    entropy->row_last = (bottom - 1) / height;
-    entropy->column_first = (left < 0 ? 0 : left) / width;
-    entropy->column_last = (right - 1) / width;
-    if (entropy->column_last >= entropy->mcus_per_row)
-        entropy->column_last = entropy->mcus_per_row - 1;
+    struct scan *scan = &entropy->scan;
+    scan->row_first = (top < 0 ? 0 : top) / height;
+    scan->row_last = (bottom - 1) / height;
+    scan->column_first = (left < 0 ? 0 : left) / width;
+    scan->column_last = (right - 1) / width;
+    if (scan->column_last >= scan->mcus_per_row)
+        scan->column_last = scan->mcus_per_row - 1;
     int whole_width = is_lone ? DCTSIZE : DCTSIZE * cinfo->max_h_samp_factor;
-    trail_follow(entropy, cinfo->num_components, whole_width, trail);
+    entropy_follow(entropy, cinfo->num_components, whole_width, trail);
     methods->decode_mcu = mcu_decode;
 }
 
@@ -384,7 +404,7 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     if ((int)cinfo->image_height != header->height || (int)cinfo->image_width != header->width)
         fail_saying((j_common_ptr)cinfo, "its headers contradict each other");
     choose_colours(decoder);
-    int shrink = may_reduce ? resize_shrink(box, view) : 1;
+    int shrink = may_reduce ? box_shrink(box, view->height, view->width) : 1;
     cinfo->scale_num = 1;
     cinfo->scale_denom = (unsigned)shrink;
     cinfo->do_block_smoothing = FALSE;
@@ -396,10 +416,10 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     if (!resize_begin(&decoder->resize, header, (int)cinfo->output_height,
                       (int)cinfo->output_width, shrink, box, view, out))
         fail_saying((j_common_ptr)cinfo, "no memory for its resize");
-    /* Of the image before; where libjpeg decodes by itself, nothing is noted. */
-    decoder->entropy.noting.noted = decoder->entropy.noting.known = 0;
+    /* Where libjpeg decodes by itself, nothing is noted. */
+    entropy_forget(&decoder->entropy);
     rows_read(decoder, trail);
-    trail_leave(&decoder->entropy);
+    entropy_leave(&decoder->entropy);
     jpeg_abort_decompress(cinfo);
     return DONE;
 }

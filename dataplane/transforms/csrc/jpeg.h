@@ -1,34 +1,36 @@
-/* What is kept of libjpeg-turbo from image to image. */
+/* Part of a JPEG, decoded with libjpeg-turbo, row by row into a resize. */
 
 #ifndef PIXELS_JPEG_H
 #define PIXELS_JPEG_H
 
-#include <setjmp.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <jpeglib.h> /* needs stdio.h */
+#include <stdint.h>
 
-#include "entropy.h"
-#include "pixels.h"
+#include "box.h"
+#include "header.h"
+#include "image.h"
+#include "trail.h"
+#include "view.h"
 
-#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2000090
-#error "the headers of libjpeg-turbo 2.0.90 or newer are needed"
-#endif
+enum { PATH_BYTES = 4096 };
 
-/* libjpeg hands it back as the client_data of its own structure. */
-struct decoder {
-    struct jpeg_decompress_struct cinfo;
-    struct jpeg_error_mgr errors;
-    struct jpeg_source_mgr source;
-    struct jpeg_progress_mgr progress;
-    jmp_buf failed;
-    char *reason;
-    int is_made, is_single_scan, is_end_given;
-    struct resize resize;
-    struct entropy entropy;
-    void *known_functions[2]; /* of libjpeg, and checked */
-    void *rows;
-    size_t rows_bytes;
-};
+/*
+ * Is the library that the loader found the one that the headers described? Returns 0, and why, if
+ * not; either way where it was loaded from.
+ */
+int jpeg_open(char *path, char *reason);
+
+struct decoder; /* One thread's: what libjpeg and the resize keep from image to image. */
+
+struct decoder *decoder_new(void);
+void decoder_free(struct decoder *decoder);
+
+/*
+ * Of an image that has this header, what lies in the box: DONE, FAILED and the reason, or FOR_PILLOW.
+ * Only if it `may_reduce` is the image decoded at a half, a quarter or an eighth where that is enough.
+ */
+enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
+                         const struct trail *trail, const struct header *header,
+                         const struct box *box, const struct view *view, int may_reduce,
+                         uint8_t *out, char *reason);
 
 #endif

@@ -1,16 +1,17 @@
 /*
- * Encoded images in memory to resized crops in a slab, in one call.
- *
- * Called through ctypes, which holds no lock of the interpreter meanwhile; pixels.py describes the
- * arrays. A function returns -1, or the number of the first row that failed, whose reason it wrote.
- * What is not a JPEG is left to Pillow, whose pixels come back through pixels_resize.
+ * Encoded images in memory to resized crops in a slab: JPEGs by libjpeg-turbo. What is not a JPEG is
+ * left to Pillow, whose pixels come back through pixels_resize.
  */
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "box.h"
+#include "header.h"
+#include "jpeg.h"
 #include "pixels.h"
+#include "resize.h"
 
 INLINE struct box box_at(const double *boxes, const uint8_t *flips, int64_t i)
 {
@@ -18,8 +19,13 @@ INLINE struct box box_at(const double *boxes, const uint8_t *flips, int64_t i)
     return (struct box){box[0], box[1], box[2], box[3], flips[i] != 0};
 }
 
-EXPORT int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *sizes,
-                            uint8_t *outcomes, char *reason)
+int64_t pixels_open(char *path, char *reason)
+{
+    return jpeg_open(path, reason);
+}
+
+int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *sizes,
+                     uint8_t *outcomes, char *reason)
 {
     for (int64_t i = 0; i < count; i++) {
         struct header header;
@@ -51,10 +57,10 @@ static enum outcome render(struct decoder *decoder, const struct image *image,
     return jpeg_render(decoder, image, trail, &header, box, view, may_reduce, out, reason);
 }
 
-EXPORT int64_t pixels_render(const struct image *images, const struct trail *trails, int64_t count,
-                             const double *boxes, const uint8_t *flips, const struct view *view,
-                             int64_t view_bytes, int32_t may_reduce, uint8_t *out,
-                             uint8_t *outcomes, char *reason)
+int64_t pixels_render(const struct image *images, const struct trail *trails, int64_t count,
+                      const double *boxes, const uint8_t *flips, const struct view *view,
+                      int64_t view_bytes, int32_t may_reduce, uint8_t *out, uint8_t *outcomes,
+                      char *reason)
 {
     struct decoder *decoder = decoder_new();
     int64_t failed = -1;
@@ -72,13 +78,9 @@ EXPORT int64_t pixels_render(const struct image *images, const struct trail *tra
     return failed;
 }
 
-/*
- * One image of RGBX pixels, which Pillow decoded. `decoded` is their height and width, `stored` those
- * of the image, of which they are 1/shrink. Returns 0, or 1 without memory.
- */
-EXPORT int64_t pixels_resize(const uint8_t *pixels, const int32_t *decoded, const int32_t *stored,
-                             int32_t orientation, int32_t shrink, const double *boxes,
-                             const uint8_t *flips, const struct view *view, uint8_t *out)
+int64_t pixels_resize(const uint8_t *pixels, const int32_t *decoded, const int32_t *stored,
+                      int32_t orientation, int32_t shrink, const double *boxes,
+                      const uint8_t *flips, const struct view *view, uint8_t *out)
 {
     struct header header = {
         .height = stored[0], .width = stored[1], .orientation = orientation};
@@ -101,8 +103,7 @@ EXPORT int64_t pixels_resize(const uint8_t *pixels, const int32_t *decoded, cons
     return failed;
 }
 
-/* Of the sources that this was made from: pixels_library.py takes no other's. */
-EXPORT uint32_t pixels_source_crc(void)
+uint32_t pixels_source_crc(void)
 {
     return SOURCE_CRC;
 }

@@ -1,0 +1,28 @@
+/* The part of an image that becomes all of the result. */
+
+#ifndef PIXELS_BOX_H
+#define PIXELS_BOX_H
+
+#include "header.h"
+
+/* Of an image as it is seen, in pixels, and whether it is mirrored left-right afterwards. */
+struct box {
+    double top, left, height, width;
+    int is_flipped;
+};
+
+/* The box in pixels of the stored image; its direction is in the tables' mirroring. */
+struct stored_box {
+    double top, left, height, width;
+    int is_mirrored_down, is_mirrored_right; /* results run against the stored rows, columns */
+};
+
+struct stored_box box_stored(const struct header *header, const struct box *box);
+
+/* 0 where the box does not lie in an image of this seen size. */
+int is_box_within(const struct header *header, const struct box *box);
+
+/* By what the decoder may shrink an image and leave height x width pixels: 1, 2, 4 or 8. */
+int box_shrink(const struct box *box, int height, int width);
+
+#endif

@@ -1,0 +1,80 @@
+/*
+ * What kernel.py calls, through ctypes, which holds no lock of the interpreter meanwhile. What it
+ * takes is laid out as numpy lays it out:
+ *
+ *   index    int32[count, 2]: (block, row), in memory that nobody else writes
+ *   sources  one column's part of block b is sources[b * stride]
+ *
+ * A function returns -1, or the number of the first row that is not where it should be; what it has
+ * written by then is within `out`. Every address may be unaligned.
+ */
+
+#ifndef KERNEL_H
+#define KERNEL_H
+
+#include <stdint.h>
+
+#include "../compiler.h"
+
+struct source {
+    const char *values;   /* fixed rows, or what `starts` cuts into runs */
+    const char *starts;   /* int64[rows + 1], in elements */
+    const uint8_t *valid; /* uint8[rows], or NULL where all are */
+    int64_t count;        /* elements of `values`, where there are starts */
+};
+
+struct field {
+    int64_t at;    /* in a packed row */
+    int64_t bytes; /* at most to the end of the row */
+    char *column;  /* the same of all rows, one after the other */
+};
+
+/* As the C data interface of Arrow has it: a record batch, whose columns are its children. */
+struct exported {
+    int64_t length;
+    int64_t null_count;
+    int64_t offset;
+    int64_t buffers_count;
+    int64_t children_count;
+    const void *const *buffers;
+    const struct exported *const *children;
+};
+
+/* Of one of its columns. */
+struct placed {
+    int64_t length;
+    int64_t null_count; /* 0 of what has no validity, -1 of what nobody counted */
+    int64_t offset;     /* in rows */
+    const void *values; /* the second buffer, or NULL */
+};
+
+EXPORT int64_t gather_check(const int32_t *index, int64_t count, const int64_t *block_rows,
+                            int64_t blocks);
+
+EXPORT void gather_fixed(const struct source *sources, int64_t stride, const int32_t *index,
+                         int64_t count, int64_t row_bytes, char *out);
+
+EXPORT int64_t gather_spans(const struct source *sources, int64_t stride, const int32_t *index,
+                            int64_t count, int64_t *starts, int64_t *lengths);
+
+EXPORT int64_t gather_runs(const struct source *sources, int64_t stride, const int32_t *index,
+                           int64_t count, int64_t element_bytes, const int64_t *starts,
+                           const int64_t *lengths, const int64_t *put, const int64_t *room,
+                           char *out, int64_t out_bytes, const char *padding);
+
+EXPORT void gather_valid(const struct source *sources, int64_t stride, const int32_t *index,
+                         int64_t count, uint8_t *out);
+
+EXPORT void pack_rows(const struct field *fields, int64_t fields_count, int64_t count,
+                      int64_t row_bytes, char *out);
+
+EXPORT void gather_packed(const struct source *sources, int64_t stride, const int32_t *index,
+                          int64_t count, int64_t row_bytes, const struct field *fields,
+                          int64_t fields_count);
+
+EXPORT void place_columns(const struct exported *batch, struct placed *out);
+
+/* Of the sources that this was made from: kernel.py takes no other's. */
+EXPORT uint32_t gather_source_crc(void);
+
+#endif
