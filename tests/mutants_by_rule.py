@@ -1,10 +1,16 @@
-"""All small changes of a Python module that are likely to be faults. Errors and types are left."""
+"""All small changes of a Python module that are likely to be faults.
+
+Not changed is what decides nothing: docstrings, types, imports, `__slots__`, assertions, and the
+sentences of errors. Of numbers that are chosen (in capitals) one more is no fault: they become
+sixteen times as large. What is no fault all the same stands in mutants_equal.py, with the reason.
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -18,28 +24,65 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 _LEFT_OUT = (ast.Expr, ast.AugAssign, ast.Delete, ast.Continue, ast.Break)
 
 
-def mutants_of(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, what was done, the changed source) of each."""
-    lines = text.splitlines(keepends=True)
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change: `before` and `after` are the lines that differ, `text` is the whole module.
+    Tests that run none of `lines` cannot see it; nobody knows where there are none.
+    """
+
+    line: int
+    how: str
+    before: str
+    after: str
+    text: str
+    lines: frozenset[int]
+
+
+def mutants_of(text: str) -> Iterator[Change]:
+    """Each of them."""
     starts = [0]
-    for line in lines:
+    for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
-    source = text.encode()
-    for node, how, new in _changes(ast.parse(text)):
+    source, module = text.encode(), ast.parse(text)
+    for path, (node, how, new) in _changes(module, (module,)):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
-        changed = (source[:begin] + new.encode() + source[end:]).decode()
+        changed = source[:begin] + new.encode() + source[end:]
         try:
             compile(changed, "mutant", "exec")
         except SyntaxError:  # inside of an f-string, for instance
             continue
-        yield node.lineno, how, changed
+        first, last = starts[node.lineno - 1], starts[node.end_lineno]
+        before, after = source[first:last], changed[first : last + len(changed) - len(source)]
+        yield Change(
+            node.lineno, how, _in_one_line(before), _in_one_line(after), changed.decode(),
+            _lines_of(module, path, node),
+        )  # fmt: skip
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
+def _in_one_line(text: bytes) -> str:
+    return " ".join(text.decode().split())
+
+
+def _lines_of(module: ast.Module, path: tuple[ast.AST, ...], node: ast.AST) -> frozenset[int]:
+    """Lines that are run if this node is, which these nodes lead to."""
+    inner = [each for each in path if isinstance(each, ast.stmt)][-1]
+    if any(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in path):
+        return frozenset({inner.lineno, *range(node.lineno, node.end_lineno + 1)})
+    if inner not in module.body or not isinstance(inner, ast.Assign):
+        return frozenset()
+    names = {each.id for each in inner.targets if isinstance(each, ast.Name)}
+    used = (each for each in ast.walk(module) if isinstance(each, ast.Name))
+    return frozenset(u.lineno for u in used if u.id in names and isinstance(u.ctx, ast.Load))
+
+
+def _changes(
+    node: ast.AST, path: tuple[ast.AST, ...]
+) -> Iterator[tuple[tuple[ast.AST, ...], tuple[ast.AST, str, str]]]:
     for child in _children(node):
-        yield from _of(child)
-        yield from _changes(child)
+        yield from (((*path, child), each) for each in _of(child))
+        if not _is_chosen(child):
+            yield from _changes(child, (*path, child))
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
@@ -56,13 +99,24 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 def _is_left(node: ast.AST) -> bool:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
-    if isinstance(node, ast.Assign) and any(_is_all_caps(target) for target in node.targets):
-        return not isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign):
+        named = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        is_table = any(map(str.isupper, named)) and not _is_chosen(node)
+        return is_table or "__slots__" in named
     return isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom)
 
 
-def _is_all_caps(target: ast.expr) -> bool:
-    return isinstance(target, ast.Name) and target.id.isupper()
+def _is_chosen(node: ast.AST) -> bool:
+    """Whether it gives a number a name in capitals."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name.isupper():
+            numbers = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+            return all(isinstance(part, numbers) for part in ast.walk(value)) and all(
+                type(part.value) in {int, float}
+                for part in ast.walk(value)
+                if isinstance(part, ast.Constant)
+            )
+    return False
 
 
 def _written(node: ast.expr) -> str:
@@ -71,6 +125,8 @@ def _written(node: ast.expr) -> str:
 
 def _of(node: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
     match node:
+        case ast.Assign() if _is_chosen(node):
+            yield node.value, "constant", f"16 * {_written(node.value)}"
         case ast.Compare(ops=[op]) if type(op) in _COMPARISONS:
             changed = copy.deepcopy(node)
             changed.ops = [_COMPARISONS[type(op)]()]

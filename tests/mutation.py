@@ -1,23 +1,25 @@
 """Which faults the fast tests of a room would find: `python tests/mutation.py scheduler --sample 150`.
 
 Each mutant is one small change of the room's source, in a copy of the tree: those that were written
-by hand (mutants_by_hand.py), and a sample of all that can be made by a rule (a comparison, a
-boundary, a condition, an operator, a number, a statement left out). A process that has imported
-what is slow to import is forked for each of them, and runs the room's tests until one fails. What
-takes far more processor time than the tests usually do is stopped, and counts as found.
+by hand (mutants_by_hand.py), and a sample of all that can be made by a rule (mutants_by_rule.py),
+but for those that are no fault (mutants_equal.py). First all tests are run once, to see which lines
+each of them reaches. Then a process that has imported what is slow to import is forked for each
+mutant, and runs those tests that reach it, the fastest first, until one fails. A test that takes
+far more processor time than usual is stopped, and has found it.
 
 Prints the share that was found by module, and a diff of each mutant that was not. Exit status 1:
-the tests fail without any change, a change by hand no longer applies, or one was not found.
+the tests fail without any change, a change by hand or one that is no fault no longer applies, or
+one by hand was not found.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import importlib
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -25,18 +27,21 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from mutants_by_hand import BY_HAND
-from mutants_by_rule import mutants_of
+from mutants_by_rule import Change, mutants_of
+from mutants_equal import EQUAL
+from mutants_reach import Chosen, Reach, Reached
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = {
     "scheduler": ("tests/scheduler",),
     "plan": ("tests/plan",),
-    "coordinator": ("tests/coordinator/test_state.py", "tests/coordinator", "tests/simulation"),
+    "coordinator": ("tests/coordinator", "tests/simulation"),
 }
 _COPIED = (
     "dataplane",
@@ -48,19 +53,28 @@ _COPIED = (
     "pyproject.toml",
     "README.md",
 )
-_SLOW_TO_IMPORT = ("numpy", "pyarrow", "pyarrow.parquet", "pytest", "hypothesis", "_pytest.python")
-_USUAL_TIMES = 4
-_WALL_S = 240.0
-_HISTORIES = 200
+_SLOW_TO_IMPORT = (
+    "numpy", "pyarrow", "pyarrow.parquet", "hypothesis", "hypothesis.stateful", "_pytest.python",
+    "xdist.plugin", "anyio.pytest_plugin", "boto3", "botocore.session", "botocore.client",
+    "fsspec", "obstore", "psutil",
+)  # fmt: skip
+_PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--hypothesis-seed=0")
+_USUAL_TIMES = 2  # of what a test takes while it is traced, which is several times as long
+_CPU_S_MIN = 4.0
+_WALL_S = 300.0
+_IN_HISTORIES = "tests/scheduler/test_histories.py::"
+_HISTORIES = 300
+_HISTORIES_CPU_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One file with one change."""
+    """One file with one change. Without `lines` nobody knows which tests could see it."""
 
     name: str
     path: str
     text: str
+    lines: frozenset[int] = frozenset()
     is_by_hand: bool = False
 
     @property
@@ -81,12 +95,23 @@ def by_hand(room: str) -> Iterator[Mutant]:
 
 
 def by_rule(room: str) -> list[Mutant]:
-    """All that can be made of a room."""
-    found = []
+    """All that can be made of a room, and are faults.
+
+    Raises:  ValueError: what is said to be no fault is not among them.
+    """
+    found: list[tuple[str, Change]] = []
     for file in sorted((ROOT / "dataplane" / room).glob("*.py")):
-        path, text = str(file.relative_to(ROOT)), file.read_text()
-        found += [Mutant(f"{path}:{line} {how}", path, new) for line, how, new in mutants_of(text)]
-    return found
+        path = str(file.relative_to(ROOT))
+        found += [(path, change) for change in mutants_of(file.read_text())]
+    equal = {one[:3] for one in EQUAL if one[0].startswith(f"dataplane/{room}/")}
+    lost = equal - {(path, change.before, change.after) for path, change in found}
+    if lost:
+        raise ValueError(f"tests/mutants_equal.py: no change of this kind: {sorted(lost)}")
+    return [
+        Mutant(f"{path}:{change.line} {change.how}", path, change.text, change.lines)
+        for path, change in found
+        if (path, change.before, change.after) not in equal
+    ]
 
 
 def copied(into: Path) -> Path:
@@ -101,17 +126,17 @@ def copied(into: Path) -> Path:
     return into
 
 
-def _run_histories(tests: Sequence[str]) -> None:
-    """Some of them find most of what is wrong with a scheduler, before pytest has begun."""
-    if "tests/scheduler" in tests:
-        failure = importlib.import_module("scheduler_histories").failure
-        assert not any(map(failure, range(_HISTORIES)))
+def _run_histories() -> None:
+    """They find most of what is wrong with a scheduler, before pytest has begun."""
+    signal.setitimer(signal.ITIMER_PROF, _HISTORIES_CPU_S)
+    failure = importlib.import_module("scheduler_histories").failure
+    assert not any(map(failure, range(_HISTORIES)))
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def _run_tests(tree: Path, tests: Sequence[str], cpu_s: int) -> None:
+def _in_tree(tree: Path, act: Callable[[], int]) -> None:
     """In a process of its own, of which this is the end."""
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
     os.chdir(tree)
     out = os.open("out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -121,9 +146,7 @@ def _run_tests(tree: Path, tests: Sequence[str], cpu_s: int) -> None:
     sys.dont_write_bytecode = True
     status = 3
     try:
-        _run_histories(tests)
-        args = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--hypothesis-seed=0"]
-        status = int(importlib.import_module("pytest").main([*args, *tests]))
+        status = act()
     except BaseException:  # noqa: BLE001 - whatever it is, the tests have not passed
         traceback.print_exc()
     finally:
@@ -132,12 +155,57 @@ def _run_tests(tree: Path, tests: Sequence[str], cpu_s: int) -> None:
         os._exit(status)
 
 
+def _run_tests(limits: dict[str, float]) -> int:
+    """Those named here, in this order, each in so many processor seconds."""
+    if any(name.startswith(_IN_HISTORIES) for name in limits):
+        _run_histories()
+    limits = {name: s for name, s in limits.items() if not name.startswith(_IN_HISTORIES)}
+    if not limits:
+        return 0
+    chosen = Chosen(limits)
+    files = list(dict.fromkeys(name.partition("::")[0] for name in limits))
+    return int(pytest.main([*_PYTEST, *files], plugins=[chosen])) or bool(chosen.lacking)
+
+
+def _run_all(tree: Path, room: str) -> int:
+    reach = Reach(tree, room)
+    status = int(pytest.main([*_PYTEST, "-o", "timeout=0", *TESTS[room]], plugins=[reach]))
+    (tree / "reached").write_text(repr({n: (r.lines, r.cpu_s) for n, r in reach.tests.items()}))
+    return status
+
+
+def reached(tree: Path, room: str) -> dict[str, Reached]:
+    """What each test of the room reaches.
+
+    Raises:  SystemExit: one of them fails.
+    """
+    pid = os.fork()
+    if not pid:
+        _in_tree(tree, lambda: _run_all(tree, room))
+    _, status = os.waitpid(pid, 0)
+    if status:
+        out = (tree / "out.txt").read_text()
+        raise SystemExit(f"{out}\nthe tests of {room} fail without any change")
+    found = ast.literal_eval((tree / "reached").read_text())
+    return {name: Reached(*each) for name, each in found.items()}
+
+
+def limits_of(mutant: Mutant, tests: dict[str, Reached]) -> dict[str, float]:
+    """The tests that reach a mutant, the fastest first, and the processor seconds of each. What
+    none of them reaches in this process may be reached in another.
+    """
+    lines = {(mutant.path, line) for line in mutant.lines}
+    near = {name: test for name, test in tests.items() if not lines.isdisjoint(test.lines)} or tests
+    ordered = sorted(near.items(), key=lambda each: each[1].cpu_s)
+    return {name: _USUAL_TIMES * test.cpu_s + _CPU_S_MIN for name, test in ordered}
+
+
 class Bench:
     """Copies of the tree, in each of which one mutant is tested at a time."""
 
     def __init__(self, folder: Path, jobs: int) -> None:
         self._free = [copied(folder / str(i)) for i in range(jobs)]
-        self._running: dict[int, tuple[Mutant | None, Path, float]] = {}
+        self._running: dict[int, tuple[Mutant, Path, float]] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -147,19 +215,23 @@ class Bench:
     def is_idle(self) -> bool:
         return not self._running
 
-    def start(self, mutant: Mutant | None, tests: Sequence[str], cpu_s: int) -> None:
+    @property
+    def tree(self) -> Path:
+        """One that is free."""
+        return self._free[-1]
+
+    def start(self, mutant: Mutant, limits: dict[str, float]) -> None:
         tree = self._free.pop()
-        if mutant is not None:
-            (tree / mutant.path).write_text(mutant.text)
+        (tree / mutant.path).write_text(mutant.text)
         pid = os.fork()
         if not pid:
-            _run_tests(tree, tests, cpu_s)
+            _in_tree(tree, lambda: _run_tests(limits))
         self._running[pid] = mutant, tree, time.monotonic() + _WALL_S
 
-    def next_end(self) -> tuple[Mutant | None, bool, float]:
-        """The next one that has ended, whether all tests passed, and its processor seconds."""
+    def next_end(self) -> tuple[Mutant, bool]:
+        """The next one that has ended, and whether all tests passed."""
         while True:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
                 break
             for running, (_, _, deadline) in self._running.items():
@@ -167,10 +239,9 @@ class Bench:
                     os.killpg(running, signal.SIGKILL)
             signal.sigtimedwait([signal.SIGCHLD], 0.2)
         mutant, tree, _ = self._running.pop(pid)
-        if mutant is not None:
-            shutil.copy(ROOT / mutant.path, tree / mutant.path)
+        shutil.copy(ROOT / mutant.path, tree / mutant.path)
         self._free.append(tree)
-        return mutant, status == 0, usage.ru_utime + usage.ru_stime
+        return mutant, status == 0
 
 
 def examine(
@@ -180,24 +251,19 @@ def examine(
 
     Raises:  SystemExit: the tests fail without any change.
     """
-    tests = TESTS[room]
     begin, found = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         bench = Bench(Path(folder), jobs)
-        bench.start(None, tests, 600)
-        _, is_passed, usual_s = bench.next_end()
-        if not is_passed:
-            out = (Path(folder) / str(jobs - 1) / "out.txt").read_text()
-            raise SystemExit(f"{out}\nthe tests of {room} fail without any change")
+        tests = reached(bench.tree, room)
+        sys.stderr.write(f"{len(tests)} tests\n")
         waiting = mutants[::-1]
         while True:
             is_over = time.monotonic() - begin > budget_s
             while waiting and not bench.is_busy and not is_over:
-                bench.start(waiting.pop(), tests, int(usual_s * _USUAL_TIMES) + 10)
+                bench.start(waiting[-1], limits_of(waiting.pop(), tests))
             if bench.is_idle:
                 return found
-            mutant, is_passed, _ = bench.next_end()
-            assert mutant is not None
+            mutant, is_passed = bench.next_end()
             found.append((mutant, not is_passed))
             sys.stderr.write(
                 f"{len(found)}/{len(mutants)} {'' if not is_passed else 'SURVIVED '}{mutant.name}\n"
@@ -228,6 +294,7 @@ def main() -> int:
     parser.add_argument("room", choices=sorted(TESTS))
     parser.add_argument("--sample", type=int, default=100, help="how many of those by rule")
     parser.add_argument("--seed", type=int, default=0, help="which of them")
+    parser.add_argument("--like", default="", help="only those of which this is in the name")
     parser.add_argument("--rules-only", action="store_true", help="none of those by hand")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no more after so long")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
@@ -235,10 +302,11 @@ def main() -> int:
     for name in _SLOW_TO_IMPORT:
         importlib.import_module(name)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    every = by_rule(args.room)
+    every = [mutant for mutant in by_rule(args.room) if args.like in mutant.name]
     drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
     sys.stderr.write(f"{len(drawn)} of {len(every)} mutants by rule\n")
     mutants = [*([] if args.rules_only else by_hand(args.room)), *drawn]
+    mutants = [mutant for mutant in mutants if args.like in mutant.name]
     return 0 if report(examine(args.room, mutants, args.jobs, 60 * args.minutes)) else 1
 
 

@@ -165,6 +165,20 @@ def test_later_writes_of_a_record_replace_waiting_ones(tmp_path):
     asyncio.run(main())
 
 
+def test_one_write_alone_is_on_disk_when_the_commit_returns(tmp_path):
+    async def main():
+        journal = Journal(str(tmp_path / "j.db"))
+        await journal.open()
+        journal.add([Keep(Incarnation("j", "a", 1))])
+        await journal.commit()
+        await journal.close()
+        journal = Journal(str(tmp_path / "j.db"))
+        assert await journal.open() == [Incarnation("j", "a", 1)]
+        await journal.close()
+
+    asyncio.run(main())
+
+
 def test_time_that_passes_ends_leases(tmp_path):
     async def main():
         clock = Clock()

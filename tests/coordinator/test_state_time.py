@@ -123,6 +123,17 @@ def test_8_repeated_events_write_nothing_new(machine):
     assert machine.writes == ()
 
 
+def test_7_speed_and_waits_are_the_latest_also_of_a_member_that_came_no_further(machine):
+    machine.ask(join(0))
+    assert (machine.job().epoch, machine.job().cursor) == (0, 0)
+    for speed, stall in ((5.0, 1.0), (7.0, 0.5)):
+        machine.verdict(cursor=9, speed=speed, stall=stall)
+        (shown,) = machine.job().members
+        assert (shown.samples_per_s, shown.stall_s) == (speed, stall)
+    machine.verdict(cursor=8, speed=1.0)
+    assert machine.job().members[0].samples_per_s == 7.0
+
+
 # -- bounds: 9; refusals -------------------------------------------------------------------------
 
 
@@ -197,6 +208,24 @@ def test_9_idle_jobs_and_silent_nodes_are_forgotten_and_live_jobs_are_not(machin
     assert not [key for key in machine.disk if key[1] == "dead"]
 
 
+@pytest.mark.parametrize(("kept_s", "what"), [(30 * 86400, "jobs"), (86400, "nodes")])
+def test_9_an_idle_job_is_kept_for_thirty_days_and_a_silent_node_for_one(machine, kept_s, what):
+    machine.ask(node())
+    machine.ask(join(0))
+    machine.ask(leave())
+    for wait_s, is_kept in ((kept_s, True), (1, False)):
+        machine.now += wait_s
+        machine.ask(Tick())
+        assert bool(getattr(machine.ask(StatusRequest()), what)) == is_kept
+
+
+def test_a_node_of_another_version_renews_no_lease(machine):
+    machine.ask(join(0))
+    assert isinstance(machine.ask(beat(progress(), version="0.9")), VersionMismatch)
+    machine.wait(LEASE_S)
+    assert machine.phases() == {"m0-i1": "expired"}
+
+
 def test_nodes_of_another_version_or_protocol_are_refused(machine):
     for request in (node(version="0.9"), node(protocol=99)):
         refusal = machine.ask(request)
@@ -235,6 +264,17 @@ def test_impossible_places_are_refused_before_anything_happens(machine):
         assert isinstance(refusal, ConfigError)
         assert words in str(refusal)
     assert machine.disk == {}
+
+
+def test_the_longest_names_and_the_largest_jobs_are_taken(machine):
+    stores = tuple(StoreOutage(f"s3://{i}", 1.0, "x" * 1024) for i in range(64))
+    machine.ask(dataclasses.replace(beat(), stores_away=stores))
+    assert machine.ask(StatusRequest()).nodes[0].stores_away == stores
+    largest = dataclasses.replace(join(0, 1 << 20, pixels="x" * 1024), dataset="x" * 1025)
+    assert machine.ask(largest).generation == 1
+    assert machine.job().dataset == "x" * 1024
+    for request in (join(0, (1 << 20) + 1), join(0, pixels="x" * 1025)):
+        assert isinstance(machine.ask(request), ConfigError)
 
 
 def test_a_node_is_shown_as_soon_as_it_has_registered(machine):

@@ -1,0 +1,94 @@
+"""Which tests run which lines of a room, and how tests are chosen by it. Plugins of pytest."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+
+
+@dataclass(slots=True)
+class Reached:
+    """What one test ran: (file, line) of the room, and processor seconds that it took."""
+
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    cpu_s: float = 0.0
+
+
+class Reach:
+    """Notes what each test reaches. Lines that other processes run are not seen."""
+
+    def __init__(self, tree: Path, room: str) -> None:
+        self._tree = f"{tree}/"
+        self._room = f"{tree}/dataplane/{room}/"
+        self.tests: dict[str, Reached] = {}
+        self._lines: set[tuple[str, int]] = set()
+        self._names: dict[str, str] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Trace one test, with its fixtures."""
+        reached = self.tests[item.nodeid] = Reached()
+        self._lines, begin = reached.lines, time.process_time()
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            reached.cpu_s = time.process_time() - begin
+
+    def _call(self, frame: FrameType, _event: str, _value: object) -> Any:
+        path = frame.f_code.co_filename
+        if not path.startswith(self._room):
+            return None
+        name = self._names.setdefault(path, path.removeprefix(self._tree))
+        self._lines.add((name, frame.f_lineno))
+
+        def line(frame: FrameType, _event: str, _value: object) -> Any:
+            self._lines.add((name, frame.f_lineno))
+            return line
+
+        return line
+
+
+class Chosen:
+    """Runs these tests, in this order, and ends the process where one takes far longer than
+    usual. What fails is not made smaller first.
+    """
+
+    def __init__(self, limits: dict[str, float]) -> None:
+        self._limits = limits
+        self.lacking: Sequence[str] = ()
+
+    def pytest_configure(self) -> None:
+        """After the settings of conftest.py were loaded."""
+        settings.register_profile(
+            "mutants", settings(), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+        )
+        settings.load_profile("mutants")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out the others."""
+        found = {item.nodeid: item for item in items}
+        self.lacking = [name for name in self._limits if name not in found]
+        items[:] = [found[name] for name in self._limits if name in found]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """SIGPROF ends a process that says nothing of it."""
+        signal.setitimer(signal.ITIMER_PROF, self._limits[item.nodeid])
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)

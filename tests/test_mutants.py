@@ -1,0 +1,42 @@
+"""The faults that `python tests/mutation.py` makes can still be made."""
+
+from __future__ import annotations
+
+import pytest
+from mutants_by_rule import mutants_of
+from mutants_equal import EQUAL
+from mutation import ROOT, TESTS, by_hand
+
+
+@pytest.mark.parametrize("room", TESTS)
+def test_every_fault_that_was_written_by_hand_still_applies(room: str) -> None:
+    assert all(mutant.text for mutant in by_hand(room))
+
+
+def test_what_is_said_to_be_no_fault_still_stands_there() -> None:
+    for path, before, _, _ in EQUAL:
+        assert before in " ".join((ROOT / path).read_text().split()), f"{path}: {before}"
+
+
+def test_faults_know_which_lines_they_change() -> None:
+    text = (
+        '"""A docstring: 1 < 2."""\n'
+        "_MOST = 1 << 4\n"
+        "def short(x: int = 3) -> bool:\n"
+        "    if x < _MOST and (\n"
+        "        x > 0\n"
+        "    ):\n"
+        "        return True\n"
+        '    raise ValueError(f"{x + 1}")\n'
+    )
+    found = [(c.how, c.before, c.after, sorted(c.lines)) for c in mutants_of(text)]
+    assert found == [
+        ("constant", "_MOST = 1 << 4", "_MOST = 16 * (1 << 4)", [4]),
+        ("constant", "def short(x: int = 3) -> bool:", "def short(x: int = 4) -> bool:", [3]),
+        ("condition", "if x < _MOST and ( x > 0 ):", "if (not (x < _MOST and x > 0)):", [4, 5, 6]),
+        ("and/or", "if x < _MOST and ( x > 0 ):", "if (x < _MOST or x > 0):", [4, 5, 6]),
+        ("comparison", "if x < _MOST and (", "if (x <= _MOST) and (", [4]),
+        ("comparison", "x > 0", "(x >= 0)", [4, 5]),
+        ("constant", "x > 0", "x > 1", [4, 5]),
+        ("constant", "return True", "return False", [7]),
+    ]
