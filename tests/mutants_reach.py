@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,19 +34,18 @@ class Reach:
         self._lines: set[tuple[str, int]] = set()
         self._names: dict[str, str] = {}
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Trace one test, with its fixtures."""
-        reached = self.tests[item.nodeid] = Reached()
-        self._lines, begin = reached.lines, time.process_time()
+        reached = self.tests[nodeid] = Reached(cpu_s=-time.process_time())
+        self._lines = reached.lines
         threading.settrace(self._call)
         sys.settrace(self._call)
-        try:
-            return (yield)
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
-            reached.cpu_s = time.process_time() - begin
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """It has ended."""
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        self.tests[nodeid].cpu_s += time.process_time()
 
     def _call(self, frame: FrameType, _event: str, _value: object) -> Any:
         path = frame.f_code.co_filename
@@ -80,15 +79,14 @@ class Chosen:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out the others."""
-        found = {item.nodeid: item for item in items}
+        found = {each.nodeid: each for each in items}
         self.lacking = [name for name in self._limits if name not in found]
         items[:] = [found[name] for name in self._limits if name in found]
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
         """SIGPROF ends a process that says nothing of it."""
-        signal.setitimer(signal.ITIMER_PROF, self._limits[item.nodeid])
-        try:
-            return (yield)
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, self._limits[nodeid])
+
+    def pytest_runtest_logfinish(self) -> None:
+        """It has ended in time."""
+        signal.setitimer(signal.ITIMER_PROF, 0.0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import functools
 import importlib
 import os
 import random
@@ -79,16 +80,22 @@ class Mutant:
 
     @property
     def diff(self) -> str:
-        before = (ROOT / self.path).read_text().splitlines(keepends=True)
+        before = source(self.path).splitlines(keepends=True)
         after = self.text.splitlines(keepends=True)
         return "".join(difflib.unified_diff(before, after, self.path, self.name, n=1))
+
+
+@functools.cache
+def source(path: str) -> str:
+    """What stands in a file, once and for all: somebody may edit it meanwhile."""
+    return (ROOT / path).read_text()
 
 
 def by_hand(room: str) -> Iterator[Mutant]:
     """Raises:  ValueError: a change no longer applies."""
     for name, path, old, new in BY_HAND:
         if path.startswith(f"dataplane/{room}/"):
-            text = (ROOT / path).read_text()
+            text = source(path)
             if text.count(old) != 1:
                 raise ValueError(f"{name}: {text.count(old)} places for it in {path}, not one")
             yield Mutant(name, path, text.replace(old, new), is_by_hand=True)
@@ -102,7 +109,7 @@ def by_rule(room: str) -> list[Mutant]:
     found: list[tuple[str, Change]] = []
     for file in sorted((ROOT / "dataplane" / room).glob("*.py")):
         path = str(file.relative_to(ROOT))
-        found += [(path, change) for change in mutants_of(file.read_text())]
+        found += [(path, change) for change in mutants_of(source(path))]
     equal = {one[:3] for one in EQUAL if one[0].startswith(f"dataplane/{room}/")}
     lost = equal - {(path, change.before, change.after) for path, change in found}
     if lost:
@@ -239,7 +246,7 @@ class Bench:
                     os.killpg(running, signal.SIGKILL)
             signal.sigtimedwait([signal.SIGCHLD], 0.2)
         mutant, tree, _ = self._running.pop(pid)
-        shutil.copy(ROOT / mutant.path, tree / mutant.path)
+        (tree / mutant.path).write_text(source(mutant.path))
         self._free.append(tree)
         return mutant, status == 0
 
