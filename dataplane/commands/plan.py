@@ -22,7 +22,7 @@ from dataplane.model import End
 if TYPE_CHECKING:
     from dataplane.plan.explain import Cluster, Explanation
     from dataplane.plan.manifest import Manifest
-    from dataplane.plan.order import Order
+    from dataplane.plan.order import Order, SampleOrder
 
 HOSTS_SHOWN = 8
 POSITIVE = click.IntRange(min=1)
@@ -161,9 +161,11 @@ def _lines(manifest: Manifest, found: Explanation) -> list[tuple[str, str, str]]
 
 
 def _hosts(
-    manifest: Manifest, order: Order, cluster: Cluster, global_batch: int
+    manifest: Manifest, order: SampleOrder, cluster: Cluster, global_batch: int
 ) -> list[dict[str, str]]:
     """For the first hosts: their ranks, and the blocks that their first batches come from."""
+    from dataplane.plan.order import upcoming
+
     hosts = []
     stop = min(global_batch, manifest.sample_count)
     for host in range(min(cluster.host_count, HOSTS_SHOWN)):
@@ -172,7 +174,7 @@ def _hosts(
         blocks = {
             int(block)
             for rank in range(first, min(last + 1, stop))
-            for block in order.upcoming(rank, stop, cluster.dp_size)
+            for block in upcoming(order, rank, stop, cluster.dp_size)
         }
         shards = sorted({manifest.shards[int(manifest.block_shard[one])].url for one in blocks})
         some = ", ".join(url.rpartition("/")[2] for url in shards[:3])

@@ -17,7 +17,7 @@ from dataplane.model import Stream
 from dataplane.node.engine import Engine
 from dataplane.node.member import ServedMember
 from dataplane.node.served import Send, ServedStream
-from dataplane.plan.order import Order
+from dataplane.plan.order import Order, SampleOrder
 from dataplane.rpc import messages
 from dataplane.scheduler.walk import Walk
 
@@ -29,7 +29,7 @@ class Streams:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._orders: OrderedDict[object, asyncio.Future[Order]] = OrderedDict()
+        self._orders: OrderedDict[object, asyncio.Future[SampleOrder]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(
@@ -100,7 +100,7 @@ class Streams:
         member.streams.clear()
         member.next_epoch = None
 
-    async def _order(self, member: ServedMember, epoch: int) -> Order:
+    async def _order(self, member: ServedMember, epoch: int) -> SampleOrder:
         spec = member.spec
         key = (spec.fingerprint, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
         future = self._orders.get(key)
@@ -116,12 +116,12 @@ class Streams:
                 self._orders.popitem(last=False)
         return await asyncio.shield(future)
 
-    def _forget_failed(self, key: object, done: asyncio.Future[Order]) -> None:
+    def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
         """Whoever asks for this order again has it tried again."""
         if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
             del self._orders[key]
 
 
-def _walk(member: ServedMember, order: Order, at: Stream, *, is_ahead: bool = False) -> Walk:
+def _walk(member: ServedMember, order: SampleOrder, at: Stream, *, is_ahead: bool = False) -> Walk:
     is_aligned = member.delivery.group is not None
     return Walk(member.spec, order, at, member.sizes, is_ahead=is_ahead, is_aligned=is_aligned)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,35 @@ PERMUTATION_BYTES = 4
 LANES = (1, 2, 4, 8, 24, 48, 96, 192, 480, 960, 1920, 3840, 7680)
 
 
+class SampleOrder(Protocol):
+    """Which sample stands at each position of one epoch: all that is asked of an order by those who
+    read along it. Filters, mixtures and packs are orders as well.
+
+    1. The same positions give the same samples, whoever asks, and in whatever pieces.
+    2. Nothing of a block stands outside of its span.
+    """
+
+    @property
+    def sample_count(self) -> int:
+        """How many positions there are."""
+
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
+        """The sample at each position: its block, and its row in that block.
+
+        Shapes:  positions: int64[n], any order.   result: int64[n], int64[n].
+        Raises:  ConfigError: there is no such position.
+        """
+
+    def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
+        """The first and the last position at which any sample of each block may stand.
+
+        Shapes:  blocks: int64[n].   result: int64[n], int64[n], both inclusive.
+        Raises:  ConfigError: there is no such block.
+        """
+
+
 class Order:
-    """The order of one epoch. Not for several threads at once: it remembers windows.
+    """The order of one epoch of one dataset. Not for several threads at once: it remembers windows.
 
     `shuffle=False` is the dataset's own order, whatever `lanes` and `window` say: one lane, and
     windows of one sample.
@@ -132,27 +160,6 @@ class Order:
         lane, place = self._lane_of(start + rows)
         return self._windows.restored(lane, place) * self.lanes + lane
 
-    def upcoming(self, start: int, stop: int, stride: int = 1) -> Int64:
-        """The distinct blocks of positions start, start + stride, … < stop, by first use.
-
-        A rank's positions are such a sequence: from the cursor's first position t with
-        t % dp_size == dp_rank on, in steps of dp_size.
-
-        Shapes:  result: int64[m].
-        Raises:  ConfigError: a position is not in [0, N), or the stride is below 1.
-        """
-        if stride < 1:
-            raise ConfigError(f"stride is {stride}: it must be 1 or more", field="stride")
-        found = np.empty(0, np.int64)
-        for begin in range(start, stop, _PIECE * stride):
-            end = min(begin + _PIECE * stride, stop)
-            blocks, _ = self.locate(np.arange(begin, end, stride, dtype=np.int64))
-            found = np.concatenate([found, blocks])
-            first = np.unique(found, return_index=True)[1]
-            first.sort()
-            found = found[first]
-        return found
-
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
         """The first and the last position at which any sample of each block may stand.
 
@@ -226,6 +233,28 @@ class Order:
             raise ConfigError(
                 f"there is no {name} {wrong}: they run from 0 to {count - 1}", field=name
             )
+
+
+def upcoming(order: SampleOrder, start: int, stop: int, stride: int = 1) -> Int64:
+    """The distinct blocks of positions start, start + stride, … < stop, by first use.
+
+    A rank's positions are such a sequence: from the cursor's first position t with
+    t % dp_size == dp_rank on, in steps of dp_size.
+
+    Shapes:  result: int64[m].
+    Raises:  ConfigError: there is no such position, or the stride is below 1.
+    """
+    if stride < 1:
+        raise ConfigError(f"stride is {stride}: it must be 1 or more", field="stride")
+    found = np.empty(0, np.int64)
+    for begin in range(start, stop, _PIECE * stride):
+        end = min(begin + _PIECE * stride, stop)
+        blocks, _ = order.locate(np.arange(begin, end, stride, dtype=np.int64))
+        found = np.concatenate([found, blocks])
+        first = np.unique(found, return_index=True)[1]
+        first.sort()
+        found = found[first]
+    return found
 
 
 def counted(block_rows: NDArray[np.integer]) -> int:

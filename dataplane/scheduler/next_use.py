@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataplane.plan.order import Order
+from dataplane.plan.order import SampleOrder
 from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks
 
@@ -40,7 +40,7 @@ class WalkPosition(NamedTuple):
     """Somebody who reads a dataset in this order, and the position from which he needs blocks."""
 
     number: int
-    order: Order
+    order: SampleOrder
     position: int
 
 
@@ -74,7 +74,7 @@ class _Resident:
 
     dataset: DatasetBlocks
     blocks: dict[int, CachedBlock] = field(default_factory=dict)
-    spans: dict[int, tuple[Order, Spans]] = field(default_factory=dict)
+    spans: dict[int, tuple[SampleOrder, Spans]] = field(default_factory=dict)
     readers: dict[int, _Reader] = field(default_factory=dict)
     never: dict[int, None] = field(default_factory=dict)
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
@@ -272,7 +272,7 @@ class NextUse:
         return [(touched, block) for touched, _, block in sorted(found, key=lambda each: each[:2])]
 
 
-def _learn(spans: Spans, order: Order, blocks: Sequence[CachedBlock]) -> None:
+def _learn(spans: Spans, order: SampleOrder, blocks: Sequence[CachedBlock]) -> None:
     """Where these blocks stand in the order."""
     if not blocks:
         return

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dataplane.config import JobSpec
 from dataplane.model import Cut, Stream
-from dataplane.plan.order import Order
+from dataplane.plan.order import SampleOrder
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
 from dataplane.rpc.messages import Batch
@@ -97,7 +97,7 @@ class Walk:
     def __init__(
         self,
         spec: JobSpec,
-        order: Order,
+        order: SampleOrder,
         stream: Stream,
         sizes: SlabSizes,
         *,

@@ -15,6 +15,7 @@ from dataplane.plan.order import (
     BlockSizes,
     Order,
     default_lanes_window,
+    upcoming,
 )
 
 KIB = 1 << 10
@@ -117,14 +118,14 @@ def test_upcoming_blocks_are_distinct_and_in_order_of_first_use(
     start = min(start, order.sample_count)
     block, _ = order.locate(np.arange(start, order.sample_count, stride))
     expected = list(dict.fromkeys(block.tolist()))
-    assert order.upcoming(start, order.sample_count, stride).tolist() == expected
+    assert upcoming(order, start, order.sample_count, stride).tolist() == expected
 
 
 def test_upcoming_reaches_over_many_pieces():
     rows = np.full(500, 1000)
     order = Order(rows, 3, True, 4, 2500, 0)
     block, _ = order.locate(everything(order))
-    assert order.upcoming(0, 500_000).tolist() == list(dict.fromkeys(block.tolist()))
+    assert upcoming(order, 0, 500_000).tolist() == list(dict.fromkeys(block.tolist()))
 
 
 @modest
@@ -219,7 +220,7 @@ def test_positions_and_samples_outside_are_refused(wrong):
         lambda: order.position_of(np.array([wrong]), np.array([0])),
         lambda: order.position_of(np.array([0]), np.array([wrong])),
         lambda: order.block_span(np.array([wrong])),
-        lambda: order.upcoming(0, 10, -1),
+        lambda: upcoming(order, 0, 10, -1),
     ):
         with pytest.raises(ConfigError):
             ask()
@@ -228,7 +229,7 @@ def test_positions_and_samples_outside_are_refused(wrong):
 def test_no_positions_give_no_samples():
     order = Order(np.array([5, 5]), 0, True, 2, 3, 0)
     assert [len(each) for each in order.locate(np.array([], np.int64))] == [0, 0]
-    assert order.upcoming(4, 4).tolist() == []
+    assert upcoming(order, 4, 4).tolist() == []
 
 
 @modest
