@@ -27,7 +27,7 @@ from dataplane.plan.order import Order
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import Autoscaler
-from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes, Walk
 
@@ -67,6 +67,7 @@ class DrivenNode:
         raw, decoded = np.full(case.blocks, PAGE, np.int64), np.zeros(case.blocks, np.int64)
         marks = Marks.of(raw, decoded, np.ones(case.blocks, np.bool_))
         dataset = DatasetBlocks(1, "made up", marks, raw, url=str)
+        datasets = DatasetLookup(dataset)
         # An eighth of what is in memory belongs to windows that are open.
         window = max(case.resident // 8, 1) * ROWS_A_BLOCK
         self._rows, self._ranks = rows, range(case.ranks)
@@ -78,7 +79,7 @@ class DrivenNode:
         self.loaded = self.slabs = 0
         self._requests = 0
         for rank in self._ranks:
-            delivery = events.DeliveryOpened(rank, plan_slots(1 << 20, 1 << 16), dataset)
+            delivery = events.DeliveryOpened(rank, plan_slots(1 << 20, 1 << 16), datasets)
             self._tell(delivery)
             self._open_next_epoch(rank)
 

@@ -156,7 +156,7 @@ BY_HAND = (
     (
         "a block that went is not missed",
         _TASKS,
-        "                task.missing.add(changed.index)\n",
+        "                task.missing.add(number)\n",
         "",
     ),
     (

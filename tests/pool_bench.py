@@ -114,7 +114,7 @@ class Bench:
             report,
             lambda: self.dataset.place(block),
             by_key.__getitem__,
-            lambda key: self.dataset.place(self._blocks[key]),
+            place_of=lambda key: self.dataset.place(self._blocks[key]),
         )
         self.pool.submit(job, 0)
         return asyncio.wait_for(done, 120)

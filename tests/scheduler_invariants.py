@@ -94,7 +94,7 @@ class Invariants:
             if task.phase is SlabPhase.GONE and task.delivery.delivery_id in used:
                 used[task.delivery.delivery_id].append(task.slot.offset)
             pinned = task.pinned.tolist()
-            pins[task.dataset.dataset_id].update(pinned)
+            self._count_pins(pins, task)
             slab = task.shared
             is_copy = slab is not None and slab.made is not None
             assert is_copy or pinned == self._blocks_of(task), "slab_tasks 1"
@@ -109,14 +109,18 @@ class Invariants:
             assert slab.readers == readers[slab.number], "shared 3"
             assert slab.made is not None or making.get(name) == 1, "shared 1"
 
+    def _count_pins(self, pins: _Pins, task: SlabTask) -> None:
+        for dataset, blocks in task.datasets.parts(task.pinned):
+            pins[dataset.dataset_id].update(blocks.tolist())
+
     def _check_tasks(self, keys: dict[int, list[int]], pins: _Pins, used: _Used) -> None:
         """slab_tasks 3 and 4, scheduler 1 and 2: tasks follow each other, what one lacks is exactly
         what is not ready, and of those that wait only the head has pins.
         """
         scheduler, waiting_count = self._scheduler, 0
         for stream in scheduler._streams._streams.values():
-            dataset_id, stride = stream.delivery.dataset.dataset_id, stream.walk.stream.step_stride
-            ready, waiting = keys[dataset_id], scheduler._tasks._waiting.get(dataset_id, ())
+            datasets, stride = stream.delivery.datasets, stream.walk.stream.step_stride
+            ready = [key for each in datasets.datasets for key in keys[each.dataset_id]]
             slots, step = used[stream.delivery.delivery_id], None
             for task in stream.tasks:
                 batches = task.plan.batches
@@ -127,14 +131,17 @@ class Invariants:
                 has_slot = task.phase in {SlabPhase.ASSEMBLING, SlabPhase.READY}
                 assert has_slot == (task.slot is not None), "slab_tasks 2"
                 if task.phase is SlabPhase.WAITING:
-                    waiting_count += 1
+                    needed = datasets.parts(task.plan.blocks)
+                    waiting_count += len(needed)
                     lacking = {block for block in self._blocks_of(task) if not ready[block]}
                     assert task.missing == lacking, "slab_tasks 4"
                     assert task.idle <= task.missing, "slab_tasks 4"
-                    assert task in waiting, "slab_tasks 4"
+                    for dataset, _ in needed:
+                        waiting = scheduler._tasks._waiting[dataset.dataset_id]
+                        assert task in waiting, "slab_tasks 4"
                     if len(task.pinned):
                         assert task is scheduler._head, "scheduler 2"
-                        pins[dataset_id].update(task.pinned.tolist())
+                        self._count_pins(pins, task)
                 elif task.phase is SlabPhase.FAILED:
                     assert not len(task.pinned), "slab_tasks 1: pins of what has failed"
             if stream.requests and stream.tasks and scheduler.is_settled:

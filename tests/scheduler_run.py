@@ -8,7 +8,7 @@ from collections.abc import Callable
 from scheduler_consumers import Consumer, Place
 from scheduler_invariants import Invariants
 from scheduler_traffic import Traffic
-from scheduler_world import BATCH_MAX, PAGE, Outside, World, slab_bytes
+from scheduler_world import BATCH_MAX, PAGE, Mixture, Outside, World, slab_bytes
 
 from dataplane.arena.slots import SlotLayout, plan_slots
 from dataplane.config import JobSpec
@@ -30,7 +30,7 @@ _ACTS_MAX = 20_000
 class Run:
     """Some worlds, some consumers, and chance. `is_timed`: what is due first happens first, as each
     store, worker and consumer has its pace; else anything may happen next. `restless` is how often
-    consumers come, go and change their places.
+    consumers come, go and change their places. `is_mixed`: there is an order over all worlds.
     """
 
     def __init__(
@@ -43,12 +43,17 @@ class Run:
         is_timed: bool = False,
         restless: float = 0.0,
         stall_s: float = STALL_S,
+        is_mixed: bool = False,
     ) -> None:
         self.chance, self.hoard = chance, hoard
         self.is_timed, self.restless = is_timed, restless
-        self.worlds = {i: World(chance, i) for i in range(1, chance.choice([1, 1, 1, 2]) + 1)}
+        count = max(chance.choice([1, 1, 1, 2]), 1 + is_mixed)
+        self.worlds = {i: World(chance, i) for i in range(1, count + 1)}
         self.row_bytes = chance.choice([16, 64, 400])
+        self.mixture = Mixture([*self.worlds.values()]) if is_mixed else None
         self.most = {i: self._largest_batch(world) for i, world in self.worlds.items()}
+        if self.mixture is not None:
+            self.most[0] = self._largest_batch(self.mixture)
         drawn = chance.choice([0.3, 0.6]) if tight else chance.choice([1.0, 1.0, 1.5, 8.0])
         arena_bytes = int(max(self.most.values()) * (factor or drawn))
         arena_bytes = max(arena_bytes, 4 * PAGE) // PAGE * PAGE
@@ -144,7 +149,8 @@ class Run:
         place = Place(number, world, spec or world.spec, memory, group, is_declared=is_declared)
         self.outside.deliveries[number] = memory
         self.places.append(place)
-        self.tell(events.DeliveryOpened(number, self.layout, world.blocks, group, is_declared))
+        self.outside.lookups[number] = world.datasets
+        self.tell(events.DeliveryOpened(number, self.layout, world.datasets, group, is_declared))
         return place
 
     def consume(
@@ -170,7 +176,7 @@ class Run:
         is_aligned = place.group is not None
         sizes = SlabSizes(4 if is_aligned else most, 16, 0)
         walk = Walk(spec, order, at, sizes, is_ahead=after is not None, is_aligned=is_aligned)
-        walk.crops = place.world.blocks.keeps_trails
+        walk.crops = any(one.keeps_trails for one in place.world.datasets.datasets)
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
         number = len(self.consumers) + 1
         consumer = Consumer(self, number, place, at, walk, patience, self.row_bytes, after)
@@ -289,7 +295,9 @@ class Run:
     def forget_one(self) -> None:
         """All jobs over a dataset end, while work for them is under way, and one begins again."""
         world = self.chance.choice([*self.worlds.values()])
-        places = [place for place in self.places if place.world is world and place.is_open]
+        places = [
+            place for place in self.places if world.blocks in place.world.datasets and place.is_open
+        ]
         for consumer in self.consumers:
             if consumer.place in places:
                 consumer.leave()

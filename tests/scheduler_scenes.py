@@ -37,6 +37,15 @@ def alike(run: Run) -> None:
             run.consume(run.deliver_to(world, spec=world.job()), 0, 1)
 
 
+def mixed(run: Run) -> None:
+    """Jobs over all datasets at once, in an order of their own, beside jobs over each of them."""
+    assert run.mixture is not None
+    run.chance.choice((several, alike))(run)
+    for group in run.chance.choice(((None,), (None, "mixture"))):
+        place = run.deliver_to(run.mixture, group, spec=run.mixture.job())
+        run.consume(place, 0, 1)
+
+
 def history(seed: int) -> Run:
     """Everything that a scheduler may live through, of all kinds and at any pace.
 
@@ -44,6 +53,7 @@ def history(seed: int) -> Run:
     """
     chance = random.Random(f"history {seed}")
     is_tight = chance.random() < 0.2
+    is_mixed = seed % 8 == 7
     run = Run(
         chance,
         tight=is_tight,
@@ -51,10 +61,12 @@ def history(seed: int) -> Run:
         is_timed=chance.random() < 0.6,
         restless=chance.choice([0.0, 0.0, 0.03, 0.1]),
         stall_s=chance.choice([2.0, STALL_S]),
+        is_mixed=is_mixed,
     )
     allowed: list[type[DataplaneError]] = []
     allowed += [BudgetTooSmall] * is_tight + [LeaseFenced] * (run.restless > 0)
-    chance.choice((several, several, jobs, alike))(run)
+    scene = chance.choice((several, several, jobs, alike))
+    (mixed if is_mixed else scene)(run)
     if chance.random() < 0.2:
         run.outside.away = chance.choice([0.1, 0.5])
     if chance.random() < 0.15:

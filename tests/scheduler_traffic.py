@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.model import Region
-from dataplane.plan.order import Order
+from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.blocks import SMALL_FETCHES
+from dataplane.scheduler.dataset import DatasetLookup
 from dataplane.scheduler.records import SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 
@@ -25,7 +26,7 @@ class _Before:
     """What could be evicted before an event, and how far each walk had come."""
 
     evictable: dict[int, CachedBlock]
-    walks: list[tuple[int, Order, int]]
+    walks: list[tuple[DatasetLookup, SampleOrder, int]]
     emptied_for: SlabTask | None
 
 
@@ -113,7 +114,7 @@ class Traffic:
         blocks = self._scheduler._blocks._by_key
         evictable = {key: block for key, block in blocks.items() if block.is_evictable}
         walks = [
-            (s.delivery.dataset.dataset_id, s.walk.order, s.position)
+            (s.delivery.datasets, s.walk.order, s.position)
             for s in self._scheduler._streams._streams.values()
         ]
         return _Before({k: b for k, b in evictable.items() if b.regions}, walks, emptied_for)
@@ -237,8 +238,7 @@ class Traffic:
     def _check_emptied(self, head: SlabTask, effect: events.Fetch | events.DecodeBlock) -> None:
         """scheduler 2: an arena that was emptied for the head is filled for it alone."""
         if self._scheduler._emptied_for is head:
-            is_its = head.dataset.dataset_id == effect.dataset_id and head.needs(effect.block)
-            assert is_its, "scheduler 2: it was emptied for another task"
+            assert _is_of(head, effect), "scheduler 2: it was emptied for another task"
 
     # -- eviction --------------------------------------------------------------------------------
 
@@ -251,8 +251,7 @@ class Traffic:
         mine = self._use(before, effect.dataset_id, effect.block)
         going = [self._use(before, *self._blocks[key]) for key in gone if key in self._blocks]
         head = self._scheduler._head
-        needed = head is not None and head.dataset.dataset_id == effect.dataset_id
-        if not (needed and head.needs(effect.block)):
+        if head is None or not _is_of(head, effect):
             assert all(use > mine or use == _NEVER for use in going), "blocks 3: needed sooner"
         staying = [
             self._use(before, block.dataset.dataset_id, block.index)
@@ -266,16 +265,30 @@ class Traffic:
     def _use(self, before: _Before, dataset_id: int, block: int) -> int:
         """How far away the block is needed again, at the soonest."""
         soonest = _NEVER
-        for walked, order, position in before.walks:
-            if walked == dataset_id:
-                first, last = self._span(order)
-                if last[block] >= position:
-                    soonest = min(soonest, max(first[block] - position, 0))
+        for datasets, order, position in before.walks:
+            number = _number(datasets, dataset_id, block)
+            if number is not None:
+                first, last = self._span(order, int(datasets.starts[-1]))
+                if last[number] >= position:
+                    soonest = min(soonest, max(first[number] - position, 0))
         return soonest
 
-    def _span(self, order: Order) -> tuple[list[int], list[int]]:
+    def _span(self, order: SampleOrder, block_count: int) -> tuple[list[int], list[int]]:
         found = self._spans.get(id(order))
         if found is None:
-            first, last = order.block_span(np.arange(order.block_count))
+            first, last = order.block_span(np.arange(block_count))
             found = self._spans[id(order)] = first.tolist(), last.tolist()
         return found
+
+
+def _number(datasets: DatasetLookup, dataset_id: int, block: int) -> int | None:
+    """What orders over these datasets call a block, if it is of one of them."""
+    for dataset in datasets.datasets:
+        if dataset.dataset_id == dataset_id:
+            return datasets.number(dataset, block)
+    return None
+
+
+def _is_of(task: SlabTask, effect: events.Fetch | events.DecodeBlock) -> bool:
+    number = _number(task.datasets, effect.dataset_id, effect.block)
+    return number is not None and task.needs(number)

@@ -15,17 +15,18 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+from other_orders import Backwards, Concatenated
 
 from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
 from dataplane.errors import BudgetTooSmall, StoreDenied, StoreUnavailable
 from dataplane.model import End, Region
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import Order
+from dataplane.plan.order import Order, SampleOrder
 from dataplane.plan.shard import Shard
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.walk import Plan
 from dataplane.transforms.trails import trail_bytes
 
@@ -61,7 +62,12 @@ class World:
             "{}".format,
         )
         self.broken: set[int] = set()
-        self._orders: dict[tuple[JobSpec, int], tuple[Order, list[list[int]]]] = {}
+        self._orders: dict[tuple[JobSpec, int], tuple[SampleOrder, list[list[int]]]] = {}
+
+    @property
+    def datasets(self) -> DatasetLookup:
+        """What an order over it is over."""
+        return DatasetLookup(self.blocks)
 
     def job(self) -> JobSpec:
         """How one of the jobs over it reads it."""
@@ -104,14 +110,17 @@ class World:
             self.low,
         )
 
-    def order(self, spec: JobSpec, epoch: int) -> tuple[Order, list[list[int]]]:
+    def order(self, spec: JobSpec, epoch: int) -> tuple[SampleOrder, list[list[int]]]:
         """An order, and (block, row) of each of its positions."""
         found = self._orders.get((spec, epoch))
         if found is None:
-            order = Order(self.rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
+            order = self._order(spec, epoch)
             samples = np.stack(order.locate(np.arange(self.sample_count)), 1).tolist()
             found = self._orders[spec, epoch] = order, samples
         return found
+
+    def _order(self, spec: JobSpec, epoch: int) -> SampleOrder:
+        return Order(self.rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
 
     def keep_trails(self, arena_bytes: int) -> None:
         """Its images are worth trails, if all blocks have room with theirs, and now and then."""
@@ -130,14 +139,38 @@ class World:
         return self.sizes[block] + 64 if self.blocks.needs_decode(block) else 0
 
 
-def _mark(into: memoryview, block: int) -> None:
-    into[:8] = int(block + 1).to_bytes(8, "little")
-    into[-8:] = int(block + 1).to_bytes(8, "little")
+class Mixture(World):
+    """All samples of several datasets, in one order of their own."""
+
+    def __init__(self, parts: list[World]) -> None:
+        self.chance, self.dataset_id, self.parts = parts[0].chance, parts[0].dataset_id, parts
+        self.sizes = [size for part in parts for size in part.sizes]
+        self.sample_count = sum(part.sample_count for part in parts)
+        self.spec = self.job()
+        self._orders = {}
+
+    @property
+    def datasets(self) -> DatasetLookup:
+        return DatasetLookup(*(part.blocks for part in self.parts))
+
+    def _order(self, spec: JobSpec, epoch: int) -> SampleOrder:
+        orders = [part._order(spec, epoch) for part in self.parts]
+        return Backwards(Concatenated(orders, [len(part.sizes) for part in self.parts]))
+
+    def cost_of(self, block: int) -> int:
+        dataset, block = self.datasets.find(block)
+        (part,) = (part for part in self.parts if part.blocks is dataset)
+        return part.cost_of(block)
 
 
-def _check_mark(view: memoryview, block: int) -> None:
-    assert int.from_bytes(view[:8], "little") == block + 1, "another block's memory"
-    assert int.from_bytes(view[-8:], "little") == block + 1, "another block's memory"
+def _mark(into: memoryview, name: BlockName) -> None:
+    mark = ((name.dataset_id << 32) + name.block + 1).to_bytes(8, "little")
+    into[:8] = into[-8:] = mark
+
+
+def _check_mark(view: memoryview, name: BlockName) -> None:
+    mark = ((name.dataset_id << 32) + name.block + 1).to_bytes(8, "little")
+    assert view[:8] == view[-8:] == mark, "another block's memory"
 
 
 class Outside:
@@ -156,6 +189,8 @@ class Outside:
         """Each block that was read or decoded: where it lies, None in a local file."""
         self.dropped: set[int] = set()
         self.deliveries: dict[int, memoryview] = {}
+        self.lookups: dict[int, DatasetLookup] = {}
+        """Of each delivery arena: which blocks its orders speak of."""
         self.loads = 0
         self.assembled: list[bytes] = []
         self.copied = 0
@@ -216,7 +251,7 @@ class Outside:
             return events.BlockFetched(effect.key, StoreDenied(f"block {effect.block}"))
         if self.chance.random() < self.away:
             return events.BlockFetched(effect.key, StoreUnavailable("it is away"), is_away=True)
-        _mark(self.part(effect.into), effect.block)
+        _mark(self.part(effect.into), BlockName(effect.dataset_id, effect.block))
         self.known[effect.key] = (world, effect.block, effect.into)
         return events.BlockFetched(effect.key)
 
@@ -227,14 +262,14 @@ class Outside:
             if block in world.broken:
                 return events.BlockDecoded(effect.key, StoreDenied(f"block {block}"), 0.0)
         else:
-            _check_mark(self.part(effect.raw), block)
+            _check_mark(self.part(effect.raw), BlockName(effect.dataset_id, block))
         if error := self._no_memory():
             return events.BlockDecoded(effect.key, error, 0.0)
         size = world.true_bytes(block)
         if size > effect.into.length:
             return events.BlockDecoded(effect.key, tasks.Decoded(size, stored=False), 0.0)
         into = Region(effect.into.offset, size)
-        _mark(self.part(into), block)
+        _mark(self.part(into), BlockName(effect.dataset_id, block))
         self.known[effect.key] = (world, block, into)
         return events.BlockDecoded(effect.key, tasks.Decoded(size, stored=True), 0.0)
 
@@ -256,8 +291,10 @@ class Outside:
         if error := self._no_memory():
             return events.SlabAssembled(effect.number, error, 0.0, is_kept=False)
         self.assembled.append(repr((plan.batches, effect.keys)).encode() + plan.row_index.tobytes())
-        numbers = [self._block_of(key, effect.dataset_id) for key in effect.keys]
+        lookup = self.lookups[effect.delivery_id]
+        numbers = [lookup.number(*self._block_of(key)) for key in effect.keys]
         assert numbers == plan.blocks.tolist()
+        assert effect.first == (lookup.name(numbers[0]) if numbers else None)
         arena = self.deliveries[effect.delivery_id]
         used, count, needed = self._write(plan, numbers, arena[slab.offset :], slab.length)
         is_kept = effect.keep is not None and self._no_memory() is None
@@ -282,18 +319,17 @@ class Outside:
             first, used, count = first + batch.rows, used + size, count + 1
         return used, count, needed
 
-    def _block_of(self, key: int, dataset_id: int) -> int:
+    def _block_of(self, key: int) -> tuple[DatasetBlocks, int]:
         found = self.known.get(key)
         if found is None:  # nothing to fetch and nothing to decode, or it was forgotten
             dataset, block = self.locate(key)
             assert not dataset.needs_fetch(block), "a block was forgotten while it was in use"
             assert not dataset.needs_decode(block), "a block was forgotten while it was in use"
-            return block
+            return dataset, block
         world, block, place = found
-        assert world.dataset_id == dataset_id
         assert place is not None
-        _check_mark(self.part(place), block)
-        return block
+        _check_mark(self.part(place), BlockName(world.dataset_id, block))
+        return world.blocks, block
 
 
 def slab_bytes(batch: messages.Batch, row_bytes: int) -> int:

@@ -44,7 +44,7 @@ class SmallEngine:
         scheduler = Scheduler(64 * PAGE, 2, Autoscaler(1, 1, 1), 60.0)
         self.engine = Engine(scheduler, self._arena, quiet, quiet, Trace("test"))
         self.spec: JobSpec = world.spec
-        self._dataset = dataset_of(1, world.manifest, world.spec)
+        self.dataset = dataset_of(1, world.manifest, world.spec)
         self._deliveries: list[DeliveryArena] = []
 
     def deliver(self) -> DeliveryArena:
@@ -52,7 +52,7 @@ class SmallEngine:
         layout = plan_slots(0, PAGE)
         arena = Arena.create("test", layout.arena_bytes)
         number = 1 + len(self._deliveries)
-        delivery = DeliveryArena(number, arena, layout, self._dataset)
+        delivery = DeliveryArena(number, arena, layout, (self.dataset,))
         self.engine.open_delivery(delivery)
         self._deliveries.append(delivery)
         return delivery

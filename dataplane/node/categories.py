@@ -159,7 +159,7 @@ class CategoryReader:
         order = await asyncio.to_thread(Order, dataset.manifest.block_rows, 0, False, 1, 1, 0)
         layout = plan_slots(_SLOTS * sizes.slot_bytes, sizes.slot_bytes)
         arena = Arena.create("dataplane-categories", layout.arena_bytes)
-        delivery = DeliveryArena(next(self._arena_ids), arena, layout, dataset)
+        delivery = DeliveryArena(next(self._arena_ids), arena, layout, (dataset,))
         self._engine.open_delivery(delivery)
         holder = delivery.delivery_id
         inbox: asyncio.Queue[FromNodeBody] = asyncio.Queue()

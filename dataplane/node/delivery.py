@@ -11,14 +11,15 @@ from dataplane.node.dataset import Dataset
 
 @dataclass(slots=True, eq=False)
 class DeliveryArena:
-    """The memory, and how many members use it. `group` names those whose slabs are equal where
-    their steps are, None if slabs are made for this arena alone.
+    """The memory, and how many members use it. Orders of its streams are over `datasets`, whose
+    blocks they number through, and whose columns are alike. `group` names those whose slabs are
+    equal where their steps are, None if slabs are made for this arena alone.
     """
 
     delivery_id: int
     arena: Arena
     layout: SlotLayout
-    dataset: Dataset
+    datasets: tuple[Dataset, ...]
     group: object = None
     is_declared: bool = False
     users: int = 0

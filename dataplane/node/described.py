@@ -40,10 +40,9 @@ async def describe(
     Raises:  ConfigError: a column does not come as codes.
     """
     if isinstance(asked, ReadCategories):
-        return await asyncio.to_thread(_categories, member.delivery.dataset, asked)
+        return await asyncio.to_thread(_categories, member.dataset, asked)
     if member.described is None:
-        dataset = member.delivery.dataset
-        member.described = await asyncio.to_thread(described_columns, dataset, member.spec)
+        member.described = await asyncio.to_thread(described_columns, member.dataset, member.spec)
     columns, found, room = member.described, list[DescribedColumn](), _TEXT_BYTES_MAX
     for column in columns[asked.first :]:
         room -= _COLUMN_BYTES + 4 * (len(column.spec.name) + len(column.stored_type))

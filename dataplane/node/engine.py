@@ -35,6 +35,7 @@ from dataplane.node.served import Send, ServedStream
 from dataplane.node.stall import stall_error
 from dataplane.rpc import tasks
 from dataplane.scheduler import events
+from dataplane.scheduler.dataset import BlockName, DatasetLookup
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Plan, Walk
 from dataplane.store.unreachable import UNREACHABLE
@@ -99,18 +100,11 @@ class Engine:
 
     def open_delivery(self, delivery: DeliveryArena) -> None:
         """Slabs may be made in this arena from now on."""
-        dataset = delivery.dataset
-        self._datasets[dataset.dataset_id] = dataset
+        self._datasets |= {dataset.dataset_id: dataset for dataset in delivery.datasets}
         self._deliveries[delivery.delivery_id] = delivery
-        self._tell(
-            events.DeliveryOpened(
-                delivery.delivery_id,
-                delivery.layout,
-                dataset.blocks,
-                delivery.group,
-                delivery.is_declared,
-            )
-        )
+        number, layout, group = delivery.delivery_id, delivery.layout, delivery.group
+        datasets = DatasetLookup(*(dataset.blocks for dataset in delivery.datasets))
+        self._tell(events.DeliveryOpened(number, layout, datasets, group, delivery.is_declared))
 
     def close_delivery(self, delivery: DeliveryArena) -> None:
         """Nobody here uses this arena any more: it is closed when no worker writes into it."""
@@ -283,11 +277,12 @@ class Engine:
         self._sources.pop(effect.key, None)
         self._without_trails.discard(effect.key)
 
-    def _source(self, dataset: Dataset, key: int) -> tasks.BlockSource:
+    def _source(self, key: int) -> tasks.BlockSource:
         """What a worker must know to gather from the block with this key, which is ready."""
         source = self._sources.get(key)
         if source is None:
             block = self._scheduler.block(key)
+            dataset = self._datasets[block.dataset.dataset_id]
             raw = dataset.raw_block(block.index, block.raw) if block.decoded is None else None
             trails = None if key in self._without_trails else block.trails
             origin = dataset.origin(block.index)
@@ -295,8 +290,17 @@ class Engine:
             self._sources[key] = source
         return source
 
-    def _place(self, dataset: Dataset, key: int) -> WorkerPlace:
-        return dataset.place(self._scheduler.block(key).index)
+    def _message_of(self, key: int) -> tasks.OpenDataset:
+        return self._datasets[self._scheduler.block(key).dataset.dataset_id].message
+
+    def _place_of(self, key: int) -> WorkerPlace:
+        block = self._scheduler.block(key)
+        return self._place(BlockName(block.dataset.dataset_id, block.index))
+
+    def _place(self, first: BlockName | None) -> WorkerPlace:
+        if first is None:
+            return WorkerPlace("a batch without rows")
+        return self._datasets[first.dataset_id].place(first.block)
 
     def _reserve(self, region: Region) -> None:
         """Raises:  BudgetTooSmall: the machine has no memory left for it."""
@@ -320,7 +324,7 @@ class Engine:
         into = np.frombuffer(arena.view(index.offset, index.length), np.int32)
         into[:] = effect.plan.row_index.reshape(-1)
         body = tasks.Assemble(
-            effect.dataset_id,
+            self._deliveries[effect.delivery_id].datasets[0].dataset_id,
             effect.keys,
             index,
             effect.plan.batches,
@@ -349,30 +353,29 @@ class Engine:
         *,
         is_kept: bool,
     ) -> None:
-        dataset, delivery = self._datasets[effect.dataset_id], self._deliveries[effect.delivery_id]
-        number = effect.number
+        delivery = self._deliveries[effect.delivery_id]
         task = PoolTask(
             body=body,
-            dataset=dataset.message,
+            dataset=delivery.datasets[0].message,
             arenas=(
                 (_BLOCK_ARENA_ID, self._arena.fd),
                 (delivery.delivery_id, delivery.arena.fd),
             ),
-            source=partial(self._source, dataset),
+            source=self._source,
+            dataset_of=self._message_of,
             report=lambda result: self._tell(
-                events.SlabAssembled(number, result, task.started, is_kept)
+                events.SlabAssembled(effect.number, result, task.started, is_kept)
             ),
-            place=partial(_first_place, dataset, effect.plan),
-            place_of=partial(self._place, dataset),
+            place=partial(self._place, effect.first),
+            place_of=self._place_of,
         )
         self._pool.submit(task, urgency)
 
     def _drop_delivery(self, effect: events.DropDelivery) -> None:
         self._pool.detach_arena(effect.delivery_id)
-        delivery = self._deliveries.pop(effect.delivery_id)
-        delivery.arena.close()
-        if not any(each.dataset is delivery.dataset for each in self._deliveries.values()):
-            del self._datasets[delivery.dataset.dataset_id]
+        self._deliveries.pop(effect.delivery_id).arena.close()
+        left = (dataset for each in self._deliveries.values() for dataset in each.datasets)
+        self._datasets = {dataset.dataset_id: dataset for dataset in left}
 
     # -- answers ---------------------------------------------------------------------------------
 
@@ -380,8 +383,8 @@ class Engine:
         self._streams[effect.stream_id].send(effect.request_id, effect.body)
 
     def _tell_stalled(self, effect: events.Stalled) -> None:
-        dataset = self._datasets[effect.dataset_id]
-        error = stall_error(effect, dataset, self._node_id, self._fetcher.trouble)
+        urls = [self._datasets[name].url(block) for name, block in effect.missing]
+        error = stall_error(effect, urls, self._node_id, self._fetcher.trouble)
         self._streams[effect.stream_id].send(effect.request_id, error)
 
     def _note(self, effect: events.Note) -> None:
@@ -393,8 +396,3 @@ def _tell_planned(stream: ServedStream) -> None:
     call, stream.on_planned = stream.on_planned, None
     if call is not None and not stream.has_failed:
         call()
-
-
-def _first_place(dataset: Dataset, plan: Plan) -> WorkerPlace:
-    empty = WorkerPlace("a batch without rows")
-    return dataset.place(int(plan.blocks[0])) if len(plan.blocks) else empty

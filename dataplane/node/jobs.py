@@ -126,7 +126,7 @@ class Jobs:
             spec.digest(),
             opened.identity,
             manifest.sample_count,
-            delivered(delivery.dataset.columns.specs, spec.transforms),
+            delivered(member.dataset.columns.specs, spec.transforms),
             layout.arena_bytes,
             layout.held_bytes_max,
             member.generation,
@@ -159,7 +159,7 @@ class Jobs:
             raise
         delivery.users += 1
         return ServedMember(
-            request, spec, delivery, sizes, joined.generation, next(self._numbers), pixels
+            request, spec, dataset, delivery, sizes, joined.generation, next(self._numbers), pixels
         )
 
     def close(self, member: ServedMember) -> None:
@@ -176,7 +176,8 @@ class Jobs:
         if delivery.users == 0:
             self._deliveries = {k: d for k, d in self._deliveries.items() if d is not delivery}
             self._engine.close_delivery(delivery)
-            self._forget_unread(delivery.dataset)
+            for dataset in delivery.datasets:
+                self._forget_unread(dataset)
 
     def forget_manifest(self, job_id: str) -> None:
         """The last rank has closed this job: whoever opens it again sees the dataset anew."""
@@ -186,7 +187,7 @@ class Jobs:
 
     def _forget_unread(self, dataset: Dataset) -> None:
         """Free a dataset's blocks, unless somebody reads it."""
-        if not any(delivery.dataset is dataset for delivery in self._deliveries.values()):
+        if not any(dataset in delivery.datasets for delivery in self._deliveries.values()):
             self._engine.forget_dataset(dataset)
             self._datasets.forget(dataset)
 
@@ -218,7 +219,7 @@ class Jobs:
 
     async def rejoin(self, member: ServedMember) -> None:
         """Join again after the lease ran out."""
-        manifest = member.delivery.dataset.manifest
+        manifest = member.dataset.manifest
         joined = await self._coordination.join(
             self._join_request(member.request, member.spec, manifest, member.pixels)
         )
@@ -303,7 +304,7 @@ class Jobs:
                 number,
                 arena,
                 layout,
-                dataset,
+                (dataset,),
                 group=_group(request, spec, alone=number),
                 is_declared=bool(request.sharing),
             )

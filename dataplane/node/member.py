@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
+from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.served import ServedStream
 from dataplane.rpc import messages
@@ -16,9 +17,9 @@ from dataplane.scheduler.walk import SlabSizes
 
 @dataclass(slots=True, eq=False)
 class ServedMember:
-    """One rank of one job, as this node serves it. `error` ends it: its requests get it. `holder`
-    is what has its slabs. `pixels` names what makes them here; "" without images. `is_leaving`: its
-    process ends in order.
+    """One rank of one job, as this node serves it. `dataset` is what it reads. `error` ends it: its
+    requests get it. `holder` is what has its slabs. `pixels` names what makes them here; "" without
+    images. `is_leaving`: its process ends in order.
 
     `next_epoch` is what its only stream will be followed by, if all goes on as it does: it is made
     while the last slabs of this epoch are consumed.
@@ -26,6 +27,7 @@ class ServedMember:
 
     request: messages.OpenJob
     spec: JobSpec
+    dataset: Dataset
     delivery: DeliveryArena
     sizes: SlabSizes
     generation: int

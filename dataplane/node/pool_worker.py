@@ -7,9 +7,10 @@ blocks. It is sent one packet at a time, and answers each.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.machine import OwnTime, kill_count_for_memory
@@ -36,8 +37,9 @@ _DOING: dict[type, str] = {
 class PoolTask:
     """One order to a worker, and what the worker must know for it.
 
-    `arenas` are (arena id, descriptor); `source` tells of a block that `body` names by key. `place`
-    tells which block it is about, or the first of several, and `place_of` tells it by key.
+    `dataset` says what its columns are. `arenas` are (arena id, descriptor); `source` tells of a
+    block that `body` names by key, `dataset_of` of which dataset it is. `place` tells which block
+    it is about, or the first of several, and `place_of` tells it by key.
     """
 
     body: tasks.Decode | tasks.Assemble | tasks.CopySlab
@@ -46,6 +48,7 @@ class PoolTask:
     report: Report
     place: Callable[[], WorkerPlace]
     source: Callable[[int], tasks.BlockSource] | None = None
+    dataset_of: Callable[[int], tasks.OpenDataset] | None = None
     place_of: Callable[[int], WorkerPlace] | None = None
     ends: list[ProcessEnd] = field(default_factory=list)
     """How workers ended at it."""
@@ -117,24 +120,32 @@ class PoolWorker:
             if arena_id not in self.arenas:
                 self.arenas.add(arena_id)
                 self.packets.append((tasks.AttachArena(arena_id), (fd,)))
-        dataset_id = task.dataset.dataset_id
-        if dataset_id not in self.datasets:
-            self.datasets.add(dataset_id)
-            self.limit_bytes = max(self.limit_bytes, task.dataset.memory_bytes)
-            self.packets.extend((part, ()) for part in _in_parts(task.dataset))
+        self._open_dataset(task.dataset)
         new = [key for key in task.block_keys if key not in self.blocks]
         self.blocks.update(new)
         forget, self.forget = self.forget, []
         for at in range(0, len(forget), _KEYS_A_PACKET):
             some_keys = tuple(forget[at : at + _KEYS_A_PACKET])
-            self.packets.append((tasks.OpenBlocks(dataset_id, (), some_keys), ()))
+            self.packets.append((tasks.OpenBlocks(task.dataset.dataset_id, (), some_keys), ()))
+        dataset_of = task.dataset_of or (lambda _: task.dataset)
+        for dataset, keys in itertools.groupby(new, dataset_of):
+            self._open_dataset(dataset)
+            self._open_blocks(task, dataset.dataset_id, list(keys))
+        self.packets.append((task.body, ()))
+
+    def _open_dataset(self, dataset: tasks.OpenDataset) -> None:
+        if dataset.dataset_id not in self.datasets:
+            self.datasets.add(dataset.dataset_id)
+            self.limit_bytes = max(self.limit_bytes, dataset.memory_bytes)
+            self.packets.extend((part, ()) for part in _in_parts(dataset))
+
+    def _open_blocks(self, task: PoolTask, dataset_id: int, keys: Sequence[int]) -> None:
         # One by one where one of them may have ended a worker.
         together = 1 if task.ends else _BLOCKS_A_PACKET
-        for at in range(0, len(new), together):
+        for at in range(0, len(keys), together):
             assert task.source is not None
-            some = tuple(map(task.source, new[at : at + together]))
+            some = tuple(map(task.source, keys[at : at + together]))
             self.packets.append((tasks.OpenBlocks(dataset_id, some), ()))
-        self.packets.append((task.body, ()))
 
     def undo(self, task: PoolTask, failed: tasks.TaskBody) -> None:
         """Preparing failed (a block did not open): skip the task; trust nothing it opened."""
@@ -147,6 +158,8 @@ class PoolWorker:
         for body in undone:
             if isinstance(body, tasks.AttachArena):
                 self.arenas.discard(body.arena_id)
+            elif isinstance(body, tasks.OpenDataset):
+                self.datasets.discard(body.dataset_id)
             elif isinstance(body, tasks.OpenBlocks):
                 self.forget.extend(body.forget)
 

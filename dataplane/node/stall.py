@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dataplane.errors import DataplaneError, DataStallError
-from dataplane.node.dataset import Dataset
 from dataplane.node.fetch import Trouble
 from dataplane.scheduler.events import Stalled
 
@@ -11,24 +12,20 @@ _URLS_ASKED_MAX = 64
 
 
 def stall_error(
-    stalled: Stalled, dataset: Dataset, node_id: str, trouble: Trouble
+    stalled: Stalled, urls: Sequence[str], node_id: str, trouble: Trouble
 ) -> DataplaneError:
     """The error of the store, if the next slab lacks blocks that it does not give; else a
-    DataStallError that names the stage.
+    DataStallError that names the stage. `urls` are of their shards.
     """
-    waited_s, shard = stalled.waited_s, None
-    if len(stalled.missing):
-        shards = dict.fromkeys(dataset.manifest.block_shard[stalled.missing].tolist())
-        urls = [dataset.manifest.shards[number].url for number in shards]
-        shard = urls[0]
-        for url in urls[:_URLS_ASKED_MAX]:
-            error = trouble(url)
-            if error is not None:
-                return type(error)(
-                    f"no batch for {waited_s:.0f} s, since {url} cannot be read: {error} "
-                    f"(node {node_id}). Mend the store, or raise stall_timeout_s",
-                    **{**error.nouns, "shard": url, "node": node_id},
-                )
+    waited_s, shard = stalled.waited_s, urls[0] if urls else None
+    for url in [*dict.fromkeys(urls)][:_URLS_ASKED_MAX]:
+        error = trouble(url)
+        if error is not None:
+            return type(error)(
+                f"no batch for {waited_s:.0f} s, since {url} cannot be read: {error} "
+                f"(node {node_id}). Mend the store, or raise stall_timeout_s",
+                **{**error.nouns, "shard": url, "node": node_id},
+            )
     return DataStallError(
         f"no batch for {waited_s:.0f} s: the slab is {stalled.stage}"
         + (f", first of {shard}" if shard else "")

@@ -105,7 +105,7 @@ class Streams:
         key = (spec.fingerprint, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
         future = self._orders.get(key)
         if future is None:
-            rows = member.delivery.dataset.manifest.block_rows
+            rows = member.dataset.manifest.block_rows
             loop = asyncio.get_running_loop()
             future = loop.run_in_executor(
                 None, Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch

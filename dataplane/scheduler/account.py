@@ -1,7 +1,8 @@
-"""Where time went: of each slab in the making, and of the dataset that all of them are made of."""
+"""Where time went: of each slab in the making, and of the datasets that they are made of."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane.rpc.messages import StageTimes
@@ -67,16 +68,29 @@ class Account:
         if not self._reads:
             self._reading_s += now - self._reading_since
 
-    def told(self, stages: tuple[int, ...], worker_count: int, now: float) -> StageTimes:
-        """The times of a slab that is handed over; what was done for the dataset counts for it."""
+    def take(self, now: float) -> tuple[int, int, int, int]:
+        """(bytes read, reading, decoding, waiting for disks), times in microseconds; from now on it
+        counts anew.
+        """
         if self._reads:
             self._reading_s += now - self._reading_since
             self._reading_since = now
-        fetch, decode, room, queue, assemble, ready = stages
-        times = StageTimes(
-            fetch, decode, room, queue, assemble, ready,
+        found = (
             self.read_bytes, round(self._reading_s * _US_A_S),
-            round(self.decoding_s * _US_A_S), self.disk_us, worker_count,
+            round(self.decoding_s * _US_A_S), self.disk_us,
         )  # fmt: skip
         self.read_bytes, self._reading_s, self.decoding_s, self.disk_us = 0, 0.0, 0.0, 0
-        return times
+        return found
+
+
+def stage_times(
+    stages: tuple[int, ...], accounts: Sequence[Account], worker_count: int, now: float
+) -> StageTimes:
+    """The times of a slab that is handed over; what was done for its datasets counts for it."""
+    fetch, decode, room, queue, assemble, ready = stages
+    done = [account.take(now) for account in accounts]
+    read_bytes, reading, decoding, disk = map(sum, zip(*done, strict=True))
+    return StageTimes(
+        fetch, decode, room, queue, assemble, ready,
+        read_bytes, reading, decoding, disk, worker_count,
+    )  # fmt: skip

@@ -1,10 +1,12 @@
-"""A dataset as the scheduler knows it: what each block costs, and how far each has come."""
+"""Datasets as the scheduler knows them: what each block costs, how far each has come, and which
+blocks an order means by its numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ import numpy.typing as npt
 from dataplane.scheduler.account import Account
 
 Ints = npt.NDArray[np.int64]
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,3 +68,79 @@ class DatasetBlocks:
     def needs_decode(self, block: int) -> bool:
         """Whether a worker must decode the block before rows can be gathered from it."""
         return bool(self.marks.decoded[block])
+
+
+class BlockName(NamedTuple):
+    """A block wherever it is spoken of: its dataset, and its number there."""
+
+    dataset_id: int
+    block: int
+
+
+class DatasetPart(NamedTuple):
+    """Those of some blocks that are of one dataset, by their numbers there, which rise.
+
+    Shapes:  blocks: int64[n].
+    """
+
+    dataset: DatasetBlocks
+    blocks: Ints
+
+
+class DatasetLookup:
+    """The datasets that an order is over, each of them once. The order numbers the blocks of all of
+    them through: first those of the first dataset, then those of the next.
+
+    Shapes:  starts: int64[datasets + 1], the number of the first block of each.
+    """
+
+    __slots__ = ("_start_of", "datasets", "starts")
+
+    def __init__(self, *datasets: DatasetBlocks) -> None:
+        self.datasets = datasets
+        self.starts = np.cumsum([0, *(len(each.stored) for each in datasets)], dtype=np.int64)
+        ids = [each.dataset_id for each in datasets]
+        self._start_of = dict(zip(ids, self.starts.tolist(), strict=False))
+
+    def __contains__(self, dataset: DatasetBlocks) -> bool:
+        """Whether it is one of them."""
+        return dataset.dataset_id in self._start_of
+
+    def number(self, dataset: DatasetBlocks, block: int) -> int:
+        """What the order calls a block of one of them."""
+        start: int = self._start_of[dataset.dataset_id]
+        return start + block
+
+    def find(self, number: int) -> tuple[DatasetBlocks, int]:
+        """The dataset of a block of the order, and its number there."""
+        if len(self.datasets) == 1:
+            return self.datasets[0], number
+        at = int(self.starts.searchsorted(np.int64(number), side="right")) - 1
+        return self.datasets[at], number - int(self.starts[at])
+
+    def name(self, number: int) -> BlockName:
+        """The same, by the number of the dataset."""
+        dataset, block = self.find(number)
+        return BlockName(dataset.dataset_id, block)
+
+    def parts(self, numbers: Ints) -> Sequence[DatasetPart]:
+        """Blocks of the order, by dataset: those that have any, in their order.
+
+        Shapes:  numbers: int64[n], rising.
+        """
+        if len(self.datasets) == 1:
+            return (DatasetPart(self.datasets[0], numbers),) if len(numbers) else ()
+        cuts = numbers.searchsorted(self.starts).tolist()
+        return [
+            DatasetPart(dataset, numbers[cuts[at] : cuts[at + 1]] - self.starts[at])
+            for at, dataset in enumerate(self.datasets)
+            if cuts[at + 1] > cuts[at]
+        ]
+
+    def keys(self, numbers: Ints) -> Ints:
+        """The key of each of these blocks while rows can be gathered from it, or 0.
+
+        Shapes:  numbers: int64[n], rising.   result: int64[n].
+        """
+        found = [part.dataset.marks.keys[part.blocks] for part in self.parts(numbers)]
+        return found[0] if len(found) == 1 else np.concatenate([_NONE, *found])

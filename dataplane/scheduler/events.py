@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.rpc.tasks import Render, ResultBody
-from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup
 from dataplane.scheduler.walk import Plan, Walk
 
 # -- events ------------------------------------------------------------------------------------
@@ -27,13 +24,14 @@ from dataplane.scheduler.walk import Plan, Walk
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOpened:
-    """There is a delivery arena for one dp_rank of a job. `group` names those whose slabs are equal
-    where their steps are; None shares nothing. A declared group expects others to come.
+    """There is a delivery arena for one dp_rank of a job, whose orders are over these datasets.
+    `group` names those whose slabs are equal where their steps are; None shares nothing. A declared
+    group expects others to come.
     """
 
     delivery_id: int
     layout: SlotLayout
-    dataset: DatasetBlocks
+    datasets: DatasetLookup
     group: object = None
     is_declared: bool = False
 
@@ -215,14 +213,15 @@ class ClearTrails:
 @dataclass(frozen=True, slots=True)
 class AssembleSlab:
     """Have a worker gather the rows of a plan into a slab, and the same into `keep`, a part of the
-    block arena. The row index goes to its place in the delivery arena before.
+    block arena. The row index goes to its place in the delivery arena before. `first` is the first
+    of its blocks, None for a batch without rows.
 
     Shapes:  keys: the block of each of plan.blocks.
     """
 
     number: int
-    dataset_id: int
     delivery_id: int
+    first: BlockName | None
     plan: Plan
     keys: tuple[int, ...]
     row_index: Region
@@ -233,12 +232,11 @@ class AssembleSlab:
 
 @dataclass(frozen=True, slots=True)
 class CopyKept:
-    """Have a worker copy what was kept of an equal slab; `plan` is for errors."""
+    """Have a worker copy what was kept of an equal slab; `first` is as in AssembleSlab."""
 
     number: int
-    dataset_id: int
     delivery_id: int
-    plan: Plan
+    first: BlockName | None
     kept: Region
     slab: Region
 
@@ -255,17 +253,14 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class Stalled:
     """Answer a request that has waited too long with what it waits for: the stage of the next slab,
-    and those of its blocks that are not there.
-
-    Shapes:  missing: int64[n], rising.
+    and those of its blocks that are not there, in the order's order.
     """
 
     stream_id: int
     request_id: int
     waited_s: float
     stage: str
-    dataset_id: int
-    missing: npt.NDArray[np.int64]
+    missing: Sequence[BlockName]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,24 @@ NEVER = np.iinfo(np.int64).max
 
 
 class WalkPosition(NamedTuple):
-    """Somebody who reads a dataset in this order, and the position from which he needs blocks."""
+    """Somebody who reads a dataset along this order, and the position from which he needs blocks.
+    `first_block` is what the order calls the first block of the dataset.
+    """
 
     number: int
     order: SampleOrder
     position: int
+    first_block: int = 0
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Equal for all in whose orders the blocks of the dataset stand alike."""
+        return id(self.order), self.first_block
+
+    def spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """The first and the last position at which each block of the dataset may be needed."""
+        first, last = self.order.block_span(np.array(blocks, np.int64) + self.first_block)
+        return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
 Readings = Callable[[DatasetBlocks], Sequence[WalkPosition]]
@@ -74,7 +87,7 @@ class _Resident:
 
     dataset: DatasetBlocks
     blocks: dict[int, CachedBlock] = field(default_factory=dict)
-    spans: dict[int, tuple[SampleOrder, Spans]] = field(default_factory=dict)
+    spans: dict[tuple[int, int], tuple[WalkPosition, Spans]] = field(default_factory=dict)
     readers: dict[int, _Reader] = field(default_factory=dict)
     never: dict[int, None] = field(default_factory=dict)
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
@@ -87,8 +100,8 @@ class _Resident:
     def add(self, block: CachedBlock) -> None:
         """It is there from now on."""
         self.blocks[block.key] = block
-        for order, spans in self.spans.values():
-            _learn(spans, order, [block])
+        for reading, spans in self.spans.values():
+            _learn(spans, reading, [block])
         self.place(block.key)
 
     def remove(self, key: int) -> None:
@@ -136,11 +149,11 @@ class _Resident:
         former, self.spans, self.readers = self.spans, {}, {}
         blocks = list(self.blocks.values())
         for reading in readings:
-            name = id(reading.order)
+            name = reading.name
             if name not in self.spans:
-                self.spans[name] = former.get(name) or (reading.order, {})
+                self.spans[name] = former.get(name) or (reading, {})
                 if name not in former:
-                    _learn(self.spans[name][1], reading.order, blocks)
+                    _learn(self.spans[name][1], reading, blocks)
             self.readers[reading.number] = _Reader(reading.position, self.spans[name][1])
         for key in self.blocks:
             self.place(key)
@@ -192,15 +205,15 @@ class NextUse:
 
     def use_of(self, dataset: DatasetBlocks, index: int) -> int:
         """How many positions away the next use of a block may be; NEVER if there is none."""
-        spans: dict[int, tuple[int, int]] = {}
+        spans: dict[tuple[int, int], tuple[int, int]] = {}
         soonest = NEVER
-        for _, order, position in self._readings(dataset):
-            span = spans.get(id(order))
+        for reading in self._readings(dataset):
+            span = spans.get(reading.name)
             if span is None:
-                first, last = order.block_span(np.array([index]))
-                span = spans[id(order)] = (int(first[0]), int(last[0]))
-            if span[1] >= position:
-                soonest = min(soonest, max(span[0] - position, 0))
+                (span,) = reading.spans([index])
+                spans[reading.name] = span
+            if span[1] >= reading.position:
+                soonest = min(soonest, max(span[0] - reading.position, 0))
         return soonest
 
     def farthest(self) -> Generator[tuple[CachedBlock, int], None, None]:
@@ -272,10 +285,8 @@ class NextUse:
         return [(touched, block) for touched, _, block in sorted(found, key=lambda each: each[:2])]
 
 
-def _learn(spans: Spans, order: SampleOrder, blocks: Sequence[CachedBlock]) -> None:
+def _learn(spans: Spans, reading: WalkPosition, blocks: Sequence[CachedBlock]) -> None:
     """Where these blocks stand in the order."""
-    if not blocks:
-        return
-    first, last = order.block_span(np.array([block.index for block in blocks], np.int64))
-    keys = [block.key for block in blocks]
-    spans.update(zip(keys, zip(first.tolist(), last.tolist(), strict=True), strict=True))
+    if blocks:
+        found = reading.spans([block.index for block in blocks])
+        spans.update(zip([block.key for block in blocks], found, strict=True))

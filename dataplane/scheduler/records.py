@@ -13,7 +13,7 @@ from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.account import Stamps
-from dataplane.scheduler.dataset import DatasetBlocks, Ints
+from dataplane.scheduler.dataset import BlockName, DatasetLookup, Ints
 from dataplane.scheduler.walk import Plan, Walk
 
 NONE = np.empty(0, np.int64)
@@ -70,10 +70,18 @@ class SlabTask:
     @property
     def memory_needed(self) -> int:
         """Bytes of block arena that its blocks take together, as far as is known."""
-        marks, blocks = self.dataset.marks, self.plan.blocks
-        raw, decoded = marks.raw[blocks], marks.decoded[blocks]
-        kept = np.where(decoded > 0, decoded, raw).sum()
-        return int(kept + raw[decoded > 0].max(initial=0))
+        kept = largest = 0
+        for dataset, blocks in self.datasets.parts(self.plan.blocks):
+            raw, decoded = dataset.marks.raw[blocks], dataset.marks.decoded[blocks]
+            kept += int(np.where(decoded > 0, decoded, raw).sum())
+            largest = max(largest, int(raw[decoded > 0].max(initial=0)))
+        return kept + largest
+
+    @property
+    def first_block(self) -> BlockName | None:
+        """The first of its blocks; None for a batch without rows."""
+        blocks = self.plan.blocks
+        return self.datasets.name(int(blocks[0])) if len(blocks) else None
 
     @property
     def delivery(self) -> Delivery:
@@ -81,9 +89,9 @@ class SlabTask:
         return self.stream.delivery
 
     @property
-    def dataset(self) -> DatasetBlocks:
+    def datasets(self) -> DatasetLookup:
         """Where its rows come from."""
-        return self.delivery.dataset
+        return self.delivery.datasets
 
     @property
     def is_awaited(self) -> bool:
@@ -128,11 +136,13 @@ class SharedSlab:
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The delivery arena of one dp_rank of a job, and the slabs that live in it."""
+    """The delivery arena of one dp_rank of a job, and the slabs that live in it. Its orders are
+    over `datasets`.
+    """
 
     delivery_id: int
     slots: Slots
-    dataset: DatasetBlocks
+    datasets: DatasetLookup
     group: Group | None = None
     lent: dict[int, Loan] = field(default_factory=dict)
     streams: list[StreamState] = field(default_factory=list)

@@ -24,12 +24,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.slots import Slots
 from dataplane.rpc import messages
 from dataplane.scheduler import events
+from dataplane.scheduler.account import stage_times
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization
 from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.blocks import BlockTable
@@ -124,7 +123,7 @@ class Scheduler:
                 group = self._groups[event.group] = Group(event.group, event.is_declared)
             group.users += 1
         self._deliveries[event.delivery_id] = Delivery(
-            event.delivery_id, Slots(event.layout), event.dataset, group
+            event.delivery_id, Slots(event.layout), event.datasets, group
         )
 
     def _close_delivery(self, event: events.DeliveryClosed) -> None:
@@ -233,10 +232,10 @@ class Scheduler:
     def _check_deadline(self, stream: StreamState) -> None:
         while stream.requests and self._time.now - stream.requests[0][1] > self._stall_timeout_s:
             request_id, since = stream.requests.popleft()
-            stage, missing = "plan", np.empty(0, np.int64)
+            stage, missing = "plan", list[int]()
             if stream.tasks:
                 task = stream.tasks[0]
-                stage, missing = task.phase.value, np.array(sorted(task.missing), np.int64)
+                stage, missing = task.phase.value, sorted(task.missing)
                 if task.phase is SlabPhase.WAITING and not task.missing:
                     is_made = self._shared.find(task) is not None
                     stage = "being made for another job of its group" if is_made else _NO_ROOM
@@ -246,8 +245,7 @@ class Scheduler:
                     request_id,
                     self._time.now - since,
                     stage,
-                    stream.delivery.dataset.dataset_id,
-                    missing,
+                    [stream.delivery.datasets.name(number) for number in missing],
                 )
             )
 
@@ -308,12 +306,13 @@ class Scheduler:
 
     def _load(self, task: SlabTask, *, greedy: bool) -> bool:
         """Start what is missing: False when there was no room for something."""
-        for index in sorted(task.idle):
-            is_started = self._blocks.start(task.dataset, index, greedy=greedy)
+        for number in sorted(task.idle):
+            dataset, index = task.datasets.find(number)
+            is_started = self._blocks.start(dataset, index, greedy=greedy)
             self._absorb()
             if not is_started:
                 return False
-            task.idle.discard(index)
+            task.idle.discard(number)
         return True
 
     def _unstick(self, head: SlabTask) -> None:
@@ -358,7 +357,7 @@ class Scheduler:
         request_id, _ = stream.requests.popleft()
         if stream.requests:
             self.is_settled = False  # the task after it is awaited from now on
-        account = task.dataset.account
+        accounts = [dataset.account for dataset in task.datasets.datasets]
         task.delivery.lent[slab_id] = Loan(task, stream.holder)
         slab = messages.Slab(
             stream.stream_id,
@@ -367,6 +366,6 @@ class Scheduler:
             task.plan.batches,
             task.assembled.layout,
             copy_out=task.oversize or task.delivery.is_held_up,
-            times=account.told(task.stamps.stages(now), self._workers.count, now),
+            times=stage_times(task.stamps.stages(now), accounts, self._workers.count, now),
         )
         self._do(events.Send(stream.stream_id, request_id, slab))

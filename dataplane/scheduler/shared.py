@@ -93,7 +93,12 @@ class SharedSlabs:
     def readings(self, dataset: DatasetBlocks) -> list[WalkPosition]:
         """Who reads this dataset: in which order, and from which position on."""
         found = self.streams.of_dataset(dataset)
-        return [WalkPosition(s.stream_id, s.walk.order, self.position(s)) for s in found]
+        return [
+            WalkPosition(
+                s.stream_id, s.walk.order, self.position(s), s.delivery.datasets.number(dataset, 0)
+            )
+            for s in found
+        ]
 
     def position(self, stream: StreamState) -> int:
         """The first position for which the stream needs blocks, as far as it is planned."""

@@ -28,6 +28,7 @@ from dataplane.scheduler import budgets
 from dataplane.scheduler.account import Stamps
 from dataplane.scheduler.block import BlockChange, BlockOutcome
 from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.dataset import Ints
 from dataplane.scheduler.events import (
     AssembleSlab,
     CopyKept,
@@ -76,58 +77,69 @@ class SlabTasks:
     def block_changed(self, changed: BlockChange) -> None:
         """Tell those tasks that wait for blocks of this dataset."""
         for task in list(self._waiting.get(changed.dataset.dataset_id, ())):
+            number = task.datasets.number(changed.dataset, changed.index)
             if changed.change is BlockOutcome.READY:
-                self._block_ready(task, changed.index)
-            elif not task.needs(changed.index):
+                self._block_ready(task, number)
+            elif not task.needs(number):
                 continue
             elif changed.error is not None:
                 self.fail(task, changed.error)
             else:
-                task.missing.add(changed.index)
-                task.idle.add(changed.index)
+                task.missing.add(number)
+                task.idle.add(number)
 
-    def _block_ready(self, task: SlabTask, index: int) -> None:
-        if index in task.missing:
-            task.missing.discard(index)
-            task.idle.discard(index)
+    def _block_ready(self, task: SlabTask, number: int) -> None:
+        if number in task.missing:
+            task.missing.discard(number)
+            task.idle.discard(number)
             self._stamp(task)
 
     def _watch(self, task: SlabTask) -> None:
-        dataset, blocks = task.dataset, task.plan.blocks
-        self._waiting[dataset.dataset_id].add(task)
+        datasets, blocks = task.datasets, task.plan.blocks
+        for dataset, _ in datasets.parts(blocks):
+            self._waiting[dataset.dataset_id].add(task)
         task.blocks = None
-        task.missing = set(blocks[dataset.marks.keys[blocks] == 0].tolist())
+        task.missing = set(blocks[datasets.keys(blocks) == 0].tolist())
         task.idle = set(task.missing)
         self._stamp(task)
 
     def _stamp(self, task: SlabTask) -> None:
         if not task.missing:
             task.stamps.gathered_from = self._time.now
-            fetched = task.dataset.marks.fetched[task.plan.blocks]
-            task.stamps.fetched = float(fetched.max(initial=0.0))
+            task.stamps.fetched = max(
+                (
+                    float(dataset.marks.fetched[blocks].max())
+                    for dataset, blocks in task.datasets.parts(task.plan.blocks)
+                ),
+                default=0.0,
+            )
 
     def _unwatch(self, task: SlabTask) -> None:
-        waiting = self._waiting.get(task.dataset.dataset_id)
-        if waiting is not None:
-            waiting.discard(task)
-            if not waiting:
-                del self._waiting[task.dataset.dataset_id]
+        for dataset, _ in task.datasets.parts(task.plan.blocks):
+            waiting = self._waiting.get(dataset.dataset_id)
+            if waiting is not None:
+                waiting.discard(task)
+                if not waiting:
+                    del self._waiting[dataset.dataset_id]
         task.missing.clear()
         task.idle.clear()
 
     def pin(self, task: SlabTask) -> None:
         """Keep those blocks of a task that are ready."""
-        dataset, blocks, before = task.dataset, task.plan.blocks, task.pinned
-        task.pinned = blocks[dataset.marks.keys[blocks] != 0]
-        self._blocks.pin(dataset, task.pinned)
-        if len(before):
-            self._blocks.unpin(dataset, before)
+        blocks, before = task.plan.blocks, task.pinned
+        task.pinned = blocks[task.datasets.keys(blocks) != 0]
+        for dataset, some in task.datasets.parts(task.pinned):
+            self._blocks.pin(dataset, some)
+        self._unpin(task, before)
 
     def unpin(self, task: SlabTask) -> None:
         """Let them go."""
         before, task.pinned = task.pinned, NONE
-        if len(before):
-            self._blocks.unpin(task.dataset, before)
+        self._unpin(task, before)
+
+    def _unpin(self, task: SlabTask, blocks: Ints) -> None:
+        for dataset, some in task.datasets.parts(blocks):
+            self._blocks.unpin(dataset, some)
 
     # -- beginning and end -----------------------------------------------------------------------
 
@@ -266,10 +278,10 @@ class SlabTasks:
                 task.shared = kept
         return AssembleSlab(
             task.number,
-            task.dataset.dataset_id,
             task.delivery.delivery_id,
+            task.first_block,
             task.plan,
-            tuple(task.dataset.marks.keys[task.plan.blocks].tolist()),
+            tuple(task.datasets.keys(task.plan.blocks).tolist()),
             Region(slab.offset + slab.length, len(task.plan.row_index) * 8),
             slab,
             task.stream.walk.render,
@@ -284,9 +296,8 @@ class SlabTasks:
         task.shared = shared
         return CopyKept(
             task.number,
-            task.dataset.dataset_id,
             task.delivery.delivery_id,
-            task.plan,
+            task.first_block,
             shared.region,
             Region(slab.offset, shared.region.length),
         )
@@ -351,7 +362,7 @@ class SlabTasks:
             self.fail(task, result)
         else:
             assert isinstance(result, tasks.Assembled)
-            task.dataset.account.disk_us += result.disk
+            task.datasets.datasets[0].account.disk_us += result.disk
             self._keep(task, result)
         self._close_if_idle(task.delivery)
 

@@ -35,7 +35,7 @@ class StreamTable:
 
     def of_dataset(self, dataset: DatasetBlocks) -> list[StreamState]:
         """Those that read this dataset."""
-        return [s for s in self._streams.values() if s.delivery.dataset is dataset]
+        return [s for s in self._streams.values() if dataset in s.delivery.datasets]
 
     def of_group(self, group: Group) -> list[StreamState]:
         """Those whose slabs are shared."""

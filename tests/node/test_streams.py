@@ -27,7 +27,9 @@ def play(scene: Scene) -> None:
     async def whole() -> None:
         small = SmallEngine(5)
         request = messages.OpenJob("j", "i", "m", messages.DatasetSource(("u",)), Topology())
-        member = ServedMember(request, small.spec, small.deliver(), SlabSizes(4, 16, 0), 1, 1)
+        member = ServedMember(
+            request, small.spec, small.dataset, small.deliver(), SlabSizes(4, 16, 0), 1, 1
+        )
         try:
             await scene(small.engine, Streams(small.engine), member)
         finally:

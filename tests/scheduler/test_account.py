@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.scheduler.account import Account, Stamps
+from dataplane.scheduler.account import Account, Stamps, stage_times
 
 times = st.floats(0.0, 1e5)
 
@@ -32,12 +32,12 @@ def test_time_with_a_read_under_way_is_told_once_however_reads_overlap(acts):
             account.read_ended(now, 10)
             under_way -= 1
         elif act == "tell":
-            told.append(account.told((0,) * 6, 2, now))
+            told.append(stage_times((0,) * 6, [account], 2, now))
         read_s += seconds if under_way else 0
         now += seconds
-    told.append(account.told((0,) * 6, 2, now))
+    told.append(stage_times((0,) * 6, [account], 2, now))
     assert sum(one.reading for one in told) == pytest.approx(read_s * 1e6)
     assert sum(one.read_bytes for one in told) % 10 == 0
-    again = account.told((0,) * 6, 2, now)
+    again = stage_times((0,) * 6, [account], 2, now)
     assert (again.reading, again.read_bytes, again.decoding) == (0, 0, 0)
     assert all(a.workers == b.workers for a, b in itertools.pairwise(told))

@@ -15,7 +15,7 @@ from dataplane.plan.order import Order
 from dataplane.rpc import tasks
 from dataplane.scheduler import blocks as blocks_module
 from dataplane.scheduler.blocks import BlockTable
-from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch, ForgetBlock
 from dataplane.scheduler.records import Delivery, Group, Moment, SharedSlab, StreamState
 from dataplane.scheduler.shared import SharedSlabs
@@ -39,7 +39,7 @@ class Table:
         self.effects: list[Effect] = []
         self.blocks = BlockTable(self.allocator, 4, self.shared, self.effects.append, moment)
         self.group = Group("g", is_declared=True)
-        delivery = Delivery(1, Slots(plan_slots(0, 4096)), self.dataset, None)
+        delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)
         walk = Walk(
             IN_ORDER, Order(ROWS, 0, False, 1, 1, 0), Stream(0, 0, 0, 1), SlabSizes(1, 1, 0)
         )

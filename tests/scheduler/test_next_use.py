@@ -71,7 +71,7 @@ class Memory:
     def exact(self, index: int) -> int:
         """The next use from lanes and windows alone, by looking at every reader."""
         soonest = NEVER
-        for _, order, position in self.readings:
+        for _, order, position, _ in self.readings:
             first, last = (int(each[0]) for each in order.block_span(np.array([index])))
             soonest = min(soonest, NEVER if last < position else max(first - position, 0))
         return soonest
@@ -91,7 +91,7 @@ def test_the_next_use_is_never_later_than_the_plan_says(
         found = memory.uses.use_of(memory.dataset, block)
         assert found == memory.exact(block)
         truth = NEVER
-        for _, order, position in readings:
+        for _, order, position, _ in readings:
             blocks, _ = order.locate(np.arange(position, total))
             ahead = np.flatnonzero(blocks == block)
             truth = min(truth, int(ahead[0]) if len(ahead) else NEVER)
