@@ -15,6 +15,8 @@ IN_C := $(wildcard $(addprefix dataplane/,*.h worker/*.[ch] plan/*.[ch] formats/
 # Generated code asks for the versions that generate it, or newer ones: here the oldest that pyproject.toml allows.
 PROTOC := $(VENV)/bin/uv run --quiet --no-project --isolated --python $(PY) --with grpcio-tools==1.80.0 \
   python -m grpc_tools.protoc -I proto
+# pip compiles every module of every package, for a minute; Python keeps those that are imported, where it may.
+COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TEST_ARGS ?=
 JOBS ?= 2
 DIST ?= dist
@@ -40,7 +42,7 @@ $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	  echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || "$(PYTHON)" -m venv --clear $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check $(COMPILE) -r requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(PY) -m dataplane.build_kernels
 	@touch $@
