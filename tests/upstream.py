@@ -34,15 +34,16 @@ EXCEPTIONS: dict[str, str] = {
     "TestOutOfOrderWithCheckpointing::test_out_of_order_iterable_ds_no_completed_workers": _LAYOUT,
     "TestOutOfOrderWithCheckpointing::test_out_of_order_iterable_ds_one_completed_worker": _LAYOUT,
     "TestNumWorkersMismatch_shard3::test_num_workers_mismatch": (
-        "wants an AssertionError from iter(): load_state_dict() raises ConfigError, and only for "
-        "datasets that have a state"
+        "expects an AssertionError from iter(): our load_state_dict() raises ConfigError, and "
+        "only for datasets that have a state"
     ),
     "TestEndOfEpochBehavior_shard0::test_end_of_epoch_behavior": (
-        "wants an empty pass of a state that is taken in the loop after the last step: ours is the "
-        "start of the next epoch"
+        "expects an empty pass from a state taken in the loop after the last step: with ours, the "
+        "next epoch starts"
     ),
     "TestInitialState_shard0::test_init_error": (
-        "wants worker_init_fn's error from iter(): it comes with the first batch, as torch's does"
+        "expects worker_init_fn's error from iter(): ours comes with the first batch, as torch's "
+        "does"
     ),
 }
 
