@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
+HISTORIES = "tests/scheduler/test_histories.py::"
+
 
 @dataclass(slots=True)
 class Reached:
@@ -33,6 +35,11 @@ class Reach:
         self.tests: dict[str, Reached] = {}
         self._lines: set[tuple[str, int]] = set()
         self._names: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """One history reaches what another does."""
+        histories = [each for each in items if each.nodeid.startswith(HISTORIES)]
+        items[:] = [each for each in items if each not in histories[1:]]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Trace one test, with its fixtures."""

@@ -36,7 +36,7 @@ import pytest
 from mutants_by_hand import BY_HAND
 from mutants_by_rule import Change, mutants_of
 from mutants_equal import EQUAL
-from mutants_reach import Chosen, Reach, Reached
+from mutants_reach import HISTORIES, Chosen, Reach, Reached
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = {
@@ -63,8 +63,7 @@ _PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--hypothesis
 _USUAL_TIMES = 2  # of what a test takes while it is traced, which is several times as long
 _CPU_S_MIN = 4.0
 _WALL_S = 300.0
-_IN_HISTORIES = "tests/scheduler/test_histories.py::"
-_HISTORIES = 300
+_HISTORY_COUNT = 300
 _HISTORIES_CPU_S = 40.0
 
 
@@ -137,7 +136,7 @@ def _run_histories() -> None:
     """They find most of what is wrong with a scheduler, before pytest has begun."""
     signal.setitimer(signal.ITIMER_PROF, _HISTORIES_CPU_S)
     failure = importlib.import_module("scheduler_histories").failure
-    assert not any(map(failure, range(_HISTORIES)))
+    assert not any(map(failure, range(_HISTORY_COUNT)))
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
@@ -164,9 +163,9 @@ def _in_tree(tree: Path, act: Callable[[], int]) -> None:
 
 def _run_tests(limits: dict[str, float]) -> int:
     """Those named here, in this order, each in so many processor seconds."""
-    if any(name.startswith(_IN_HISTORIES) for name in limits):
+    if any(name.startswith(HISTORIES) for name in limits):
         _run_histories()
-    limits = {name: s for name, s in limits.items() if not name.startswith(_IN_HISTORIES)}
+    limits = {name: s for name, s in limits.items() if not name.startswith(HISTORIES)}
     if not limits:
         return 0
     chosen = Chosen(limits)

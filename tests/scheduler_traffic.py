@@ -44,6 +44,7 @@ class Traffic:
         self._fetching: set[int] = set()
         self._busy: dict[tuple[str, int], list[Region]] = {}
         self._planning: set[int] = set()
+        self._is_settling = False
         self._making: dict[int, int] = {}
         self._in_use: Counter[int] = Counter()
         self._requests: defaultdict[int, deque[int]] = defaultdict(deque)
@@ -59,6 +60,7 @@ class Traffic:
 
     def before(self, event: events.Event) -> _Before | None:
         """To be asked before each event; the answer goes to `after`."""
+        self._is_settling = isinstance(event, events.Settled)
         match event:
             case events.DeliveryOpened():
                 self._layouts[event.delivery_id] = event
@@ -138,6 +140,8 @@ class Traffic:
                     self._load(effect)
                 case events.ClearTrails():
                     assert not gone, "blocks 5: something was evicted for trails"
+                    is_short = self._scheduler._emptied_for is not None and not self._is_settling
+                    assert not is_short, "blocks 5: trails while one task needs all"
                     self._check_free(effect.region)
                 case events.ForgetBlock():
                     self._forget(effect.key)

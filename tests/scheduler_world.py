@@ -123,10 +123,13 @@ class World:
         return Order(self.rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
 
     def keep_trails(self, arena_bytes: int) -> None:
-        """Its images are worth trails, if all blocks have room with theirs, and now and then."""
-        stored = [max(int(self.lengths[i]), self.true_bytes(i)) for i in range(len(self.sizes))]
-        need = sum(self.cost_of(i) + rounded(trail_bytes(n)) for i, n in enumerate(stored))
-        is_worth = need <= arena_bytes and self.chance.random() < 0.5
+        """Its images are worth trails as node/dataset.py has it, and now and then: nine tenths of
+        the arena have room for them and for all blocks, as far as the index knows.
+        """
+        marks = self.blocks.marks
+        kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
+        trails = trail_bytes(int(np.where(kept > 0, kept, self.lengths).sum()))
+        is_worth = int(kept.sum()) + trails <= arena_bytes * 0.9 and self.chance.random() < 0.5
         self.blocks = replace(self.blocks, keeps_trails=is_worth)
 
     def cost_of(self, block: int) -> int:

@@ -10,7 +10,8 @@ Invariants:
    only blocks that are needed later than it are evicted. What else lies in the arena goes before
    any block that is needed at all.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
-5. Trails take what is free. Nothing is evicted for them, and they go with their block.
+5. Trails take what is free. Nothing is evicted for them, and they go with their block. While the
+   arena `is_short` of room for one task there are no new ones.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class BlockTable:
         self._fetching = 0
         self._fetching_bytes = 0
         self._decoding = 0
+        self.is_short = False
+        """Whether one task needs all that there is."""
 
     @property
     def arena_bytes(self) -> int:
@@ -285,7 +288,7 @@ class BlockTable:
     def _give_trails(self, block: CachedBlock) -> None:
         """Where every block stays until it is needed again, its images are cropped again, too."""
         dataset, kept = block.dataset, block.decoded or block.raw
-        if not (dataset.keeps_trails and self._shared.streams.crops(dataset)):
+        if self.is_short or not (dataset.keeps_trails and self._shared.streams.crops(dataset)):
             return
         length = trail_bytes(kept.length if kept else int(dataset.stored[block.index]))
         at = self._allocator.allocate(length)

@@ -295,7 +295,7 @@ class Scheduler:
 
     def _become_head(self, task: SlabTask | None) -> None:
         if task is not self._emptied_for:
-            self._emptied_for = None
+            self._empty_for(None)
         if self._head is not None and self._head is not task:
             if self._head.phase is SlabPhase.WAITING:
                 self._tasks.unpin(self._head)
@@ -303,6 +303,10 @@ class Scheduler:
         if task is not None:
             self._head = task
             self._tasks.pin(task)
+
+    def _empty_for(self, head: SlabTask | None) -> None:
+        self._emptied_for = head
+        self._blocks.is_short = head is not None
 
     def _load(self, task: SlabTask, *, greedy: bool) -> bool:
         """Start what is missing: False when there was no room for something."""
@@ -318,12 +322,12 @@ class Scheduler:
     def _unstick(self, head: SlabTask) -> None:
         """Nothing is on its way and the head still lacks blocks: gaps, or too small a budget."""
         if self._emptied_for is not head:
-            self._emptied_for = head
+            self._empty_for(head)
             self._tasks.unpin(head)
             self._head = None
             self._blocks.drop_unpinned()
         elif self._tasks.halve(head):
-            self._emptied_for = None
+            self._empty_for(None)
         else:
             self._tasks.fail_for_memory(head)
         self.is_settled = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,3 +89,49 @@ def test_what_does_not_help_is_tried_ever_more_rarely():
     gaps = [b - a for a, b in itertools.pairwise(tries)]
     assert gaps == sorted(gaps)
     assert len(tries) < 8
+
+
+def changes(autoscaler: Autoscaler, seen: Iterable[Utilization]) -> list[tuple[int, int]]:
+    """(which look, how many workers from then on) of each change."""
+    found = []
+    for at, each in enumerate(seen, 1):
+        before, autoscaler = autoscaler, autoscaler.after(each)
+        found += [(at, autoscaler.count)] if autoscaler.count != before.count else []
+    return found
+
+
+def hungry(rate: float, share: float = 1.0, count: int = 4) -> Utilization:
+    return Utilization(share * count, rate, is_awaited=True)
+
+
+def test_more_are_tried_after_four_hungry_looks_and_judged_by_the_last_four_of_eight():
+    helped = [*[hungry(100.0)] * 4, *[hungry(0.0, count=6)] * 4, *[hungry(105.0, count=6)] * 4]
+    assert changes(Autoscaler(4, 16, 4), helped) == [(4, 6)]
+    assert changes(Autoscaler(4, 16, 4), [*helped[:-1], hungry(104.0)]) == [(4, 6), (12, 4)]
+
+
+def test_a_worker_in_ten_may_be_idle_where_all_of_them_are_at_work():
+    assert changes(Autoscaler(4, 5, 4), [hungry(1.0, 0.9)] * 4) == [(4, 5)]
+    assert changes(Autoscaler(4, 5, 4), [hungry(1.0, 0.89)] * 9) == []
+
+
+def test_what_did_not_help_is_tried_again_after_a_minute_and_then_twice_as_long_each_time():
+    useless = [hungry(1.0, count=6)] * 16_000
+    at = [look for look, count in changes(Autoscaler(4, 16, 4), useless) if count == 6]
+    assert at == [4, 72, 200, 448, 936, 1904, 3832, 7680, 11528, 15376]
+
+
+def test_what_helps_at_last_makes_the_next_try_early_again():
+    useless, helps = [hungry(1.0, count=6)] * 199, [hungry(9.0, count=6)] * 9
+    again = [hungry(9.0, count=9)] * 80
+    found = changes(Autoscaler(4, 16, 4), [*useless, hungry(1.0, count=6), *helps, *again])
+    assert found[:5] == [(4, 6), (12, 4), (72, 6), (80, 4), (200, 6)]
+    assert found[5:] == [(209, 9), (217, 6), (277, 9), (285, 6)]
+
+
+def test_what_was_not_needed_for_120_looks_goes_but_for_one_more_than_was():
+    idle, busy = Utilization(2.5, 1.0, is_awaited=False), Utilization(5.0, 1.0, is_awaited=False)
+    assert changes(Autoscaler(1, 16, 8), [idle] * 300) == [(120, 4)]
+    assert changes(Autoscaler(1, 16, 8), [busy, *[idle] * 300]) == [(120, 6), (240, 4)]
+    assert changes(Autoscaler(6, 16, 8), [idle] * 300) == [(120, 6)]
+    assert changes(Autoscaler(1, 16, 2), [busy] * 300) == []
