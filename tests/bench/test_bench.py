@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from dataplane_bench.run import _scratch
 
+from dataplane.cli import run
+
 BENCH = [sys.executable, "-m", "dataplane", "bench"]
 SMALL = ["--scale", "0.02", "--window", "0.3"]
 TIMEOUT_S = 280
@@ -52,8 +54,8 @@ def examples():
 
 def test_a_small_run_gives_a_table_json_and_a_page(environment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run, show = examples()
-    done = bench(environment, *run)
+    first, show = examples()
+    done = bench(environment, *first)
     Path("small.json").write_text(done.stdout)
     report = json.loads(done.stdout)
     systems = systems_of(report)
@@ -114,15 +116,21 @@ def test_starts_and_resumes_are_measured_too(environment):
         (["--install-peer", "nobody"], ("nobody", "webdataset")),
     ],
 )
-def test_a_wrong_argument_is_refused_at_once(environment, arguments, words):
-    done = bench(environment, *arguments, status=2)
+def test_a_wrong_argument_is_refused_at_once(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    assert run(["bench", *arguments]) == 2
+    told = capsys.readouterr().err
     for word in words:
-        assert word in done.stderr
-    assert "Traceback" not in done.stderr
+        assert word in told
+    assert "Traceback" not in told
 
 
-def test_the_list_names_every_scenario_and_peer(environment):
-    listed = json.loads(bench(environment, "--list", "--json").stdout)
+def test_the_list_names_every_scenario_and_peer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run(["bench", "--list", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
     assert {"tokens", "ranks", "jobs", "resume"} <= set(listed["scenarios"])
     assert listed["peers"]["torch"] is True
     assert listed["peers"]["webdataset"] is False

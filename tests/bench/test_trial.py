@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -24,7 +26,7 @@ from dataplane_bench.model import (
     WorkloadColumn,
 )
 from dataplane_bench.peers.registry import SYSTEMS, adapter, folder_of
-from dataplane_bench.trial import wire
+from dataplane_bench.trial import process, wire
 from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_order, run_trial
 
 from dataplane.errors import ConfigError
@@ -145,10 +147,20 @@ def test_a_daemon_is_there_before_and_found_by_all(trial, tmp_path):
     ("mode", "does", "says"),
     [
         (Mode.VERIFY, "raise in second batch", "ValueError: not today"),
-        (Mode.FIRST, "raise in close", "ValueError: not today"),
         (Mode.FIRST, "exit in open", "its process ended (exit status 7)"),
         (Mode.STEADY, "die in second batch", "its process ended (SIGKILL)"),
         (Mode.FIRST, "share memory and die in open", "its process ended (SIGKILL)"),
+    ],
+)
+def test_what_a_loader_does_wrong_is_told(trial, mode, does, says):
+    told = failure(trial, does, mode=mode)
+    assert told.splitlines()[0].startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("mode", "does", "says"),
+    [
+        (Mode.FIRST, "raise in close", "ValueError: not today"),
         (Mode.EPOCH, "empty epoch", "NoBatch: the epoch has no batch"),
         (Mode.STEADY, "empty second epoch", "NoBatch: epoch 1 has no batch"),
         (Mode.FIRST, "too many", "BatchRefused: 16 samples, not 8"),
@@ -156,9 +168,23 @@ def test_a_daemon_is_there_before_and_found_by_all(trial, tmp_path):
         (Mode.RESUME, "no x", "BatchRefused: column x is missing"),
     ],
 )
-def test_what_a_loader_does_wrong_is_told(trial, mode, does, says):
-    told = failure(trial, does, mode=mode)
-    assert told.splitlines()[0].startswith(says)
+def test_what_a_loader_does_wrong_ends_the_order(workload, tmp_path, mode, does, says):
+    over = threading.Event()
+    case = BenchCase("try", "mine", mode, fraction=0.5)
+    place = DatasetPlace(tmp_path, str(tmp_path))
+    task = TrialTask(AWRY, case, workload, place, {"does": does}, tmp_path, "token")
+    try:
+        with pytest.raises(Exception, match=re.escape(says.partition(": ")[2])) as caught:
+            process.run(task, lambda _: None, process.Ear(harness_words(over)))
+    finally:
+        over.set()
+    assert caught.type.__name__ == says.partition(": ")[0]
+
+
+def harness_words(over):
+    """What a harness says until it has an answer."""
+    yield from ("open\n", "go 1\n", "end\n")
+    over.wait(60)
 
 
 @pytest.mark.slow
@@ -273,7 +299,7 @@ HARNESS = """
 import json, sys
 from pathlib import Path
 from dataplane_bench.model import BenchCase, DatasetPlace, Mode
-from dataplane_bench.trial import wire
+from dataplane_bench.trial import process, wire
 from dataplane_bench.trial.launch import Contestant, Timing, run_trial
 workload, journal, folder = wire.workload_of(json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
 settings = {"does": sys.argv[4], "journal": journal}
@@ -283,8 +309,17 @@ run_trial(who, case, workload, Timing(window_s=100.0), folder)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("does", ["hang in close", "hang, hear no signal in second batch"])
+@pytest.mark.parametrize(
+    ("number", "does"),
+    [
+        (signal.SIGINT, "hang, hear no signal in second batch"),
+        (signal.SIGKILL, "hang in close"),
+        pytest.param(signal.SIGINT, "hang in close", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGKILL, "hang, hear no signal in second batch", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_nothing_outlives_the_harness(workload, tmp_path, number, does):
     journal = tmp_path / "journal"
     told = json.dumps(json.loads(wire.line(workload)))
