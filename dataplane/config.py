@@ -85,6 +85,10 @@ class JobSpec:
         )
 
 
+def _first_fields(cls: Any, count: int) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(cls)[:count])
+
+
 # The fields that each class had when digests that contain it were first saved. They are part of
 # every digest. A field that was added later is left out while it has its default, so that older
 # checkpoints stay valid. Never change these: tests/test_digests.py has digests of each.
@@ -95,7 +99,7 @@ _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
             "column_options",
         )
     ),
-    ColumnOptions: frozenset(("columns", "lists", "fill_null")),
+    ColumnOptions: _first_fields(ColumnOptions, 3),
     ImageSpec: frozenset(
         (
             *("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout"),

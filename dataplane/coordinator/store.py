@@ -32,6 +32,7 @@ from dataplane.coordinator.records import (
 )
 from dataplane.errors import ConfigError
 from dataplane.machine import lock_holder
+from dataplane.model import ColumnOptions
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
@@ -240,8 +241,8 @@ def _read(cls: type[Record], body: str) -> Record:
 def _gather_column_options(spec: dict[str, Any]) -> None:
     """In rows of older versions each option of columns is a field of the spec."""
     if "column_options" not in spec:
-        names = ("columns", "lists", "fill_null", "stack")
-        spec["column_options"] = {name: spec.pop(name) for name in names if name in spec}
+        names = {field.name for field in dataclasses.fields(ColumnOptions)}.intersection(spec)
+        spec["column_options"] = {name: spec.pop(name) for name in names}
 
 
 def _restored(hint: Any, plain: Any) -> Any:

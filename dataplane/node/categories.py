@@ -28,7 +28,7 @@ from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
 from dataplane.index.journal import cache_faults, digest, publish
-from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy, Stream
+from dataplane.model import ColumnSpec, Kind, Stream
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
@@ -40,7 +40,9 @@ from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import Column, EndOfStream, FromNodeBody, Layout, Slab
 from dataplane.scheduler.walk import Walk
 from dataplane.trace import Trace
+from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import is_null_name
+from dataplane.transforms.options import to_find_values
 from dataplane.worker.columns import TEXTS
 from dataplane.worker.limits import WorkerBytes
 
@@ -76,7 +78,7 @@ class CategoryReader:
         """The values of the columns that a job wants as codes; what else is wrong with its columns
         is told before any is read.
         """
-        codes = spec.column_options.codes
+        codes = coded_columns(spec.column_options)
         if not codes:
             return {}
         await check(manifest, spec)
@@ -130,7 +132,7 @@ class CategoryReader:
             del self._passes[key]
 
     async def _read(self, manifest: Manifest, columns: tuple[str, ...]) -> Categories:
-        options = ColumnOptions(columns=columns, nulls=NullPolicy.MASK)
+        options = to_find_values(columns)
         worker_bytes = WorkerBytes.of(self._config)
         spec = JobSpec(manifest.fingerprint, column_options=options)
         dataset = await asyncio.to_thread(

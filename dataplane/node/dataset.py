@@ -19,7 +19,7 @@ from dataplane.rpc import tasks
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.annotations import annotated
-from dataplane.transforms.codes import with_categories
+from dataplane.transforms.codes import coded_columns, with_categories
 from dataplane.transforms.trails import trail_bytes
 from dataplane.worker.columns import Ints, RowLayout
 from dataplane.worker.death import WorkerPlace
@@ -212,8 +212,8 @@ def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
     """
     schema = _schema(manifest, spec)
     plan = plan_stacked(schema, spec.column_options, manifest.shards.urls[0])
-    options = spec.column_options
-    is_canonical = not (options.stack or options.codes) and _has_all(schema, plan.schema)
+    is_changed = plan.stacks or coded_columns(spec.column_options)
+    is_canonical = not is_changed and _has_all(schema, plan.schema)
     is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
     row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)
     return Columns(schema, plan, is_canonical, is_fixed, fixed_bytes, row_layout)

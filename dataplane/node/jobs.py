@@ -23,7 +23,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, DataplaneError, PeerLost
-from dataplane.model import ColumnOptions, DatasetIdentity
+from dataplane.model import DatasetIdentity
 from dataplane.node.categories import CategoryReader
 from dataplane.node.dataset import Dataset
 from dataplane.node.datasets import Datasets, shown
@@ -44,6 +44,7 @@ from dataplane.scheduler import budgets
 from dataplane.scheduler.walk import SlabSizes
 from dataplane.trace import Trace
 from dataplane.transforms.images import delivered
+from dataplane.transforms.options import in_order
 
 OpenManifest = Callable[[messages.DatasetSource], Manifest]
 
@@ -344,19 +345,7 @@ def _spec_of(opened: _Opened, request: messages.OpenJob) -> JobSpec:
         global_batch=request.global_batch,
         end=request.end,
         transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
-        column_options=_in_order(request.column_options),
-    )
-
-
-def _in_order(options: ColumnOptions) -> ColumnOptions:
-    """What is given by name stands in the order of names, so that equal jobs are equal."""
-    return dataclasses.replace(
-        options,
-        fill_null=tuple(sorted(options.fill_null)),
-        stack=tuple(sorted(options.stack, key=lambda stack: stack.name)),
-        pad_value=tuple(sorted(options.pad_value)),
-        max_length=tuple(sorted(options.max_length)),
-        codes=tuple(sorted(options.codes)),
+        column_options=in_order(request.column_options),
     )
 
 

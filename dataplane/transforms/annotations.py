@@ -13,9 +13,14 @@ from dataplane.plan.null_counts import NEVER, NullCounts
 _REQUIRED = b"dataplane.required"
 
 
+def marks_nulls(options: ColumnOptions) -> bool:
+    """Whether a column of bools beside each that may have nulls says where they were."""
+    return options.nulls is NullPolicy.MASK
+
+
 def annotated(schema: pa.Schema, options: ColumnOptions, nulls: NullCounts | None) -> pa.Schema:
     """The dataset's schema with as much as a job with these options needs to know."""
-    if options.nulls is not NullPolicy.MASK or nulls is None:
+    if not marks_nulls(options) or nulls is None:
         return schema
     return _with(schema, _REQUIRED, np.packbits(nulls.counts == NEVER).tobytes())
 

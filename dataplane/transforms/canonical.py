@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from dataplane.model import ColumnSpec, Kind, NullPolicy
+from dataplane.model import ColumnSpec, Kind
+from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.codes import NULL_CODE, codes_of
 from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.nulls import Fills, NullsFound
@@ -57,7 +58,7 @@ class _Nulls:
 
     def __init__(self, plan: ColumnPlan) -> None:
         self._fills = Fills.of(plan.options)
-        self._is_marking = plan.options.nulls is NullPolicy.MASK
+        self._is_marking = marks_nulls(plan.options)
         self.found = NullsFound(plan)
 
     def filled(self, array: pa.Array, spec: ColumnSpec, *, of_rows: bool = False) -> pa.Array:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataplane.errors import ConfigError, CorruptShard
-from dataplane.model import ColumnSpec, Kind, ListPolicy
+from dataplane.model import ColumnOptions, ColumnSpec, Kind, ListPolicy
 from dataplane.plan.categories import categories_from_bytes, categories_to_bytes
 from dataplane.transforms.leaves import Leaf, canonical_type, spec_of
 from dataplane.transforms.plain import decoded
@@ -22,6 +22,11 @@ NULL_CODE = -1
 CODE_TYPE = "int64"
 _KEY = b"dataplane.categories"
 _UNKNOWN = -2
+
+
+def coded_columns(options: ColumnOptions) -> Sequence[str]:
+    """The columns that come as codes, by name."""
+    return options.codes
 
 
 def check_codes(codes: Sequence[str], chosen: Sequence[Leaf], every: Sequence[Leaf]) -> None:

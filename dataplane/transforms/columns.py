@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from dataplane.errors import ConfigError
 from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported_type
-from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy
-from dataplane.transforms.annotations import required_nodes
-from dataplane.transforms.codes import CODE_TYPE, categories_in, check_codes
+from dataplane.model import ColumnOptions, ColumnSpec, Kind
+from dataplane.transforms.annotations import marks_nulls, required_nodes
+from dataplane.transforms.codes import CODE_TYPE, categories_in, check_codes, coded_columns
 from dataplane.transforms.leaves import (
     Leaf,
     are_numbers,
@@ -29,6 +29,7 @@ from dataplane.transforms.leaves import (
     leaves_of,
     spec_of,
 )
+from dataplane.transforms.stacks import stacks_of
 
 _NO_OPTIONS = ColumnOptions()
 _NAMES_SHOWN = 100
@@ -96,10 +97,11 @@ def plan_columns(
     leaves = _named(options.columns, every) if options.columns else every
     _refuse_unsupported(schema, every, leaves, url)
     _refuse_twins([leaf.name for leaf in leaves])
-    check_codes(options.codes, leaves, every)
-    categories, coded = categories_in(schema), set(options.codes)
+    codes = coded_columns(options)
+    check_codes(codes, leaves, every)
+    categories, coded = categories_in(schema), set(codes)
     parts = [(leaf, LeafPart.CODES if leaf.name in coded else LeafPart.VALUES) for leaf in leaves]
-    if options.nulls is NullPolicy.FILL:
+    if not marks_nulls(options):
         return ColumnPlan.of(options, parts, categories)
     marked = _marked(schema, options, leaves)
     return ColumnPlan.of(
@@ -118,8 +120,8 @@ def is_plain_schema(schema: pa.Schema, plan: ColumnPlan) -> bool:
     return (
         schema.equals(plan.schema)
         and are_numbers(schema)
-        and not plan.options.codes
-        and plan.options.nulls is NullPolicy.FILL
+        and not coded_columns(plan.options)
+        and not marks_nulls(plan.options)
     )
 
 
@@ -132,7 +134,7 @@ def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -
     """The leaves whose nulls are marked. Those of a stack are if one of them is."""
     required = required_nodes(schema)
     marked = {leaf.name for leaf in leaves if not required.issuperset(leaf.row_nodes)}
-    for stack in options.stack:
+    for stack in stacks_of(options):
         if not marked.isdisjoint(stack.columns):
             marked.update(stack.columns)
     names = {leaf.name for leaf in leaves}

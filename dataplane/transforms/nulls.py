@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnOptions, ColumnSpec, Kind, NullPolicy
+from dataplane.model import ColumnOptions, ColumnSpec, Kind
 from dataplane.plan.null_counts import NullCounts
 from dataplane.plan.texts import Texts
+from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.columns import ColumnPlan, LeafPart, shown
 from dataplane.transforms.leaves import Leaf
 
@@ -117,7 +118,7 @@ def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequen
 
 def _nodes(spec: ColumnSpec, leaf: Leaf, options: ColumnOptions) -> list[int]:
     """The field nodes in which a tensor of this column can have no nulls."""
-    is_refused = spec.kind is Kind.FIXED and options.nulls is NullPolicy.FILL
+    is_refused = spec.kind is Kind.FIXED and not marks_nulls(options)
     rows = leaf.row_nodes if is_refused else ()
     return [*rows, *range(*leaf.inner_nodes)]
 
@@ -147,7 +148,7 @@ class NullsFound:
         listed = ", ".join(columns) + (f" and {more} more" if more else "")
         what = "column" if len(refused) == 1 else f"{len(refused)} columns:"
         where, marking = "in", ', which nulls="mask" also marks,'
-        if self._options.nulls is NullPolicy.MASK:
+        if marks_nulls(self._options):
             where, marking = "within lists of", ", since masks show only rows that are null,"
         raise ConfigError(
             f"{source} has nulls {where} {what} {listed}. Tensors of integers, bools and times "

@@ -5,10 +5,12 @@ Pure, and without arrays: a trainer links it.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -77,6 +79,42 @@ def column_options(
         truncation_side=side,
         codes=_codes(codes),
     )
+
+
+ARGUMENTS: Final = tuple(inspect.signature(column_options).parameters)
+"""The arguments of a DataLoader that say something about columns."""
+
+
+def in_order(options: ColumnOptions) -> ColumnOptions:
+    """What is given by name stands in the order of names, so that equal jobs are equal; `columns`
+    stay in the order of batches.
+    """
+    given = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
+    by_name: dict[str, Any] = {
+        name: tuple(sorted(value, key=lambda one: getattr(one, "name", one)))
+        for name, value in given.items()
+        if isinstance(value, tuple) and name != "columns"
+    }
+    return dataclasses.replace(options, **by_name)
+
+
+def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
+    """The same, where columns are named at all, with these named as well."""
+    named = set(options.columns)
+    if not named:
+        return options
+    others = [name for name in names if name not in named]
+    return dataclasses.replace(options, columns=(*options.columns, *others))
+
+
+def to_find_values(columns: Sequence[str]) -> ColumnOptions:
+    """What reads all values of some columns, and tells them from nulls."""
+    return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK)
+
+
+def alone(options: ColumnOptions, name: str) -> ColumnOptions:
+    """The same, of one column."""
+    return dataclasses.replace(options, columns=(name,))
 
 
 def _columns(given: Sequence[str] | None) -> tuple[str, ...]:

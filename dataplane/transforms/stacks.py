@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataplane.errors import ConfigError
-from dataplane.model import ColumnSpec, Kind, StackSpec
+from dataplane.model import ColumnOptions, ColumnSpec, Kind, StackSpec
 from dataplane.transforms.dtypes import dtype_name
 
 _EXAMPLE = 'stack={"features": ["age", "price"]}'
@@ -24,6 +24,11 @@ class Stack:
 
     columns: Sequence[str]
     dtype: object = ""
+
+
+def stacks_of(options: ColumnOptions) -> tuple[StackSpec, ...]:
+    """The stacks that a job wants."""
+    return options.stack
 
 
 def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec, ...]:

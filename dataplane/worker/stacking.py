@@ -6,7 +6,7 @@ So a batch of them is one copy a row, as of any column of fixed-size lists.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,8 @@ from dataplane.transforms.columns import (
 )
 from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.lists import ListForm, list_forms
-from dataplane.transforms.stacks import stacked_columns
+from dataplane.transforms.options import alone, naming
+from dataplane.transforms.stacks import stacked_columns, stacks_of
 from dataplane.worker import row_layout
 from dataplane.worker.columns import RowLayout
 
@@ -50,12 +51,9 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
 
     Raises:  ConfigError: as `plan_columns`, and for a column that cannot be stacked.
     """
-    stacks = options.stack
+    stacks = stacks_of(options)
     members = [name for stack in stacks for name in stack.columns]
-    if options.columns:
-        named = set(options.columns)
-        unnamed = [name for name in members if name not in named]
-        options = replace(options, columns=(*options.columns, *unnamed))
+    options = naming(options, members)
     leaves = plan_columns(schema, options, url)
     if not stacks:
         lists, is_plain = list_forms(leaves.specs, options), is_plain_schema(schema, leaves)
@@ -64,7 +62,7 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
     for name in members:
         if name not in names:
             # Lists the columns that exist where there is none of this name.
-            plan_columns(schema, replace(options, columns=(name,)))
+            plan_columns(schema, alone(options, name))
             raise ConfigError(
                 f"column {name!r} has parts, and a stack is of single numbers: name its parts",
                 field=name,

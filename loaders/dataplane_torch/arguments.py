@@ -14,11 +14,11 @@ from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
-from dataplane.model import End, Topology
+from dataplane.model import ColumnOptions, End, Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
 from dataplane.settings import named_service
 from dataplane.transforms.images import image_specs
-from dataplane.transforms.options import column_options
+from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.units import whole
 from dataplane_torch.group import launch_token
 from dataplane_torch.options import DEFAULTS, UrlOptions
@@ -104,21 +104,16 @@ def job_of(given: Arguments) -> JobToOpen:
         end=_end(given),
         transforms=image_specs(options["transforms"] or {}, options["decode"]),
         sharing=_sharing(options["sharing"]),
-        column_options=column_options(
-            columns=options["columns"],
-            lists=options["lists"],
-            fill_null=options["fill_null"],
-            nulls=options["nulls"],
-            stack=options["stack"],
-            codes=options["codes"],
-            pad_value=options["pad_value"],
-            max_length=options["max_length"],
-            truncation_side=options["truncation_side"],
-        ),
+        column_options=_column_options(options),
     )
     service = options["service"] or named_service()
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
     return JobToOpen(endpoint, request, given.timeout or None)
+
+
+def _column_options(options: UrlOptions) -> ColumnOptions:
+    given: Mapping[str, Any] = {**options}
+    return column_options(**{name: given[name] for name in ARGUMENTS})
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:

@@ -153,10 +153,10 @@ def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
     """Raises:  ConfigError: transforms that mean nothing."""
     from dataplane.client import identity
     from dataplane.commands.doctor.given import stacks_of, transforms_of
-    from dataplane.model import ColumnOptions, Topology
+    from dataplane.model import Topology
     from dataplane.rpc.messages import DatasetSource, OpenJob
     from dataplane.transforms.images import image_specs
-    from dataplane.transforms.stacks import stack_specs
+    from dataplane.transforms.options import column_options
 
     launch = identity.launch_identity({})
     return OpenJob(
@@ -171,10 +171,10 @@ def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
         window=job.window,
         global_batch=job.batch_size,
         transforms=image_specs(transforms_of(job.transform)),
-        column_options=ColumnOptions(
-            columns=tuple(job.columns.split(",")) if job.columns else (),
-            lists=ListPolicy(job.lists),
-            stack=stack_specs(stacks_of(job.stack)),
+        column_options=column_options(
+            columns=job.columns.split(",") if job.columns else None,
+            lists=job.lists,
+            stack=stacks_of(job.stack),
         ),
     )
 

@@ -1,0 +1,116 @@
+"""An option of columns is named by its definition, its arguments, its use, and those who offer it.
+
+Whoever is in between passes `ColumnOptions` on whole: clients, messages, nodes, the coordinator,
+workers and digests name none of its fields, so that one more touches none of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dataplane.model import ColumnOptions, StackSpec
+from dataplane.transforms.options import ARGUMENTS, column_options, in_order
+
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = [field.name for field in dataclasses.fields(ColumnOptions)]
+DEFINITION, CHECKS = "dataplane/model.py", "dataplane/transforms/options.py"
+# What people write options into, each in its own way: a loader's arguments, flags of commands.
+OFFERS = ("loaders/dataplane_torch/options.py", "dataplane/commands/")
+# Names that mean something else as well: they count where they are said of options.
+AMBIGUOUS = {"columns", "lists", "stack", "nulls", "codes"}
+MAKERS = {"ColumnOptions", "column_options"}
+
+
+@functools.cache
+def _modules() -> dict[str, frozenset[str]]:
+    """What each module names."""
+    paths = [path for top in ("dataplane", "loaders") for path in (ROOT / top).rglob("*.py")]
+    generated = ROOT / "dataplane" / "rpc" / "v1"
+    return {
+        str(path.relative_to(ROOT)): frozenset(_named(ast.parse(path.read_text())))
+        for path in paths
+        if generated not in path.parents
+    }
+
+
+def _last_name(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=func):
+            return _last_name(func)
+    return ""
+
+
+def _named(tree: ast.Module) -> Iterator[str]:
+    """Names of options that a module says."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="pc")):
+                pass  # Arrow's own functions
+            case ast.Attribute(value=value, attr=name):
+                yield name if _last_name(value).endswith("options") else f"?{name}"
+            case ast.Subscript(value=value, slice=ast.Constant(value=str(name))):
+                yield name if _last_name(value).endswith("options") else f"?{name}"
+            case ast.Call(keywords=keywords, args=args):
+                of_options = bool(args) and _last_name(args[0]).endswith("options")
+                is_maker = of_options or _last_name(node) in MAKERS
+                for keyword in keywords:
+                    yield f"{keyword.arg}" if is_maker else f"?{keyword.arg}"
+            case ast.ClassDef(name="ColumnOptions" | "UrlOptions", body=body):
+                yield from (one.target.id for one in body if isinstance(one, ast.AnnAssign))
+            case ast.FunctionDef(name="column_options", args=arguments):
+                yield from (one.arg for one in arguments.kwonlyargs)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.Constant(value=str(name)):
+                yield f"?{name}"
+
+
+def _naming(option: str) -> set[str]:
+    """Which modules name an option; all that offer it count as one."""
+    names = {option} if option in AMBIGUOUS else {option, f"?{option}"}
+    modules = {path for path, named in _modules().items() if not names.isdisjoint(named)}
+    return {"offers" if path.startswith(OFFERS) else path for path in modules}
+
+
+@pytest.mark.parametrize("option", FIELDS)
+def test_an_option_is_named_in_four_places_at_most(option: str) -> None:
+    found = _naming(option)
+    assert {DEFINITION, CHECKS} <= found
+    assert len(found) <= 4, sorted(found)
+    used = found - {DEFINITION, CHECKS, "offers"}
+    assert all(path.startswith("dataplane/transforms/") for path in used), sorted(found)
+
+
+def test_every_argument_of_columns_is_offered_with_the_same_default() -> None:
+    pytest.importorskip("torch")
+    from dataplane_torch.options import DEFAULTS
+
+    expected = inspect.signature(column_options).parameters
+    assert {name: DEFAULTS[name] for name in ARGUMENTS} == {
+        name: one.default for name, one in expected.items()
+    }
+
+
+def test_equal_jobs_are_equal_in_whatever_order_things_are_named() -> None:
+    said = ColumnOptions(
+        columns=("b", "a"),
+        fill_null=(("b", 1.0), ("a", 0.0)),
+        stack=(StackSpec("y", ("d", "c")), StackSpec("x", ("f", "e"))),
+        max_length=(("b", 1), ("a", 2)),
+        codes=("b", "a"),
+    )
+    assert in_order(said) == ColumnOptions(
+        columns=("b", "a"),
+        fill_null=(("a", 0.0), ("b", 1.0)),
+        stack=(StackSpec("x", ("f", "e")), StackSpec("y", ("d", "c"))),
+        max_length=(("a", 2), ("b", 1)),
+        codes=("a", "b"),
+    )
+    assert in_order(in_order(said)) == in_order(said)
