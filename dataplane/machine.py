@@ -160,6 +160,40 @@ def waited_for_processor_s(pid: int) -> float:
     return waited_ns / 1e9
 
 
+class ProcessorWaits:
+    """How long one thread of this process has waited for a processor so far; the file stays open.
+
+    Source: Documentation/scheduler/sched-stats.rst (/proc/<pid>/task/<tid>/schedstat).
+    """
+
+    def __init__(self, native_id: int) -> None:
+        try:
+            path = f"/proc/self/task/{native_id}/schedstat"
+            self._fd: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._fd = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the kernel tells."""
+        return self._fd is not None
+
+    def seconds(self) -> float:
+        """0 where the kernel does not tell."""
+        if self._fd is None:
+            return 0.0
+        try:
+            return int(os.pread(self._fd, 128, 0).split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
 class OwnTime:
     """How long a process has been at something, without the time that it waited for a processor.
     `now` is of time.monotonic().

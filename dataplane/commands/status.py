@@ -100,9 +100,16 @@ def render(found: StatusResponse) -> Group:
         "ranks",
     )
     nodes = output.table(
-        ("node", "host", "pid", "version", "seen"),
+        ("node", "host", "pid", "version", "longest hold", "seen"),
         [
-            (node.node_id, node.host, str(node.pid), node.version, f"{node.last_seen_s:.1f} s ago")
+            (
+                node.node_id,
+                node.host,
+                str(node.pid),
+                node.version,
+                f"{node.longest_hold_s * 1e3:.0f} ms" if node.loop_holds else None,
+                f"{node.last_seen_s:.1f} s ago",
+            )
             for node in found.nodes
         ],
         "nodes",

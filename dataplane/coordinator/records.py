@@ -92,11 +92,13 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A node as it presented itself, when it was last heard of, and what it waited for then."""
+    """A node as it presented itself, when it was last heard of, and what it told then."""
 
     request: RegisterNodeRequest
     seen_at: float
     stores_away: tuple[StoreOutage, ...] = ()
+    loop_holds: int = 0
+    longest_hold_s: float = 0.0
 
 
 Record = Job | Member | Incarnation

@@ -197,7 +197,13 @@ class CoordinatorState:
         refusals.check_heartbeat(request)
         self._register(request.node)
         node_id = request.node.node_id
-        self._nodes[node_id] = NodeRecord(request.node, self._now, request.stores_away)
+        self._nodes[node_id] = NodeRecord(
+            request.node,
+            self._now,
+            request.stores_away,
+            request.loop_holds,
+            request.longest_hold_s,
+        )
         return HeartbeatResponse(tuple(self._renew(node_id, one) for one in request.members))
 
     def _renew(self, node_id: str, progress: MemberProgress) -> MemberVerdict:

@@ -86,4 +86,7 @@ def _member(member: Member, clock: float) -> MemberStatus:
 def _node(node: NodeRecord, now: float) -> NodeStatus:
     asked, silent_s = node.request, max(0.0, now - node.seen_at)
     away = tuple(replace(one, away_s=one.away_s + silent_s) for one in node.stores_away)
-    return NodeStatus(asked.node_id, asked.host, asked.pid, asked.version, silent_s, away)
+    return NodeStatus(
+        asked.node_id, asked.host, asked.pid, asked.version, silent_s, away,
+        node.loop_holds, node.longest_hold_s,
+    )  # fmt: skip

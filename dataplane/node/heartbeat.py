@@ -16,6 +16,7 @@ from dataplane.node.engine import Engine
 from dataplane.node.jobs import Jobs
 from dataplane.node.joining import pause, unanswered
 from dataplane.node.member import ServedMember, progress_of
+from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import membership
 from dataplane.rpc.base import Coordination
 from dataplane.store.outage import Outages
@@ -42,8 +43,10 @@ class Heartbeat:
         node_id: str,
         trace: Trace,
         outages: Outages,
+        watchdog: Watchdog,
     ) -> None:
         self._coordination = coordination
+        self._watchdog = watchdog
         self._outages = outages
         self._jobs = jobs
         self._engine = engine
@@ -111,7 +114,10 @@ class Heartbeat:
     async def _beat(self) -> None:
         members = list(self._jobs.members.values())
         progress = tuple(progress_of(member) for member in members)
-        request = membership.HeartbeatRequest(self._node, progress, _away(self._outages))
+        away, holds = _away(self._outages), self._watchdog.statistics()
+        request = membership.HeartbeatRequest(
+            self._node, progress, away, holds.count, holds.longest_s
+        )
         answer = await self._coordination.heartbeat(request)
         by_id = {member.member_id: member for member in members}
         for verdict in answer.verdicts:

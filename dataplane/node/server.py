@@ -29,6 +29,7 @@ from dataplane.node.jobs import Jobs
 from dataplane.node.member import ServedMember
 from dataplane.node.pool import WorkerPool
 from dataplane.node.stopping import done_before, wait_stop
+from dataplane.node.watchdog import Watchdog
 from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.convert import encode
@@ -299,20 +300,19 @@ class NodeServer:
         self._fetcher = Fetcher(fetches, self._stores.connect, self._stores.trouble)
         self._pool = pool or WorkerPool.of(config, self.trace)
         least = config.worker_count
-        scheduler = Scheduler(
-            self._arena.size_bytes,
-            config.fetch_count,
-            Autoscaler(least, max(config.worker_count_max, least), least),
-            config.stall_timeout_s,
-        )
+        autoscaler = Autoscaler(least, max(config.worker_count_max, least), least)
+        size, timeout_s = self._arena.size_bytes, config.stall_timeout_s
+        scheduler = Scheduler(size, config.fetch_count, autoscaler, timeout_s)
         self.engine = Engine(
             scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id
         )
         opening = partial(open_manifest, config, self._stores.connect)
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, opening)
+        self._watchdog = Watchdog(self.trace)
         self.heartbeat = Heartbeat(
-            config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages
-        )
+            config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages,
+            self._watchdog,
+        )  # fmt: skip
 
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set and the last trainer is gone, or, embedded, until idle."""
@@ -325,15 +325,18 @@ class NodeServer:
             # Trainers are greeted meanwhile, and wait for it before they open their jobs.
             if await done_before(stop, self.heartbeat.register(), self.door.look):
                 beating = background.start("heartbeat", self.heartbeat.run())
+                self._watchdog.start()
                 ready()
             while beating is not None and not self._is_done(stop):
                 self.door.look()
                 self.engine.tick()
                 await wait_stop(stop, _TICK_S, is_draining=self.draining)
                 if stop.is_set() and not self.draining:
-                    self._drain()
+                    self.draining = True
+                    self.trace.noted("drain", sessions=len(self._sessions))
         finally:
             self.stopping = True
+            self._watchdog.close()
             if beating is not None:
                 beating.cancel()
             self.door.close()
@@ -366,10 +369,6 @@ class NodeServer:
         idle_s = time.monotonic() - self._idle_since
         patience_s = self.config.linger_s if self._had_session else _FIRST_CONNECTION_S
         return self.config.embedded and idle_s > patience_s
-
-    def _drain(self) -> None:
-        self.draining = True
-        self.trace.noted("drain", sessions=len(self._sessions))
 
     def _admit(self, sock: socket.socket) -> TrainerConnection:
         self._had_session = True

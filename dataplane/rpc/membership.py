@@ -81,11 +81,15 @@ class StoreOutage:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRequest:
-    """A node renews its members together, and tells which stores it waits for."""
+    """A node renews its members together, and tells which stores it waits for, and how often and
+    how long something held its event loop.
+    """
 
     node: RegisterNodeRequest
     members: tuple[MemberProgress, ...] = ()
     stores_away: tuple[StoreOutage, ...] = ()
+    loop_holds: int = 0
+    longest_hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,8 @@ class NodeStatus:
     version: str
     last_seen_s: float
     stores_away: tuple[StoreOutage, ...] = ()
+    loop_holds: int = 0
+    longest_hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ async def coordinator_with_one_of_two_ranks():
             MemberProgress("job-1", "m-1", joined.generation, 3, 125, 1000.0, 0.5),
         ]
         await join_one(server.coordinator, "m-1")
-        await server.coordinator.heartbeat(HeartbeatRequest(NODE, tuple(told), AWAY))
+        await server.coordinator.heartbeat(HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414))
         yield address
     finally:
         await server.stop(0.0)
@@ -87,7 +87,8 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     assert code == 0
     job = next(line for line in out.splitlines() if "mem://shards" in line).split()
     assert job[:9] == ["job-1", "forming", "1", "1/2", "1", "3", "25.0%", "1,234.5", "mem://shards"]
-    assert any(line.split()[:3] == ["node-1", "host-1", "17"] for line in out.splitlines())
+    node = next(line for line in out.splitlines() if line.split()[:2] == ["node-1", "host-1"])
+    assert node.split()[2:6] == ["17", VERSION, "41", "ms"]
     assert any("0.5" in line and "decode" in line for line in out.splitlines())
     away = next(line for line in out.splitlines() if "s3://lab" in line)
     assert away.split()[:2] == ["node-1", "s3://lab"]
@@ -103,6 +104,7 @@ def test_json_has_the_same_for_programs():
     assert job["spec"]["end"] == "ragged"
     (away,) = json.loads(out)["nodes"][0]["stores_away"]
     assert away["store"] == "s3://lab"
+    assert json.loads(out)["nodes"][0]["loop_holds"] == 3
     assert away["away_s"] >= 61.0, "it goes on since the node told"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import LeaseFenced
 from dataplane.node.heartbeat import Heartbeat
+from dataplane.node.watchdog import Watchdog
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
@@ -26,7 +27,8 @@ def test_a_member_that_is_fenced_may_be_gone_by_the_time_it_is_told() -> None:
 
     engine: Any = SimpleNamespace(refuse_stream=gone)
     config = default_node_config()
-    beat = Heartbeat(config, coordinator, jobs, engine, "node", Trace("test"), Outages())
+    trace = Trace("test")
+    beat = Heartbeat(config, coordinator, jobs, engine, "node", trace, Outages(), Watchdog(trace))
     member: Any = SimpleNamespace(streams=streams, error=None)
     error = LeaseFenced("a newer launch runs")
     beat._end(member, error)

@@ -1,0 +1,193 @@
+"""What holds the node's event loop is told, and a machine that is busy is not taken for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.node import watchdog
+from dataplane.node.watchdog import LoopHolds, Watchdog
+from dataplane.trace import Trace
+
+pytestmark = pytest.mark.may_hold_loop
+
+_SEEN_S = 20.0
+_QUIET_TURNS = 20
+_QUIET_TURN_S = 0.008
+
+
+def compute_for(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def wait_for_a_file_server(seconds: float) -> None:
+    select.select([], [], [], seconds)
+
+
+def seen_of(held: Callable[[], object], count: int = 1) -> LoopHolds:
+    """What a watchdog sees of a loop that is held by this, so often."""
+
+    async def play() -> LoopHolds:
+        dog = Watchdog(Trace("test"))
+        dog.start()
+        try:
+            for _ in range(count):
+                await asyncio.sleep(0)
+                held()
+                await asyncio.sleep(0)
+            return dog.statistics()
+        finally:
+            dog.close()
+
+    return asyncio.run(play())
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [dict(record.msg.facts) for record in caplog.records if "held" in record.getMessage()]
+
+
+def test_a_callback_that_computes_holds_the_loop_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = seen_of(lambda: compute_for(0.06))
+    assert seen.count == 1
+    assert seen.longest_s >= 0.06
+    (line,) = lines_of(caplog)
+    assert line["ran_ms"] >= 60
+    assert f"{__name__}:compute_for:" in str(line["at"])
+
+
+def test_a_call_that_blocks_holds_the_loop_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    seen = seen_of(lambda: wait_for_a_file_server(0.1))
+    (line,) = lines_of(caplog)
+    assert seen.count == 1
+    assert line["ran_ms"] < line["waited_ms"]
+    assert f"{__name__}:wait_for_a_file_server:" in str(line["at"])
+
+
+def test_a_thread_that_keeps_the_interpreter_to_itself_holds_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One long call of C that does not let go of the lock."""
+    chance = random.Random(1)
+    numbers = [chance.random() for _ in range(400_000)]
+
+    async def tick() -> None:
+        for _ in range(10_000):
+            await asyncio.sleep(0.001)
+
+    async def play() -> None:
+        dog = Watchdog(Trace("test"))
+        dog.start()
+        try:
+            sorting = asyncio.create_task(asyncio.to_thread(sorted, numbers))
+            ticking = asyncio.create_task(tick())
+            await sorting
+            ticking.cancel()
+        finally:
+            dog.close()
+
+    asyncio.run(play())
+    assert lines_of(caplog)
+    assert max(line["waited_ms"] for line in lines_of(caplog)) > 20
+
+
+def test_holds_that_follow_each_other_make_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter((0.03, 0.05, 0.08, 0.03))
+    seen = seen_of(lambda: compute_for(next(times)), count=4)
+    assert seen.count == 4
+    lines = lines_of(caplog)
+    assert len(lines) <= 2, "the first one at once, all others when the watch ends"
+    assert sum(int(str(line.get("count", 1))) for line in lines) == 4
+    assert max(line["ran_ms"] + line["waited_ms"] for line in lines) >= 80
+
+
+def test_short_turns_are_no_hold_however_many_follow_each_other() -> None:
+    assert seen_of(lambda: compute_for(0.002), count=50) == LoopHolds()
+
+
+def test_a_loop_that_shares_its_processor_is_not_held() -> None:
+    """Turns of 8 ms that take much longer, since three other processes want the same processor."""
+    script = f"""
+import asyncio, json, os, sys, time
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+from test_watchdog import *
+import os
+os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+took = []
+def turn():
+    began = time.monotonic()
+    compute_for({_QUIET_TURN_S})
+    took.append(time.monotonic() - began)
+try:
+    seen = seen_of(turn, {_QUIET_TURNS})
+finally:
+    for each in others:
+        each.kill()
+        each.wait()
+print(json.dumps([max(took), seen.count, seen.longest_s]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=60
+    )
+    longest_turn_s, count, longest_s = json.loads(done.stdout)
+    assert longest_turn_s > watchdog.HOLD_S, "the machine was not busy: nothing is shown"
+    assert (count, longest_s) == (0, 0.0)
+
+
+def test_it_rests_while_the_loop_does() -> None:
+    """A node without trainers costs nothing: the watching thread is not even scheduled."""
+
+    def scheduled(dog: Watchdog) -> tuple[int, int]:
+        deadline = time.monotonic() + _SEEN_S
+        while not dog._is_resting and time.monotonic() < deadline:
+            select.select([], [], [], 0.01)
+        thread = dog._thread
+        assert thread is not None
+        assert thread.native_id is not None
+        select.select([], [], [], 0.05)  # until it has lain down
+        before = times_scheduled(thread.native_id)
+        select.select([], [], [], 0.2)
+        return before, times_scheduled(thread.native_id)
+
+    async def play() -> tuple[int, int]:
+        dog = Watchdog(Trace("test"))
+        dog.start()
+        try:
+            return await asyncio.to_thread(scheduled, dog)
+        finally:
+            dog.close()
+
+    before, after = asyncio.run(play())
+    assert after == before
+
+
+def times_scheduled(thread: int) -> int:
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii").split()[2])
+
+
+def test_a_loop_that_is_watched_no_longer_is_as_it_was() -> None:
+    async def play() -> None:
+        selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+        before = selector.select
+        dog = Watchdog(Trace("test"))
+        dog.start()
+        assert selector.select != before
+        dog.close()
+        dog.close()
+        assert selector.select == before
+
+    asyncio.run(play())
