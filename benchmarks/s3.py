@@ -169,10 +169,10 @@ def _arena() -> Callable[[], int]:
     from dataplane.arena.memfd import Arena
     from dataplane.model import Region
     from dataplane.node.fetch import Fetcher
+    from dataplane.rpc.tasks import RawBlockRef
     from dataplane.store.connect import connect
 
-    etags = _etags()
-    ranges = _ranges()
+    etags, ranges = _etags(), _ranges()
     arena = Arena.create("s3-speed", 2 * RANGES_AT_ONCE * RANGE_BYTES)
     arena.reserve(arena.size_bytes)
     fetcher = Fetcher(RANGES_AT_ONCE, connect)
@@ -183,10 +183,10 @@ def _arena() -> Callable[[], int]:
             free.put_nowait(slot)
         for url, at, length in ranges:
             slot = await free.get()
-            into = arena.view(slot * RANGE_BYTES, length)
+            raw = RawBlockRef(url, 0, 0, Region(at, length), Region(0, 0), at + length, etags[url])
             fetcher.fetch(
-                url, etags[url], Region(0, 0), Region(at, length), into,
-                lambda error, slot=slot: free.put_nowait(slot) if error is None else sys.exit(1),
+                at, raw, arena.view(slot * RANGE_BYTES, length), is_copied=False,
+                report=lambda bad, slot=slot: sys.exit(1) if bad else free.put_nowait(slot),
             )  # fmt: skip
         for _ in range(RANGES_AT_ONCE):
             await free.get()

@@ -24,8 +24,13 @@ class _Quiet:
     def __init__(self) -> None:
         self.views: list[memoryview] = []
 
-    def fetch(self, *told: Any) -> None:
-        told[4].release()
+    def fetch(self, key: int, raw: object, into: memoryview, report: object, **_: Any) -> None:
+        into.release()
+
+    def for_worker(self, key: int, raw: object) -> tuple[object, tuple[()]]:
+        return raw, ()
+
+    def let_go(self, key: int) -> None: ...
 
     def submit(self, job: object, urgency: int) -> None: ...
 

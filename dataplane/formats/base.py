@@ -67,7 +67,8 @@ class ShardIndex:
 class RawBlock:
     """The bytes of one block, as fetched. `index` counts the blocks of the shard; `preamble` and
     `body` are read-only views that live as long as the decoded batch does. Where the block was not
-    read whole, `pieces` says what of the shard lies in `body`, one after the other.
+    read whole, `pieces` says what of the shard lies in `body`, one after the other. Blocks of this
+    process that have one `preamble_number`, which is not 0, have one preamble.
     """
 
     url: str
@@ -79,6 +80,7 @@ class RawBlock:
     preamble: memoryview
     body: memoryview
     pieces: tuple[Region, ...] = ()
+    preamble_number: int = 0
 
 
 class Format(Protocol):

@@ -85,8 +85,7 @@ class Parquet:
         """As `Format.decode`."""
         url, start = block.url, block.place.offset
         with foreign_faults(url, block.preamble_place.offset, "the Parquet footer is damaged"):
-            footer = _footers.of(url, block.preamble)
-            metadata, group = footer.metadata, footer.groups[block.index]
+            metadata, group = _footers.group_of(block)
         pieces = [*_pieces(block), (block.preamble_place.offset, block.preamble)]
         with foreign_faults(url, start, f"row group {group} cannot be decoded"):
             opened = pq.ParquetFile(

@@ -40,7 +40,7 @@ struct table {
 };
 
 struct reader {
-    const uint8_t *at, *end;
+    const uint8_t *begin, *at, *end;
     struct table elements, groups, columns, levels;
     int64_t rows;
     int is_encrypted;
@@ -537,7 +537,7 @@ static int read_file(struct reader *reader)
 int64_t read_parquet_facts(const uint8_t *content, int64_t length, int64_t *const *tables,
                            int64_t *counts)
 {
-    struct reader reader = {.at = content, .end = content + length};
+    struct reader reader = {.begin = content, .at = content, .end = content + length};
     struct table *const own[] = {&reader.elements, &reader.groups, &reader.columns,
                                  &reader.levels};
     for (int i = 0; tables && i < 4; i++) {
@@ -550,6 +550,49 @@ int64_t read_parquet_facts(const uint8_t *content, int64_t length, int64_t *cons
     counts[4] = reader.rows;
     counts[5] = reader.is_encrypted;
     counts[6] = reader.field;
+    return reader.fault;
+}
+
+/* A row group to be cut out: its rows, and where it begins. */
+static int cut_group(struct reader *reader, int depth)
+{
+    int64_t numbers[GROUP_NUMBERS] = {0, reader->at - reader->begin}, *row;
+    struct field field = {0};
+    if (!check_depth(reader, depth) || !add_row(reader, &reader->groups, GROUP_NUMBERS, &row))
+        return 0;
+    while (next_field(reader, &field)) {
+        int ok = field.id == 3 ? read_number(reader, &field, numbers)
+                               : skip_field(reader, &field, depth);
+        if (!ok)
+            return 0;
+    }
+    if (!reader->fault && !(field.seen & (uint32_t)1 << 3))
+        return refuse(reader, MISSING, 3);
+    put_row(row, numbers, GROUP_NUMBERS);
+    return !reader->fault;
+}
+
+int64_t cut_parquet_footer(const uint8_t *content, int64_t length, int64_t *groups,
+                           int64_t *counts)
+{
+    struct reader reader = {.begin = content, .at = content, .end = content + length,
+                            .groups = {.rows = groups, .room = counts[0]}};
+    struct field field = {0};
+    int ok = 1;
+    while (ok && next_field(&reader, &field)) {
+        if (field.id == 4) {
+            int64_t count;
+            counts[1] = reader.at - content;
+            ok = read_structs(&reader, &field, 0, cut_group, &count);
+            counts[2] = reader.at - content;
+        } else {
+            ok = skip_field(&reader, &field, 0);
+        }
+    }
+    if (!reader.fault && !(field.seen & (uint32_t)1 << 4))
+        refuse(&reader, MISSING, 4);
+    counts[0] = reader.groups.count;
+    counts[3] = reader.field;
     return reader.fault;
 }
 

@@ -69,7 +69,13 @@ _POINTER = ctypes.c_void_p
 _SIGNATURES: dict[str, compiled.Signature] = {
     # content, length, tables, counts -> fault
     "read_parquet_facts": (ctypes.c_int64, (_POINTER, ctypes.c_int64, _POINTER, _POINTER)),
+    # content, length, groups, counts -> fault
+    "cut_parquet_footer": (ctypes.c_int64, (_POINTER, ctypes.c_int64, _POINTER, _POINTER)),
 }
+_CUT_GROUPS = 512
+_NO_ROOM = _FAULTS.index("the footer has changed while it was read")
+_ONE_STRUCT = b"\x1c"
+"""The head of a list of one structure."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +94,50 @@ class FooterFacts:
     groups: Int64
     columns: Int64
     levels: Int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FooterCuts:
+    """Where the row groups of a footer lie in it, so that one can be had without the others.
+
+    Shapes:  starts: int64[g + 1], where each begins, and the end of the last; `list_at` is where
+    their list does.   filled: int64[b], the groups that have rows, which are the blocks.
+    """
+
+    list_at: int
+    starts: Int64
+    filled: Int64
+
+    def footer_of(self, content: memoryview, block: int) -> bytes:
+        """The footer of a file that has this row group alone. `content` is the whole FileMetaData.
+
+        Raises:  IndexError: there is no such block.
+        """
+        group = self.filled[block]
+        begin, end = self.starts[group], self.starts[group + 1]
+        parts = content[: self.list_at], _ONE_STRUCT, content[begin:end], content[self.starts[-1] :]
+        return b"".join(parts)
+
+
+def cut_footer(content: memoryview, library: ctypes.CDLL) -> FooterCuts:
+    """Where the row groups of this FileMetaData lie. Their content is not looked at.
+
+    Raises:  ValueError: it is not one.
+    """
+    given, room = np.frombuffer(content, np.uint8), _CUT_GROUPS
+    while True:
+        counts, groups = np.array((room, 0, 0, 0), np.int64), np.empty((room, 2), np.int64)
+        fault = library.cut_parquet_footer(
+            given.ctypes.data, len(given), groups.ctypes.data, counts.ctypes.data
+        )
+        if fault != _NO_ROOM:
+            break
+        room *= 8
+    if fault:
+        raise ValueError(_FAULTS[fault].format(counts[3]))
+    count, list_at, end, _ = counts.tolist()
+    rows, starts = groups[:count].T
+    return FooterCuts(list_at, np.append(starts, end), np.flatnonzero(rows))
 
 
 @functools.cache

@@ -2,10 +2,14 @@
 
 Every block of a shard needs the footer, and parsing a large one costs more than a small block.
 
-1. A footer is taken for a remembered one only if all of its bytes are the same: a shard that was
-   written anew under its name has another.
-2. Remembered are the last one, and more of them as long as all together have 16 MiB: parsed they
+1. A footer is taken for a remembered one if it has the number of that one, or if all of its bytes
+   are the same: a shard that was written anew under its name has another.
+2. Remembered are the last one, and more of them as long as all together have BYTES_MAX: parsed they
    take seven times their bytes, of the memory that a worker may have.
+3. A footer of more than SMALL_BYTES takes no other's place, unless that one was not used for the
+   last STALE_USES. Where it finds none, only what a block's row group needs of it is parsed, for
+   each block: what that costs does not depend on how many row groups and shards there are.
+   Remembered is where the row groups lie in the last CUTS_MAX such footers.
 """
 
 from __future__ import annotations
@@ -18,8 +22,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from typing_extensions import Buffer
 
+from dataplane.formats.base import RawBlock
+from dataplane.formats.parquet_facts import FooterCuts, cut_footer, reader
+
 MAGIC = b"PAR1"
 BYTES_MAX = 16 << 20
+SMALL_BYTES = 64 << 10
+STALE_USES = 4096
+CUTS_MAX = 4096
+_TAIL_BYTES = 8
+
+_Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,14 @@ class ParquetFooter:
 
     metadata: pq.FileMetaData
     groups: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Known:
+    content: pa.Buffer
+    footer: ParquetFooter
+    number: int
+    used_at: int
 
 
 def parsed(content: Buffer) -> ParquetFooter:
@@ -42,29 +63,81 @@ class Footers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, int], tuple[pa.Buffer, ParquetFooter]] = OrderedDict()
+        self._known: OrderedDict[_Key, _Known] = OrderedDict()
+        self._cuts: OrderedDict[int, FooterCuts] = OrderedDict()
         self._bytes = 0
+        self._uses = 0
 
-    def of(self, url: str, content: Buffer) -> ParquetFooter:
-        """The footer of this shard, parsed now if these are not the bytes that were parsed before.
+    def group_of(self, block: RawBlock) -> tuple[pq.FileMetaData, int]:
+        """A footer that has the block's row group, and which of its row groups that is.
+
+        Raises:  ValueError, or what Arrow has against it; IndexError: there is no such block.
+        """
+        whole, number = pa.py_buffer(block.preamble), block.preamble_number
+        with self._lock:
+            footer = self._remembered((block.url, whole.size), whole, number)
+            is_cut = footer is None and whole.size > SMALL_BYTES and not self._has_room(whole.size)
+        if is_cut and reader().library is not None:
+            content = block.preamble[:-_TAIL_BYTES]
+            own = self._cuts_of(content, number).footer_of(content, block.index)
+            return parsed(b"".join((own, len(own).to_bytes(4, "little"), MAGIC))).metadata, 0
+        footer = footer or self._parsed_now(block.url, whole, number)
+        return footer.metadata, footer.groups[block.index]
+
+    def of(self, url: str, content: Buffer, number: int = 0) -> ParquetFooter:
+        """The footer of this shard, parsed now if it is not known from before.
 
         Raises:  what Arrow has against it.
         """
         whole = pa.py_buffer(content)
-        key = url, whole.size
         with self._lock:
-            known = self._known.get(key)
-            if known is not None and known[0].equals(whole):
-                self._known.move_to_end(key)
-                return known[1]
-        own = whole.to_pybytes()  # what it lies in may be written over
-        footer = parsed(own)
+            footer = self._remembered((url, whole.size), whole, number)
+        return footer or self._parsed_now(url, whole, number)
+
+    def _remembered(self, key: _Key, content: pa.Buffer, number: int) -> ParquetFooter | None:
+        self._uses += 1
+        known = self._known.get(key)
+        if known is None or not (known.number == number != 0 or known.content.equals(content)):
+            return None
+        known.number, known.used_at = number, self._uses
+        self._known.move_to_end(key)
+        return known.footer
+
+    def _has_room(self, size: int) -> bool:
+        while self._bytes and self._bytes + size > BYTES_MAX:
+            key, oldest = next(iter(self._known.items()))
+            if self._uses - oldest.used_at <= STALE_USES:
+                return False
+            self._forget(key)
+        return True
+
+    def _forget(self, key: _Key) -> None:
+        if self._known.pop(key, None) is not None:
+            self._bytes -= key[1]
+
+    def _parsed_now(self, url: str, content: pa.Buffer, number: int) -> ParquetFooter:
+        own = content.to_pybytes()  # what it lies in may be written over
+        footer, key = parsed(own), (url, content.size)
         with self._lock:
-            if self._known.pop(key, None) is not None:
-                self._bytes -= whole.size
-            self._known[key] = pa.py_buffer(own), footer
-            self._bytes += whole.size
+            self._forget(key)
+            self._known[key] = _Known(pa.py_buffer(own), footer, number, self._uses)
+            self._bytes += content.size
             while self._bytes > BYTES_MAX and len(self._known) > 1:
-                (_, size), _ = self._known.popitem(last=False)
-                self._bytes -= size
+                self._forget(next(iter(self._known)))
         return footer
+
+    def _cuts_of(self, content: memoryview, number: int) -> FooterCuts:
+        with self._lock:
+            known = self._cuts.get(number)
+            if known is not None:
+                self._cuts.move_to_end(number)
+                return known
+        library = reader().library
+        assert library is not None
+        cuts = cut_footer(content, library)
+        with self._lock:
+            if number:
+                self._cuts[number] = cuts
+            if len(self._cuts) > CUTS_MAX:
+                self._cuts.popitem(last=False)
+        return cuts

@@ -87,6 +87,10 @@ class Dataset:
             pieces=() if self.projection is None else self.projection.pieces(block, place),
         )
 
+    def is_decoded(self, block: int) -> bool:
+        """By a worker; otherwise rows are gathered from the bytes of the block as they lie."""
+        return self.blocks.needs_decode(block)
+
     def origin(self, block: int) -> tasks.Origin | None:
         """Which samples it has; of interest only where they may be images."""
         if not self.has_bytes:

@@ -42,7 +42,6 @@ from dataplane.store.unreachable import UNREACHABLE
 from dataplane.trace import Trace
 from dataplane.worker.death import WorkerPlace
 
-_BLOCK_ARENA_ID = 0
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1
 
 
@@ -233,15 +232,12 @@ class Engine:
         except BudgetTooSmall as error:
             self._tell(events.BlockFetched(key, error))
             return
-        raw = self._datasets[effect.dataset_id].raw_block(effect.block, into)
-        self._fetcher.fetch(
-            raw.url,
-            raw.etag,
-            raw.preamble_place,
-            raw.pieces or (raw.place,),
+        dataset, view = (
+            self._datasets[effect.dataset_id],
             self._arena.view(into.offset, into.length),
-            partial(self._on_fetched, key),
         )
+        raw, is_copied = dataset.raw_block(effect.block, into), not dataset.is_decoded(effect.block)
+        self._fetcher.fetch(key, raw, view, partial(self._on_fetched, key), is_copied=is_copied)
 
     def _on_fetched(self, key: int, error: DataplaneError | None) -> None:
         self._tell(events.BlockFetched(key, error, is_away=isinstance(error, UNREACHABLE)))
@@ -253,15 +249,20 @@ class Engine:
         except BudgetTooSmall as error:
             self._tell(events.BlockDecoded(key, error, 0.0))
             return
-        raw = dataset.raw_block(effect.block, effect.raw)
+        raw, arenas = self._fetcher.for_worker(key, dataset.raw_block(effect.block, effect.raw))
         task = PoolTask(
             body=tasks.Decode(dataset.dataset_id, raw, effect.into),
             dataset=dataset.message,
-            arenas=((_BLOCK_ARENA_ID, self._arena.fd),),
-            report=lambda result: self._tell(events.BlockDecoded(key, result, task.started)),
+            arenas=((tasks.BLOCK_ARENA, self._arena.fd), *arenas),
+            report=lambda result: self._on_decoded(key, result, task.started),
             place=partial(dataset.place, effect.block),
         )
         self._pool.submit(task, _DECODE_URGENCY)
+
+    def _on_decoded(self, key: int, result: tasks.ResultBody, started: float) -> None:
+        if isinstance(result, tasks.Decoded) and result.stored:
+            self._fetcher.let_go(key)
+        self._tell(events.BlockDecoded(key, result, started))
 
     def _clear_trails(self, effect: events.ClearTrails) -> None:
         region = effect.region
@@ -274,6 +275,7 @@ class Engine:
 
     def _forget_block(self, effect: events.ForgetBlock) -> None:
         self._pool.forget_block(effect.key)
+        self._fetcher.let_go(effect.key)
         self._sources.pop(effect.key, None)
         self._without_trails.discard(effect.key)
 
@@ -358,7 +360,7 @@ class Engine:
             body=body,
             dataset=delivery.datasets[0].message,
             arenas=(
-                (_BLOCK_ARENA_ID, self._arena.fd),
+                (tasks.BLOCK_ARENA, self._arena.fd),
                 (delivery.delivery_id, delivery.arena.fd),
             ),
             source=self._source,

@@ -1,8 +1,9 @@
 """Blocks' bytes from the store into the block arena, several at a time.
 
-A raw region holds the shard's preamble, then the block's own bytes, as far as they are needed.
-Preambles (Parquet footers, Arrow dictionaries) are needed by every block of a shard: the last few
-are kept.
+A raw region has room for the shard's preamble, then come the block's own bytes, as far as they are
+needed. Preambles are needed by every block of a shard: they are read once and kept apart
+(`preambles.py`). One is copied into the raw region of a block that is gathered from there, and read
+into it where there is no room to keep it; otherwise nothing is there.
 """
 
 from __future__ import annotations
@@ -15,76 +16,109 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 from dataplane import background
+from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError, StoreError
 from dataplane.model import Region
+from dataplane.node.preambles import BYTES_MIN, KeptPreamble, Preambles, preamble_bytes
+from dataplane.rpc import tasks
+from dataplane.scheduler.blocks import SMALL_FETCHES
 from dataplane.store.base import Store
-from dataplane.store.pieces import fill
+from dataplane.store.connect import Stores
+from dataplane.store.pieces import copy_into, fill
 from dataplane.store.unreachable import UNREACHABLE
 
 Report = Callable[[DataplaneError | None], None]
 Connect = Callable[[str], Store]
 Trouble = Callable[[str], StoreError | None]
 
-# One holder: the preambles of the shards that are being read.
-PREAMBLE_BYTES_MAX = 64 << 20
 _GIVEN_UP_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Preamble:
-    length: int
-    content: Future[bytes]
+class _Wanted:
+    """The bytes of a block, and the preamble of its shard where that is kept."""
 
-    @property
-    def has_failed(self) -> bool:
-        return self.content.done() and self.content.exception() is not None
+    raw: tasks.RawBlockRef
+    kept: KeptPreamble | None
+    is_copied: bool
 
 
 class Fetcher:
     """At most `count_max` blocks on their way at once; the caller keeps to that. `trouble` says why
-    the store lets calls for a url wait, if it does.
+    the store lets calls for a url wait, if it does. Preambles are kept in an arena of
+    `preamble_bytes`.
     """
 
     def __init__(
-        self, count_max: int, connect: Connect, trouble: Trouble = lambda _url: None
+        self,
+        count_max: int,
+        connect: Connect,
+        trouble: Trouble = lambda _url: None,
+        preamble_bytes: int = BYTES_MIN,
     ) -> None:
+        """Raises:  BudgetTooSmall: the machine refuses the arena."""
+        self._preambles = Preambles(preamble_bytes)
         self._connect = connect
         self._trouble = trouble
         self._given_up: OrderedDict[str, StoreError] = OrderedDict()
         self._threads = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-fetch")
         # Others than those that wait for what these read.
         self._aside = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-preamble")
-        self._preambles: OrderedDict[tuple[str, str], _Preamble] = OrderedDict()
-        self._preamble_bytes = 0
         self._lock = threading.Lock()
 
-    def fetch(
-        self,
-        url: str,
-        etag: str,
-        preamble: Region,
-        pieces: Sequence[Region],
-        into: memoryview,
-        report: Report,
-    ) -> None:
-        """Fill `into` with preamble and block, of which these pieces are read; `report` is called
-        in the event loop.
+    @classmethod
+    def of(cls, config: NodeConfig, stores: Stores) -> Self:
+        """That of a node.
 
-        Shapes:  into: uint8[preamble.length + length of all pieces].
+        Raises:  BudgetTooSmall: the machine refuses the arena.
         """
-        loop = asyncio.get_running_loop()
+        return cls(
+            SMALL_FETCHES * config.fetch_count,
+            stores.connect,
+            stores.trouble,
+            preamble_bytes(config.block_arena_bytes),
+        )
+
+    def fetch(
+        self, key: int, raw: tasks.RawBlockRef, into: memoryview, report: Report, *, is_copied: bool
+    ) -> None:
+        """Fill `into` with the bytes of a block; `report` is called in the event loop when nobody
+        writes them any more. `is_copied`: with the preamble before them. Otherwise that is held
+        for the block with this key, until `let_go`.
+
+        Shapes:  into: uint8[length of the preamble + length of all pieces].
+        """
+        loop, place = asyncio.get_running_loop(), raw.preamble_place
+        kept = self._preambles.hold(key, raw.url, raw.etag, place) if place.length else None
+        wanted = _Wanted(raw, kept, is_copied)
+
+        def end(error: DataplaneError | None) -> None:
+            if is_copied:
+                self.let_go(key)
+            report(error)
 
         def work() -> None:
-            error = self._fill(url, etag, preamble, pieces, into)
+            error = self._fill(wanted, into)
             into.release()
             try:
-                loop.call_soon_threadsafe(report, error)
+                loop.call_soon_threadsafe(end, error)
             except RuntimeError:
                 return  # the loop is closed: nobody waits any more
 
         background.watch("fetch", self._threads.submit(work))
+
+    def for_worker(
+        self, key: int, raw: tasks.RawBlockRef
+    ) -> tuple[tasks.RawBlockRef, tuple[tuple[int, int], ...]]:
+        """How a worker finds a block that was fetched, and in which arenas but the block arena."""
+        return self._preambles.for_worker(key, raw)
+
+    def let_go(self, key: int) -> None:
+        """The preamble that is held for this block, if one is, is no longer needed by it."""
+        self._preambles.let_go(key)
 
     def trouble(self, url: str) -> StoreError | None:
         """Why bytes of this shard do not come; None if nothing is wrong as far as is known."""
@@ -96,11 +130,10 @@ class Fetcher:
         """Start nothing more; what is under way ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False)
+        self._preambles.close()
 
-    def _fill(
-        self, url: str, etag: str, preamble: Region, pieces: Sequence[Region], into: memoryview
-    ) -> DataplaneError | None:
-        error = self._filled(url, etag, preamble, pieces, into)
+    def _fill(self, wanted: _Wanted, into: memoryview) -> DataplaneError | None:
+        error, url = self._filled(wanted, into), wanted.raw.url
         with self._lock:
             self._given_up.pop(url, None)
             if isinstance(error, UNREACHABLE):
@@ -109,22 +142,39 @@ class Fetcher:
                     self._given_up.popitem(last=False)
         return error
 
-    def _filled(
-        self, url: str, etag: str, preamble: Region, pieces: Sequence[Region], into: memoryview
-    ) -> DataplaneError | None:
+    def _filled(self, wanted: _Wanted, into: memoryview) -> DataplaneError | None:
+        raw, kept = wanted.raw, wanted.kept
+        url, length = raw.url, raw.preamble_place.length
         try:
             store = self._connect(url)
-            # Asked for beside the block, so that both take one round trip.
-            coming = self._preamble(store, url, etag, preamble) if preamble.length else None
-            with into[preamble.length :] as body:
-                self._fill_pieces(store, url, etag, pieces, body)
-            if coming is not None:
-                into[: preamble.length] = coming.content.result()
+            with into[:length] as head, into[length:] as body:
+                # Asked for beside the block, so that both take one round trip.
+                coming = self._preamble(store, wanted, head) if length else None
+                try:
+                    self._fill_pieces(store, url, raw.etag, raw.pieces or (raw.place,), body)
+                finally:
+                    if coming is not None:
+                        wait((coming,))
+                if coming is not None:
+                    coming.result()
+                if kept is not None and wanted.is_copied:
+                    copy_into(head, kept.view)
         except DataplaneError as error:
             return type(error)(str(error), **error.nouns)  # without what its traceback holds
         except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits
             return StoreError(f"{url}: {type(error).__name__}: {error}", shard=url)
         return None
+
+    def _preamble(self, store: Store, wanted: _Wanted, head: memoryview) -> Future[None]:
+        """Asked for once, also by blocks that start together."""
+        url, etag, at = wanted.raw.url, wanted.raw.etag, wanted.raw.preamble_place.offset
+        if wanted.kept is None:
+            return self._aside.submit(fill, store, url, at, etag, head)
+        read = partial(fill, store, url, at, etag, wanted.kept.view)
+        with self._lock:
+            if wanted.kept.reading is None or wanted.kept.has_failed:
+                wanted.kept.reading = self._aside.submit(read)
+            return wanted.kept.reading
 
     def _fill_pieces(
         self, store: Store, url: str, etag: str, pieces: Sequence[Region], body: memoryview
@@ -145,25 +195,3 @@ class Fetcher:
                 wait(others)  # nothing is written any more when this returns
             for other in others:
                 other.result()
-
-    def _preamble(self, store: Store, url: str, etag: str, place: Region) -> _Preamble:
-        """What all blocks of a shard need is read once, also by those that start together."""
-        key = (url, etag)
-        with self._lock:
-            found = self._preambles.pop(key, None)
-            if found is not None and found.has_failed:
-                self._preamble_bytes -= place.length
-                found = None
-            if found is None:
-                self._preamble_bytes += place.length
-                coming = self._aside.submit(_read, store, url, etag, place)
-                found = _Preamble(place.length, coming)
-            self._preambles[key] = found
-            while self._preamble_bytes > PREAMBLE_BYTES_MAX and len(self._preambles) > 1:
-                _, oldest = self._preambles.popitem(last=False)
-                self._preamble_bytes -= oldest.length
-            return found
-
-
-def _read(store: Store, url: str, etag: str, place: Region) -> bytes:
-    return bytes(store.read(url, place.offset, place.length, etag))

@@ -34,7 +34,6 @@ from dataplane.rpc import local, messages
 from dataplane.rpc.base import Coordination
 from dataplane.rpc.convert import encode
 from dataplane.scheduler.autoscaler import Autoscaler
-from dataplane.scheduler.blocks import SMALL_FETCHES
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.store.connect import Stores
 from dataplane.store.outage import Outages
@@ -296,8 +295,7 @@ class NodeServer:
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
         self.outages = Outages()
         self._stores = Stores(config.stall_timeout_s, config.fetch_timeout_s, self.outages.note)
-        fetches = SMALL_FETCHES * config.fetch_count
-        self._fetcher = Fetcher(fetches, self._stores.connect, self._stores.trouble)
+        self._fetcher = Fetcher.of(config, self._stores)
         self._pool = pool or WorkerPool.of(config, self.trace)
         least = config.worker_count
         autoscaler = Autoscaler(least, max(config.worker_count_max, least), least)

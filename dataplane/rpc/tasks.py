@@ -13,6 +13,9 @@ from dataplane.errors import DataplaneError
 from dataplane.model import ColumnOptions, ImageSpec, Region
 from dataplane.rpc.messages import Batch
 
+BLOCK_ARENA, PREAMBLE_ARENA = 0, (1 << 64) - 2
+"""The ids of arenas that are not of a rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -63,7 +66,8 @@ class OpenDataset:
 @dataclass(frozen=True, slots=True)
 class RawBlockRef:
     """The bytes of one block: in the block arena (preamble, then body), or in a local file. Where
-    not all of them are needed, `pieces` are what is.
+    not all of them are needed, `pieces` are what is. A preamble that lies in the arena of preambles
+    has a number, and nothing is where it would be in the block arena.
     """
 
     url: str
@@ -76,6 +80,8 @@ class RawBlockRef:
     arena: Region | None = None
     path: str | None = None
     pieces: tuple[Region, ...] = ()
+    kept_preamble: Region | None = None
+    preamble_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

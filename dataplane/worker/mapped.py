@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import weakref
@@ -17,6 +18,7 @@ from dataplane.store.local import local_etag
 from dataplane.worker.columns import BlockColumns
 
 _OPEN_SHARDS_MAX = 256
+_numbers = itertools.count(-1, -1)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -27,6 +29,8 @@ class MappedShard:
     etag: str
     fd: int
     mapping: mmap.mmap
+    number: int
+    """Below 0, and of no other mapping: while the file is not written, its bytes are the same."""
 
     def check(self) -> None:
         """Raises:  DatasetChangedError: the file was written since it was indexed."""
@@ -73,7 +77,7 @@ def _map(path: str, raw: tasks.RawBlockRef) -> MappedShard:
     except BaseException:
         os.close(fd)
         raise
-    shard = MappedShard(raw.url, raw.etag, fd, mapping)
+    shard = MappedShard(raw.url, raw.etag, fd, mapping, next(_numbers))
     weakref.finalize(shard, os.close, fd)
     return shard
 

@@ -196,10 +196,10 @@ def _canonical_batch(
     state: _State, dataset: _Dataset, raw: tasks.RawBlockRef
 ) -> tuple[pa.RecordBatch, Ints | None]:
     """A block in canonical form, and where its columns lie if that was looked at."""
-    preamble, body = _raw_views(state, raw, is_whole=dataset.is_whole)
+    preamble, body, number = _raw_views(state, raw, is_whole=dataset.is_whole)
     block = base.RawBlock(
         raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
-        preamble, body, raw.pieces if raw.arena is not None else (),
+        preamble, body, raw.pieces if raw.arena is not None else (), number,
     )  # fmt: skip
     batch = dataset.format.decode(block, dataset.schema, dataset.plan.leaves.top_level)
     if batch.num_rows != raw.rows:
@@ -218,20 +218,25 @@ def _canonical_batch(
 
 def _raw_views(
     state: _State, raw: tasks.RawBlockRef, *, is_whole: bool
-) -> tuple[memoryview, memoryview]:
-    """(preamble, body): from the arena, or from the mapped file. `is_whole`: all columns of it are
-    needed.
+) -> tuple[memoryview, memoryview, int]:
+    """(preamble, body, number of the preamble): from arenas, or from the mapped file. `is_whole`:
+    all columns of it are needed.
     """
     if raw.arena is not None:
         whole = state.arenas[0].view(raw.arena.offset, raw.arena.length).toreadonly()
         cut = raw.preamble_place.length
         length = sum(piece.length for piece in raw.pieces or (raw.place,))
-        return whole[:cut], whole[cut : cut + length]
-    mapping = state.shards.of(raw).mapping
+        preamble, kept = whole[:cut], raw.kept_preamble
+        if kept is not None:
+            arena = state.arenas[tasks.PREAMBLE_ARENA]
+            preamble = arena.view(kept.offset, kept.length).toreadonly()
+        return preamble, whole[cut : cut + length], raw.preamble_number
+    mapped = state.shards.of(raw)
+    mapping = mapped.mapping
     for piece in raw.pieces or ((raw.place,) if is_whole else ()):
         populate(mapping, piece.offset, piece.length)
     shard = memoryview(mapping)
-    return _cut(shard, raw.preamble_place), _cut(shard, raw.place)
+    return _cut(shard, raw.preamble_place), _cut(shard, raw.place), mapped.number
 
 
 def _cut(view: memoryview, region: Region) -> memoryview:

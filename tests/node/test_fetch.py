@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ import pytest
 from dataplane.errors import DataplaneError, StoreError, StoreUnavailable
 from dataplane.model import ObjectInfo, Region
 from dataplane.node.fetch import Fetcher
+from dataplane.rpc import tasks
 
 BODY = bytes(range(256)) * 4
+PAGE = 4096
 PREAMBLE = Region(0, 16)
 TIMEOUT_S = 60.0
 
@@ -42,6 +45,10 @@ class Shard:
         yield BODY
 
 
+def _raw(place: Region, *pieces: Region, url: str = "url") -> tasks.RawBlockRef:
+    return tasks.RawBlockRef(url, 0, 1, place, PREAMBLE, len(BODY), "tag", pieces=pieces)
+
+
 def _fetched(shard: Shard, *rounds: list[int]) -> list[DataplaneError | bytes]:
     """Blocks of 10 bytes at these offsets, those of a round together."""
 
@@ -53,10 +60,8 @@ def _fetched(shard: Shard, *rounds: list[int]) -> list[DataplaneError | bytes]:
                 ends, memories = [], [bytearray(26) for _ in offsets]
                 for offset, memory in zip(offsets, memories, strict=True):
                     end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-                    place = Region(offset, 10)
-                    fetcher.fetch(
-                        "url", "tag", PREAMBLE, [place], memoryview(memory), end.set_result
-                    )
+                    raw, view = _raw(Region(offset, 10)), memoryview(memory)
+                    fetcher.fetch(offset, raw, view, end.set_result, is_copied=True)
                     ends.append(end)
                 async with asyncio.timeout(TIMEOUT_S):
                     errors = await asyncio.gather(*ends)
@@ -92,7 +97,8 @@ def test_the_pieces_of_a_block_are_asked_for_at_once_and_lie_behind_the_preamble
         fetcher = Fetcher(4, lambda _: shard)
         memory = bytearray(PREAMBLE.length + 41)
         end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-        fetcher.fetch("url", "tag", PREAMBLE, pieces, memoryview(memory), end.set_result)
+        raw = _raw(Region(20, 110), *pieces)
+        fetcher.fetch(1, raw, memoryview(memory), end.set_result, is_copied=True)
         async with asyncio.timeout(TIMEOUT_S):
             assert await end is None
         fetcher.close()
@@ -137,21 +143,102 @@ def test_a_librarys_panic_is_reported_too() -> None:
     assert "Panic: index out of bounds" in str(found)
 
 
-@pytest.mark.parametrize("budget", [16, 40])
-def test_preambles_are_kept_within_their_budget(
-    monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
-    monkeypatch.setattr("dataplane.node.fetch.PREAMBLE_BYTES_MAX", budget)
-
+@pytest.mark.parametrize("pages", [1, 2])
+def test_preambles_are_kept_within_their_budget(pages: int) -> None:
     async def run() -> Counter[int]:
         shard = Shard()
-        fetcher = Fetcher(1, lambda _: shard)
-        for url in ("a", "b", "a"):
-            end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-            memory = memoryview(bytearray(26))
-            fetcher.fetch(url, "tag", PREAMBLE, [Region(20, 10)], memory, end.set_result)
-            assert await end is None
-        fetcher.close()
+        fetcher = Fetcher(1, lambda _: shard, preamble_bytes=pages * PAGE)
+        try:
+            for key, url in enumerate(("a", "b", "a")):
+                assert await _end_of(fetcher, key, _raw(Region(20, 10), url=url)) is None
+                fetcher.let_go(key)
+        finally:
+            fetcher.close()
         return shard.reads
 
-    assert asyncio.run(run())[0] == (3 if budget == 16 else 2)
+    assert asyncio.run(run())[0] == (3 if pages == 1 else 2)
+
+
+def test_a_block_that_is_decoded_shares_the_preamble_of_its_shard_with_others() -> None:
+    """Nothing of it is copied: workers are told where it lies, and by which number."""
+
+    async def run() -> None:
+        shard = Shard()
+        fetcher = Fetcher(2, lambda _: shard, preamble_bytes=PAGE)
+        try:
+            blocks = [_raw(Region(at, 10)) for at in (20, 30)]
+            memories = [bytearray(26), bytearray(26)]
+            for key, raw in enumerate(blocks):
+                assert await _end_of(fetcher, key, raw, memories[key]) is None
+            assert [bytes(memory[:16]) for memory in memories] == [bytes(16)] * 2
+            assert [bytes(memory[16:]) for memory in memories] == [BODY[20:30], BODY[30:40]]
+            told = [fetcher.for_worker(key, raw) for key, raw in enumerate(blocks)]
+            assert told[0][1] == told[1][1]
+            ((arena_id, fd),) = told[0][1]
+            assert arena_id == tasks.PREAMBLE_ARENA
+            assert len({(raw.kept_preamble, raw.preamble_number) for raw, _ in told}) == 1
+            place, number = told[0][0].kept_preamble, told[0][0].preamble_number
+            assert place is not None
+            assert number
+            assert os.pread(fd, place.length, place.offset) == BODY[:16]
+        finally:
+            fetcher.close()
+
+    asyncio.run(run())
+
+
+def test_a_preamble_stays_while_a_block_needs_it_and_its_number_never_comes_again() -> None:
+    async def run() -> None:
+        shard = Shard()
+        fetcher = Fetcher(2, lambda _: shard, preamble_bytes=PAGE)
+        try:
+            first, other = _raw(Region(20, 10)), _raw(Region(20, 10), url="b")
+            assert await _end_of(fetcher, 1, first) is None
+            memory = bytearray(26)
+            assert await _end_of(fetcher, 2, other, memory) is None
+            assert fetcher.for_worker(2, other) == (other, ()), "there is no room for another"
+            assert bytes(memory) == _whole(20), "so it lies before the block, as it used to"
+            number = fetcher.for_worker(1, first)[0].preamble_number
+            fetcher.let_go(1)
+            fetcher.let_go(1)
+            assert await _end_of(fetcher, 3, other) is None
+            assert fetcher.for_worker(3, other)[0].preamble_number > number
+        finally:
+            fetcher.close()
+
+    asyncio.run(run())
+
+
+def test_an_error_is_told_when_nobody_reads_the_preamble_any_more() -> None:
+    """What was held for the block may then be given to another."""
+    may_end, order = threading.Event(), []
+
+    def on_read(offset: int) -> None:
+        if offset:
+            may_end.set()
+            raise StoreUnavailable("url: gone")
+        assert may_end.wait(TIMEOUT_S)
+        order.append("preamble")
+
+    async def run() -> DataplaneError | None:
+        fetcher = Fetcher(2, lambda _: Shard(on_read))
+        try:
+            found = await _end_of(fetcher, 1, _raw(Region(20, 10)))
+            order.append("told")
+        finally:
+            fetcher.close()
+        return found
+
+    assert isinstance(asyncio.run(run()), StoreUnavailable)
+    assert order == ["preamble", "told"]
+
+
+async def _end_of(
+    fetcher: Fetcher, key: int, raw: tasks.RawBlockRef, memory: bytearray | None = None
+) -> DataplaneError | None:
+    """The end of fetching a block that is to be decoded."""
+    end: asyncio.Future[DataplaneError | None] = asyncio.Future()
+    into = memoryview(bytearray(26) if memory is None else memory)
+    fetcher.fetch(key, raw, into, end.set_result, is_copied=False)
+    async with asyncio.timeout(TIMEOUT_S):
+        return await end

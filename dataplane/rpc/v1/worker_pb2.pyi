@@ -91,7 +91,7 @@ class OpenDataset(_message.Message):
     def __init__(self, dataset_id: _Optional[int] = ..., format: _Optional[str] = ..., schema: _Optional[bytes] = ..., more: bool = ..., pack: bool = ..., memory_bytes: _Optional[int] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
 
 class RawBlockRef(_message.Message):
-    __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces")
+    __slots__ = ("url", "index", "rows", "place", "preamble_place", "shard_bytes", "etag", "arena", "path", "pieces", "kept_preamble", "preamble_number")
     URL_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,8 @@ class RawBlockRef(_message.Message):
     ARENA_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_PREAMBLE_FIELD_NUMBER: _ClassVar[int]
+    PREAMBLE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     url: str
     index: int
     rows: int
@@ -112,7 +114,9 @@ class RawBlockRef(_message.Message):
     arena: _types_pb2.Region
     path: str
     pieces: _containers.RepeatedCompositeFieldContainer[_types_pb2.Region]
-    def __init__(self, url: _Optional[str] = ..., index: _Optional[int] = ..., rows: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., shard_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., arena: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., path: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[_types_pb2.Region, _Mapping]]] = ...) -> None: ...
+    kept_preamble: _types_pb2.Region
+    preamble_number: int
+    def __init__(self, url: _Optional[str] = ..., index: _Optional[int] = ..., rows: _Optional[int] = ..., place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_place: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., shard_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., arena: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., path: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[_types_pb2.Region, _Mapping]]] = ..., kept_preamble: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., preamble_number: _Optional[int] = ...) -> None: ...
 
 class Decode(_message.Message):
     __slots__ = ("dataset_id", "raw", "into")

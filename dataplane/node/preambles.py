@@ -1,0 +1,131 @@
+"""The preambles of shards that are being read: what every block of a shard needs beside its own
+bytes (a Parquet footer, Arrow dictionaries).
+
+They lie in an arena of their own, which workers map, so that nobody copies them for a block: it
+names its preamble by number and place.
+
+Invariants:
+1. A preamble that is held for a block stays where it is. The others go when room is needed, first
+   the one that was not held for longest.
+2. A number is never used again, so that a worker cannot take a new preamble for an old one.
+3. Where there is no room, since too many are held, none is held: the block has room for its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from dataplane.arena.allocator import Allocator
+from dataplane.arena.memfd import Arena
+from dataplane.errors import BudgetTooSmall
+from dataplane.model import Region
+from dataplane.rpc import tasks
+
+BYTES_MIN = 64 << 20
+_SHARE = 16
+
+_ShardKey = tuple[str, str, int]
+
+
+def preamble_bytes(block_arena_bytes: int) -> int:
+    """What is kept of preambles beside a block arena of this size."""
+    return max(BYTES_MIN, block_arena_bytes // _SHARE)
+
+
+@dataclass(slots=True, eq=False)
+class KeptPreamble:
+    """One preamble: its place in the arena, its number, and for how many blocks it is held.
+    `reading` is done when it is there.
+    """
+
+    shard: _ShardKey
+    number: int
+    region: Region
+    view: memoryview
+    holders: int = 0
+    reading: Future[None] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it could not be read."""
+        reading = self.reading
+        return reading is not None and reading.done() and reading.exception() is not None
+
+
+class Preambles:
+    """An arena of `size_bytes`. All calls are the event loop's."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises:  BudgetTooSmall: the machine refuses the arena."""
+        self._arena = Arena.create("dataplane-preambles", size_bytes)
+        self._allocator = Allocator(size_bytes)
+        self._kept: dict[_ShardKey, KeptPreamble] = {}
+        self._idle: OrderedDict[_ShardKey, KeptPreamble] = OrderedDict()
+        """Those that are not held, the last that was at the end."""
+        self._held: dict[int, KeptPreamble] = {}
+        self._numbers = itertools.count(1)
+
+    def hold(self, key: int, url: str, etag: str, place: Region) -> KeptPreamble | None:
+        """The preamble of this shard, held for the block with this key; None where there is no room
+        for it.
+        """
+        shard = (url, etag, place.offset)
+        kept = self._kept.get(shard)
+        if kept is None:
+            region = self._room(place.length)
+            if region is None:
+                return None
+            view = self._arena.view(region.offset, region.length)
+            kept = self._kept[shard] = KeptPreamble(shard, next(self._numbers), region, view)
+        self._idle.pop(shard, None)
+        kept.holders += 1
+        self._held[key] = kept
+        return kept
+
+    def let_go(self, key: int) -> None:
+        """The block needs it no longer, if one is held for it."""
+        kept = self._held.pop(key, None)
+        if kept is None:
+            return
+        kept.holders -= 1
+        if not kept.holders:
+            self._idle[kept.shard] = kept
+            if kept.has_failed:
+                self._drop(kept)
+
+    def for_worker(
+        self, key: int, raw: tasks.RawBlockRef
+    ) -> tuple[tasks.RawBlockRef, tuple[tuple[int, int], ...]]:
+        """The block as a worker finds it, and the arenas that it has to know for that: (id, fd)."""
+        kept = self._held.get(key)
+        if kept is None:
+            return raw, ()
+        told = dataclasses.replace(raw, kept_preamble=kept.region, preamble_number=kept.number)
+        return told, ((tasks.PREAMBLE_ARENA, self._arena.fd),)
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
+        self._arena.close()
+
+    def _room(self, length: int) -> Region | None:
+        at = self._allocator.allocate(length)
+        while at is None and self._idle:
+            self._drop(next(iter(self._idle.values())))
+            at = self._allocator.allocate(length)
+        if at is None:
+            return None
+        try:
+            self._arena.reserve(at + length)
+        except BudgetTooSmall:
+            self._allocator.free(at)
+            return None
+        return Region(at, length)
+
+    def _drop(self, kept: KeptPreamble) -> None:
+        del self._kept[kept.shard], self._idle[kept.shard]
+        kept.view.release()
+        self._allocator.free(kept.region.offset)
