@@ -60,14 +60,14 @@ BY_HAND = (
     (
         "the pins of a former head stay",
         _SCHEDULER,
-        "            if self._head.phase is SlabPhase.WAITING:\n                self._tasks.unpin(self._head)\n",
-        "",
+        "            self._tasks.unpin(former)\n",
+        "            pass\n",
     ),
     (
         "the head has no pins",
         _SCHEDULER,
-        "            self._head = task\n            self._tasks.pin(task)\n",
-        "            self._head = task\n",
+        "        if task is not None:\n            self._tasks.pin(task)\n",
+        "",
     ),
     (
         "what is ready without an event is not seen",
@@ -212,6 +212,12 @@ BY_HAND = (
         _BLOCKS,
         "            self._allocator.free(block.raw.offset)\n            block.raw = None\n",
         "            block.raw = None\n",
+    ),
+    (
+        "trails take room from the one task that needs all of the arena",
+        _BLOCKS,
+        "if self.is_short or not (",
+        "if not (",
     ),
     (
         "whoever holds too much is not told to copy",

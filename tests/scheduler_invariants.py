@@ -118,6 +118,8 @@ class Invariants:
         what is not ready, and of those that wait only the head has pins.
         """
         scheduler, waiting_count = self._scheduler, 0
+        for delivery in scheduler._deliveries.values():
+            assert all(s is scheduler._streams.find(s.stream_id) for s in delivery.streams)
         for stream in scheduler._streams._streams.values():
             datasets, stride = stream.delivery.datasets, stream.walk.stream.step_stride
             ready = [key for each in datasets.datasets for key in keys[each.dataset_id]]

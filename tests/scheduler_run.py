@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 from scheduler_consumers import Consumer, Place
 from scheduler_invariants import Invariants
 from scheduler_traffic import Traffic
@@ -348,6 +349,9 @@ class Run:
             self.end_one()
             self.settle()
         self.traffic.check_end(len(self.outside.pending))
+        left = [world.blocks.account for world in self.worlds.values()]
+        untold = np.array([[each.read_bytes, each.disk_us] for each in left]).sum(0)
+        assert (self.traffic.told + untold == self.outside.done).all(), "account: told once"
         for delivery in deliveries:
             assert delivery.slots.free_count == delivery.slots.layout.slot_count
             assert delivery.slots.zone_is_free

@@ -14,7 +14,7 @@ from dataplane.scheduler import events
 from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.blocks import SMALL_FETCHES
 from dataplane.scheduler.dataset import DatasetLookup
-from dataplane.scheduler.records import SlabTask
+from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 
 _NEVER = 1 << 62
@@ -44,6 +44,8 @@ class Traffic:
         self._fetching: set[int] = set()
         self._busy: dict[tuple[str, int], list[Region]] = {}
         self._planning: set[int] = set()
+        self.told = np.zeros(2, np.int64)
+        """Bytes that were read, and microseconds of disk, as the times of slabs tell."""
         self._is_settling = False
         self._making: dict[int, int] = {}
         self._in_use: Counter[int] = Counter()
@@ -208,7 +210,10 @@ class Traffic:
         asked = self._requests[effect.stream_id]
         assert asked, "scheduler 1: an answer that nobody waits for"
         assert asked.popleft() == effect.request_id, "scheduler 1: not the request that is next"
-        if not isinstance(effect, events.Send) or not isinstance(effect.body, messages.Slab):
+        if isinstance(effect, events.Stalled):
+            self._check_stage(effect)
+            return
+        if not isinstance(effect.body, messages.Slab):
             return
         slab, opened = effect.body, self._streams[effect.stream_id]
         layout = self._layouts[opened.delivery_id].layout
@@ -220,6 +225,25 @@ class Traffic:
         times = slab.times
         stages = (times.fetch, times.decode, times.room, times.queue, times.assemble, times.ready)
         assert min(stages) >= 0, "account: a stage that took less than no time"
+        self.told += [times.read_bytes, times.disk]
+
+    def _check_stage(self, effect: events.Stalled) -> None:
+        """A rank that waits too long is told what its next slab waits for."""
+        stream = self._scheduler._streams._streams[effect.stream_id]
+        task = stream.tasks[0] if stream.tasks else None
+        slab = None if task is None else self._scheduler._shared.find(task)
+        if task is None:
+            expected = "plan"
+        elif task.phase is not SlabPhase.WAITING:
+            expected = {SlabPhase.ASSEMBLING: "assembling", SlabPhase.READY: "ready"}[task.phase]
+        elif slab is not None and slab.made is None:
+            expected = "being made for another job of its group"
+        elif slab is None and task.missing:
+            expected = "waiting for blocks"
+        else:
+            expected = "waiting for room in the delivery arena"
+        assert effect.stage == expected
+        assert bool(effect.missing) == (expected == "waiting for blocks")
 
     def _drop(self, delivery_id: int) -> None:
         assert delivery_id not in self._dropped, "a delivery is dropped twice"

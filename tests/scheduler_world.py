@@ -198,6 +198,8 @@ class Outside:
         self.assembled: list[bytes] = []
         self.copied = 0
         self.chance = random.Random(0)
+        self.done = np.zeros(2, np.int64)
+        """Bytes that were read, and microseconds of disk, as they were told."""
         self.away = 0.0
         """How many of the reads end with the store still away."""
         self.refused = 0.0
@@ -238,6 +240,12 @@ class Outside:
             case _:
                 raise AssertionError(effect)
 
+    def _disk(self) -> int:
+        """Microseconds that a worker waited for the disk."""
+        disk = self.chance.choice([0, 0, 7])
+        self.done += [0, disk]
+        return disk
+
     def _no_memory(self) -> BudgetTooSmall | None:
         is_refused = self.chance.random() < self.refused
         return BudgetTooSmall("the machine has no memory") if is_refused else None
@@ -248,6 +256,7 @@ class Outside:
     def _fetched(self, effect: events.Fetch) -> events.BlockFetched:
         world = self.worlds[effect.dataset_id]
         assert effect.into.length == world.blocks.marks.raw[effect.block]
+        self.done += [effect.into.length, 0]
         if error := self._no_memory():
             return events.BlockFetched(effect.key, error)
         if effect.block in world.broken:
@@ -274,7 +283,8 @@ class Outside:
         into = Region(effect.into.offset, size)
         _mark(self.part(into), BlockName(effect.dataset_id, block))
         self.known[effect.key] = (world, block, into)
-        return events.BlockDecoded(effect.key, tasks.Decoded(size, stored=True), 0.0)
+        disk = self._disk()
+        return events.BlockDecoded(effect.key, tasks.Decoded(size, stored=True, disk=disk), 0.0)
 
     def _copied(self, effect: events.CopyKept) -> events.SlabAssembled:
         assert effect.delivery_id not in self.dropped
@@ -303,7 +313,7 @@ class Outside:
         is_kept = effect.keep is not None and self._no_memory() is None
         if effect.keep is not None and is_kept and used <= effect.keep.length:
             self.part(effect.keep)[:used] = arena[slab.offset : slab.offset + used]
-        result = tasks.Assembled(count, bytes_needed=0 if count else needed, bytes_used=used)
+        result = tasks.Assembled(count, 0 if count else needed, used, disk=self._disk())
         return events.SlabAssembled(effect.number, result, 0.0, is_kept)
 
     def _write(

@@ -232,13 +232,8 @@ class Scheduler:
     def _check_deadline(self, stream: StreamState) -> None:
         while stream.requests and self._time.now - stream.requests[0][1] > self._stall_timeout_s:
             request_id, since = stream.requests.popleft()
-            stage, missing = "plan", list[int]()
-            if stream.tasks:
-                task = stream.tasks[0]
-                stage, missing = task.phase.value, sorted(task.missing)
-                if task.phase is SlabPhase.WAITING and not task.missing:
-                    is_made = self._shared.find(task) is not None
-                    stage = "being made for another job of its group" if is_made else _NO_ROOM
+            task = stream.tasks[0] if stream.tasks else None
+            stage, missing = ("plan", []) if task is None else self._stage(task)
             self._do(
                 events.Stalled(
                     stream.stream_id,
@@ -248,6 +243,14 @@ class Scheduler:
                     [stream.delivery.datasets.name(number) for number in missing],
                 )
             )
+
+    def _stage(self, task: SlabTask) -> tuple[str, list[int]]:
+        """What a task waits for, and which blocks."""
+        slab = self._shared.find(task)
+        if task.phase is not SlabPhase.WAITING or (task.missing and slab is None):
+            return task.phase.value, sorted(task.missing)
+        is_made_now = slab is not None and slab.made is None
+        return "being made for another job of its group" if is_made_now else _NO_ROOM, []
 
     # -- what comes next -------------------------------------------------------------------------
 
@@ -296,12 +299,10 @@ class Scheduler:
     def _become_head(self, task: SlabTask | None) -> None:
         if task is not self._emptied_for:
             self._empty_for(None)
-        if self._head is not None and self._head is not task:
-            if self._head.phase is SlabPhase.WAITING:
-                self._tasks.unpin(self._head)
-            self._head = None
+        former, self._head = self._head, task
+        if former is not None and former is not task and former.phase is SlabPhase.WAITING:
+            self._tasks.unpin(former)
         if task is not None:
-            self._head = task
             self._tasks.pin(task)
 
     def _empty_for(self, head: SlabTask | None) -> None:

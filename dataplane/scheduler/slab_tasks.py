@@ -355,6 +355,8 @@ class SlabTasks:
         shared, task.shared = task.shared, None
         if shared is not None:
             result = self._shared.ended(shared, result, is_kept=event.is_kept)
+        if isinstance(result, tasks.Assembled):
+            task.datasets.datasets[0].account.disk_us += result.disk
         if task.phase is SlabPhase.GONE:
             self._free_slot(task)
         elif isinstance(result, DataplaneError):
@@ -362,7 +364,6 @@ class SlabTasks:
             self.fail(task, result)
         else:
             assert isinstance(result, tasks.Assembled)
-            task.datasets.datasets[0].account.disk_us += result.disk
             self._keep(task, result)
         self._close_if_idle(task.delivery)
 

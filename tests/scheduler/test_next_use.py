@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
 from dataplane.scheduler.block import BlockPhase, CachedBlock
 from dataplane.scheduler.dataset import DatasetBlocks
-from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition
+from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition, _Resident
 
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 
@@ -188,7 +189,11 @@ class CountingOrder:
         return self._order.block_span(blocks)
 
 
-def test_a_block_more_and_a_victim_cost_no_look_at_the_others() -> None:
+def test_a_block_more_and_a_victim_cost_no_look_at_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed, place = [], _Resident.place
+    monkeypatch.setattr(_Resident, "place", lambda at, key: (placed.append(key), place(at, key)))
     rows = [4] * 2000
     order: Any = CountingOrder(_order(rows, 3, 1, 40))
     memory = Memory(rows, [WalkPosition(rank, order, rank) for rank in range(8)])
@@ -196,6 +201,7 @@ def test_a_block_more_and_a_victim_cost_no_look_at_the_others() -> None:
         memory.touch(index)
     memory.farthest()
     before = order.asked
+    placed.clear()
     for index in range(1000, 1100):
         memory.readings = [each._replace(position=each.position + 8) for each in memory.readings]
         farthest = memory.uses.farthest()
@@ -204,6 +210,7 @@ def test_a_block_more_and_a_victim_cost_no_look_at_the_others() -> None:
         memory.evict(victim.index)
         memory.touch(index)
     assert order.asked - before == 100
+    assert len(placed) < 3000
 
 
 def _misses(uses: list[int], room: int, victim: Callable[[int, list[int]], int]) -> int:

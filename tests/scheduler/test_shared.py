@@ -59,6 +59,8 @@ def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> N
     assert len(set(made)) == len(made)
     if all(consumer.ended for consumer in run.consumers):
         assert run.outside.copied >= (len(run.consumers) - 1) * len(made)
+    told = [note.facts for note in run.notes if note.event == "shared"]
+    assert told == [{"made": len(made), "copied": run.outside.copied}] * bool(run.outside.copied)
 
 
 @settings(max_examples=60)

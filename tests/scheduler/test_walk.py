@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.config import JobSpec
-from dataplane.model import End, Stream
+from dataplane.model import Cut, End, ImageSpec, Stream
 from dataplane.plan.order import Order
 from dataplane.plan.slices import Slice
+from dataplane.rpc.tasks import Render
 from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 
 
@@ -110,3 +111,46 @@ def test_plans_become_as_long_as_slabs_turn_out_to_have_room(first, most, batch_
     assert sum(sizes) == 1000
     # What is left of the epoch, and the short ones of its start, apart.
     assert set(sizes[9:-1]) <= {min(most, slab_bytes // batch_bytes)}
+
+
+def test_what_batches_take_is_followed_with_room_for_how_much_they_differ():
+    sizes = SlabSizes(1, 1000, 0)
+    found = []
+    for batch_bytes in (100, 200, 125, 125):
+        sizes.fitted(1, batch_bytes, 10_000, cut=True)
+        found.append(sizes.batches)
+    # Means of 100, 125, 125, 125; spreads of 0, 25, 18.75, 14.06.
+    assert found == [100, 57, 61, 65]
+    sizes.fitted(1, 9000, 10_000, cut=False)
+    assert sizes.batches == 65, "of a slab that is short nothing is learned"
+    sizes.fitted(1, 20_000, 10_000, cut=True)
+    assert sizes.batches == 1
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 9), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4))
+def test_aligned_plans_end_at_the_same_steps_of_the_epoch_whoever_walks(
+    later: int, stride: int, batches: int, batch: int
+) -> None:
+    spec = JobSpec("f", 1, False, 1, 1, batch, End.RAGGED)
+    order = Order(np.array([100]), 1, False, 1, 1, 0)
+    at = Stream(0, later * stride * batch, 0, 1, 0, stride)
+    walk = Walk(spec, order, at, SlabSizes(batches, 99, 0), is_aligned=True)
+    plans = walk.next_plans(1000)
+    ordinals = [walk.position_of(plan) // (batch * stride) for plan in plans]
+    ends = {at + len(plan.batches) for at, plan in zip(ordinals, plans, strict=True)}
+    whole = range(-(-later // batches) * batches, ordinals[-1], batches)
+    assert ends.issuperset(each for each in whole if each > later)
+
+
+def test_a_walk_over_images_says_how_they_are_made_and_whether_they_are_cropped() -> None:
+    order = Order(np.array([4]), 1, False, 1, 1, 3)
+    for images, crops in (
+        ((), False),
+        ((ImageSpec("x", 8, 8, Cut.WHOLE),), False),
+        ((ImageSpec("x", 8, 8, Cut.WHOLE), ImageSpec("y", 8, 8, Cut.RANDOM)), True),
+    ):
+        spec = JobSpec("f", 1, False, 1, 1, 1, transforms=images)
+        walk = Walk(spec, order, Stream(3, 0, 0, 1), SlabSizes(1, 1, 0))
+        assert walk.render == (Render(images, 1, 3) if images else None)
+        assert walk.crops == crops
