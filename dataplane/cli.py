@@ -1,7 +1,7 @@
-"""`dataplane`: the command line. It reads flags, the environment and files; nothing below it does.
+"""`dataplane`: the command line. It reads flags, the environment and files; no lower layer does.
 
-Errors are printed as one block (what, where, what to do) and become an exit status; a traceback
-comes only with --debug, or for a bug.
+Errors are printed as one block (what, where, what to do) and become an exit status. A traceback is
+printed only with --debug, or for a bug.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         status = cli.main(list(arguments), prog_name="dataplane", standalone_mode=False, obj=manner)
     except (BrokenPipeError, SystemExit):
-        # The reader of our output has seen enough. click and rich say so with SystemExit, which
-        # no command raises; Python must not complain once more when it flushes at exit.
+        # The reader of our output has closed the pipe. click and rich raise SystemExit for it,
+        # which no command raises. Python must not complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return output.EXIT_PIPE_CLOSED
     except click.UsageError as error:
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _told(error: BaseException, manner: Manner) -> int:
-    """Tell of what ended a command, in its manner; the result is the exit status."""
+    """Report the error that ended a command, as text or JSON; the result is the exit status."""
     is_bug = False
     match error:
         case click.Abort() | KeyboardInterrupt():
@@ -113,7 +113,7 @@ def main() -> None:
     """The console script."""
     status = run(sys.argv[1:])
     if status == output.EXIT_INTERRUPTED:
-        # Threads may still wait for a store; nobody waits for them.
+        # Threads may still be waiting for a store; do not wait for them.
         output.stderr().show_cursor()
         sys.stdout.flush()
         os._exit(status)

@@ -4,7 +4,7 @@ DataplaneError
 ├─ ConfigError            you asked for the impossible: raised before any work
 │  ├─ SpecMismatch        two members of a job disagree: field, expected, found
 │  ├─ BudgetTooSmall      a memory budget cannot hold what must be in memory at once
-│  └─ VersionMismatch     versions do not fit: client, node, coordinator, a saved state, torch
+│  └─ VersionMismatch     versions do not match: client, node, coordinator, a saved state, torch
 ├─ ClosedError            you closed it, then used it
 ├─ PeerLost               the other side went away
 ├─ LeaseError
@@ -16,17 +16,17 @@ DataplaneError
 │  ├─ StoreThrottled      the store asks us to slow down
 │  ├─ StoreUnavailable    no answer, or the store's own failure
 │  └─ TruncatedRead       fewer bytes than asked for
-├─ DatasetChangedError    the object is not the one that the manifest pinned
+├─ DatasetChangedError    the object has changed since it was indexed
 ├─ CorruptShard           never retried: shard, byte offset, expected, found
 │  ├─ ImageError          an image cannot be decoded: shard, row, column
 │  └─ SchemaMismatch      a shard's schema differs from the dataset's
-├─ RowOutOfBounds         a slab's row is not where it should be: Dataplane is wrong, report it
+├─ RowOutOfBounds         a row lies outside its block or slab: a bug in Dataplane, report it
 └─ DataStallError         no batch within the deadline: stage, shard, node, last error
 
-The nouns of an error (shard, offset, field, …) are keyword arguments and become attributes, so
-that they survive a wire: an error travels as class name, message and nouns, never as a pickle.
-Those that a class knows and that are not given are None.
-Neither the message nor a noun ever has a password or a signature of a url in it.
+The nouns of an error (shard, offset, field, …) are keyword arguments and become attributes. An
+error is sent between processes as class name, message and nouns, never as a pickle. Nouns that a
+class declares and that are not given are None. Neither the message nor a noun ever contains a
+password or a signature from a url.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Noun = str | int | None
 
 
 class DataplaneError(Exception):
-    """The root: `except DataplaneError` catches whatever Dataplane raises on purpose."""
+    """The root: `except DataplaneError` catches every error that Dataplane raises deliberately."""
 
     nouns: Mapping[str, Noun]
     known: ClassVar[tuple[str, ...]] = ("peer",)
@@ -97,8 +97,8 @@ class BudgetTooSmall(ConfigError):
 
 
 class VersionMismatch(ConfigError):
-    """Client, node and coordinator are of different versions, or torch is of one that lacks what we
-    need. Nouns: expected, found.
+    """Client, node and coordinator are of different versions, or the installed torch lacks a name
+    that we need. Nouns: expected, found.
     """
 
 
@@ -155,7 +155,7 @@ class TruncatedRead(StoreError):
 
 
 class DatasetChangedError(DataplaneError):
-    """The object is not the one that the manifest pinned. Nouns: shard, expected, found."""
+    """The object has changed since it was indexed. Nouns: shard, expected, found."""
 
     known: ClassVar[tuple[str, ...]] = ("shard", "expected", "found")
 
@@ -177,9 +177,9 @@ class CorruptShard(DataplaneError):
 
 
 class ImageError(CorruptShard):
-    """An image cannot be decoded: truncated, too large, none at all. Nouns: shard, row (of the
-    shard), key (of a sample that has one), column, reason; where the shard is not known yet, row is
-    the place in what was to be decoded.
+    """An image cannot be decoded: truncated, too large, or not an image. Nouns: shard, row (in the
+    shard), key (of samples that have one), column, reason. As long as the shard is unknown, row is
+    the index among the images to decode.
     """
 
     known: ClassVar[tuple[str, ...]] = ("reason", "key")
@@ -190,7 +190,7 @@ class SchemaMismatch(CorruptShard):
 
 
 class RowOutOfBounds(DataplaneError):
-    """A slab's row is not where it should be: Dataplane is wrong, please report it. Nouns: row."""
+    """A row lies outside its block or slab: a bug in Dataplane, please report it. Nouns: row."""
 
     known: ClassVar[tuple[str, ...]] = ("row",)
 
@@ -222,5 +222,7 @@ def _tree(root: type[DataplaneError]) -> dict[str, type[DataplaneError]]:
 
 
 def rebuild(name: str, message: str, nouns: Mapping[str, Noun]) -> DataplaneError:
-    """The error that was sent as (class name, message, nouns); an unknown name is the root."""
+    """Rebuild the error that was sent as (class name, message, nouns). An unknown class name
+    becomes DataplaneError.
+    """
     return _tree(DataplaneError).get(name, DataplaneError)(message, **nouns)

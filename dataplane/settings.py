@@ -1,9 +1,9 @@
-"""Every setting: its name, what it may be, its default, and where its value came from.
+"""Every setting: its name, allowed values, default, and where its value came from.
 
 A setting has one name everywhere: `--slab-bytes` on a command line, DATAPLANE_SLAB_BYTES in the
-environment, `slab_bytes` in a TOML file. The first of these that says something is what counts;
-then comes the default, computed from the machine. The command line and trainers that start a node
-of their own read settings through this file and no other way.
+environment, `slab_bytes` in a TOML file. The first of these that is set counts; otherwise the
+default, computed from the machine. The command line, and trainers that start their own node, read
+settings only through this file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_WORK
 MIB = 1 << 20
 GIB = 1 << 30
 WORKER_BYTES_MIN = 256 * MIB
-"""A worker that has imported what it may need has taken about 100 MiB."""
+"""A worker takes about 100 MiB once it has imported everything it may need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _worker_count(machine: Machine) -> int:
 
 
 def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, str]], Value]:
-    """Our folder below an XDG one."""
+    """Our folder inside an XDG base folder."""
 
     def default(machine: Machine, environ: Mapping[str, str]) -> str:
         if environ.get(variable):
@@ -89,8 +89,8 @@ def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, s
         home = environ.get("HOME") or pwd_home(machine.uid)
         if not home:
             raise ConfigError(
-                f"user {machine.uid} has no home folder to keep files in; "
-                f"set HOME, {variable}, or DATAPLANE_CACHE_DIR and DATAPLANE_STATE_DIR"
+                f"user {machine.uid} has no home folder for cached files; set HOME, {variable}, "
+                f"or DATAPLANE_CACHE_DIR and DATAPLANE_STATE_DIR"
             )
         return str(Path(home, below_home, "dataplane").absolute())
 
@@ -108,7 +108,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "service",
         ADDRESS_OR_NONE,
-        "the coordinator's address as trainers name it; by default what is listened on, or joined",
+        "the coordinator's address as trainers write it; by default the address it listens on, or "
+        "the one joined",
         _fixed(""),
     ),
     Setting(
@@ -133,34 +134,35 @@ SETTINGS: tuple[Setting, ...] = (
         "block_arena_bytes",
         units.BYTES,
         "memory for fetched and decoded blocks, per node",
-        # A quarter leaves the trainers theirs; beyond 4 GiB only a cache would profit.
+        # A quarter leaves memory for the trainers; beyond 4 GiB only caching would gain.
         lambda machine, _environ: min(machine.memory_bytes // 4, 4 * GIB) // MIB * MIB,
     ),
     Setting(
         "delivery_bytes_per_rank",
         units.BYTES,
         "memory for finished batches, per rank of a job",
-        # Of eight ranks an eighth of the machine, and enough for 16 slabs.
+        # Eight ranks take an eighth of the machine; enough for 16 slabs each.
         lambda machine, _environ: _within(machine.memory_bytes // 64, 64 * MIB, 256 * MIB),
     ),
     Setting(
         "slab_bytes",
         units.BYTES,
         "size of a slab: batches travel to a trainer in pieces of this size",
-        # Larger ones cost less a batch, up to here.
+        # Up to this size, larger slabs cost less per batch.
         lambda machine, _environ: _within(machine.memory_bytes // 1024, 4 * MIB, 16 * MIB),
     ),
     Setting(
         "worker_count",
         units.COUNT,
-        "processes of a node that decode and assemble; more come where they help, if not set",
+        "processes of a node that decode and assemble; if not set, the node adds more when they "
+        "help",
         lambda machine, _environ: _worker_count(machine),
     ),
     Setting(
         "worker_memory_bytes",
         units.BYTES,
-        "memory of its own that a worker process may take; more for datasets with larger blocks, if"
-        " not set",
+        "private memory that a worker process may take; if not set, more for datasets with large "
+        "blocks",
         # All workers together take half of the machine at most.
         lambda machine, _environ: _within(
             machine.memory_bytes // (2 * _worker_count(machine)), WORKER_BYTES_MIN, GIB
@@ -169,8 +171,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "fetch_count",
         units.COUNT,
-        "reads from object storage in flight at once, per node; of small blocks up to four times"
-        " as many",
+        "reads from object storage in flight at once, per node; up to four times as many if "
+        "blocks are small",
         _fixed(16),
     ),
     Setting(
@@ -182,31 +184,31 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "stall_timeout_s",
         units.SECONDS,
-        "how long a rank waits for a batch before it is told why there is none",
+        "how long a rank waits for a batch before it gets an error that says why there is none",
         _fixed(120.0),
     ),
     Setting(
         "lease_s",
         units.SECONDS,
-        "a rank that is silent for this long has left its job",
+        "how long a rank may be silent before it counts as having left its job",
         _fixed(30.0),
     ),
     Setting(
         "linger_s",
         units.SECONDS,
-        "how long an embedded node waits for another trainer after the last has gone",
+        "how long an embedded node keeps running after its last trainer has gone",
         _fixed(2.0),
     ),
     Setting(
         "log_level",
         units.choice(*trace.LEVELS, metavar="LEVEL"),
-        "which lines are logged; an embedded node logs from warning on, if this is not set",
+        "lowest level of logged lines; if not set, an embedded node logs warnings and errors",
         _fixed("info"),
     ),
     Setting(
         "log_format",
         units.choice(*trace.FORMATS, metavar="FORM"),
-        "lines for people, or one JSON object a line",
+        "plain text, or one JSON object per line",
         _fixed("text"),
     ),
 )
@@ -222,7 +224,7 @@ def resolve(
 ) -> dict[str, Resolved]:
     """Every setting's value and source: flag, environment, file, default.
 
-    Raises:  ConfigError: a flag or variable that is not what its setting may be.
+    Raises:  ConfigError: a flag or variable has a value that is not allowed.
     """
     found = {}
     for setting in SETTINGS:
@@ -241,8 +243,8 @@ def resolve(
 
 
 def _with_slabs_that_fit(found: dict[str, Resolved], machine: Machine) -> dict[str, Resolved]:
-    """Of a slab's size and a rank's memory for slabs, the one that is not given follows the other:
-    a size that was computed from the machine is no reason to refuse one that was chosen.
+    """Adapt slab size and a rank's memory for slabs to each other if only one is given: a default
+    computed from the machine must not make a value chosen by the user invalid.
     """
     slab, delivery = found["slab_bytes"], found["delivery_bytes_per_rank"]
     size, room = int(str(slab.value)), int(str(delivery.value))
@@ -255,7 +257,7 @@ def _with_slabs_that_fit(found: dict[str, Resolved], machine: Machine) -> dict[s
 
 
 def parse(setting: Setting, given: object, where: str) -> Value:
-    """The value that was given, or an error that names the place and what is allowed.
+    """The parsed value, or an error that names its source and the allowed values.
 
     Raises:  ConfigError: key, found, allowed.
     """
@@ -273,8 +275,9 @@ def parse(setting: Setting, given: object, where: str) -> Value:
 def find_file(
     named: str | None, environ: Mapping[str, str], folder: Path | None = None
 ) -> ConfigFile | None:
-    """The first of: the file that was named, DATAPLANE_CONFIG's, ./dataplane.toml, and
-    config.toml in the user's configuration folder. A file that was named must be there.
+    """The first of: the file given on the command line, the one in DATAPLANE_CONFIG,
+    ./dataplane.toml, and config.toml in the user's configuration folder. A file that was named must
+    exist.
 
     Raises:  ConfigError: no such file, not TOML, an unknown key, a bad value; file, key, allowed.
     """
@@ -316,7 +319,7 @@ def read_file(path: Path) -> ConfigFile:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """DATAPLANE_* variables that nothing reads: misspelt ones, most likely."""
+    """DATAPLANE_* variables that nothing reads: most likely misspelt."""
     known = OTHER_VARIABLES.union(setting.variable for setting in SETTINGS)
     return sorted(name for name in environ if name.startswith(units.PREFIX) and name not in known)
 
@@ -353,8 +356,8 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
         raise BudgetTooSmall(
             f"slab_bytes ({settings['slab_bytes'].source}) is larger than "
             f"delivery_bytes_per_rank ({settings['delivery_bytes_per_rank'].source}): "
-            f"{config.slab_bytes} > {config.delivery_bytes_per_rank} bytes. Leave one of them out, "
-            "and it follows the other; or "
+            f"{config.slab_bytes} > {config.delivery_bytes_per_rank} bytes. Leave one of them "
+            f"out, and it is adapted to the other; or "
             + raise_to("delivery_bytes_per_rank", arena_bytes_min(config.slab_bytes)),
             needed=config.slab_bytes,
             budget=config.delivery_bytes_per_rank,
@@ -363,21 +366,21 @@ def node_config(settings: Mapping[str, Resolved]) -> NodeConfig:
 
 
 def default_node_config() -> NodeConfig:
-    """A node as the environment, the configuration file and this machine have it: what a trainer
-    starts that names no service.
+    """A node configured from the environment, the configuration file and this machine: the one that
+    a trainer without `service=` starts.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
     settings = _of_process()
     config = node_config(settings)
     if settings["log_level"].source == "default":
-        # It writes to the trainer's own stderr.
+        # An embedded node writes to the trainer's own stderr.
         config = dataclasses.replace(config, log_level="warning")
     return config
 
 
 def stall_timeout_s() -> float:
-    """How long a trainer waits, as the environment and the configuration file have it.
+    """How long a trainer waits, from the environment and the configuration file.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """
@@ -385,8 +388,8 @@ def stall_timeout_s() -> float:
 
 
 def named_service() -> str:
-    """The service that trainers use, as the environment and the configuration file name it; "" if
-    they do not.
+    """The service that trainers use, from the environment and the configuration file; "" if neither
+    names one.
 
     Raises:  ConfigError: a variable or the file is wrong; says which, and what is allowed.
     """

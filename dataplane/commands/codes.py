@@ -38,7 +38,7 @@ def with_codes(
         found = session.job.spec.fingerprint
         if found != manifest.fingerprint:
             raise DatasetChangedError(
-                "the dataset is not the one of this manifest any more: index it anew",
+                "the dataset has changed since this manifest was made: index it again",
                 shard=", ".join(manifest.urls),
                 expected=manifest.fingerprint,
                 found=found,

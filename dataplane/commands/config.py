@@ -61,6 +61,6 @@ def show(settings: Settings, *, as_json: bool) -> None:
         ("images are made by Pillow", maker().missing, INSTALL_LIBJPEG),
     ):
         if missing:
-            warn(f"{slowly}, several times slower than could be: {missing}; {advice}")
+            warn(f"{slowly}, which is several times slower: {missing}; {advice}")
     for name in unknown_variables(os.environ):
-        warn(f"the environment has {name}, which is no setting and is not read")
+        warn(f"{name} is set in the environment, but is not a setting; it is ignored")

@@ -25,9 +25,13 @@ SUFFIX = ".manifest"
 
 @click.command("index")
 @urls_argument
-@click.option("-o", "--output", "target", metavar="FILE", help=f"Write it here; ends in {SUFFIX}.")
 @click.option(
-    "--codes", metavar="A,B,…", help="Read the values of these columns, and keep them, too."
+    "-o", "--output", "target", metavar="FILE", help=f"File to write; its name ends in {SUFFIX}."
+)
+@click.option(
+    "--codes",
+    metavar="A,B,…",
+    help="Also find and store the distinct values of these columns, for codes=.",
 )
 @format_option
 @workers_option
@@ -84,7 +88,7 @@ def index(
 def _check_target(target: Path) -> None:
     if not target.name.endswith(SUFFIX):
         raise ConfigError(
-            f"{target} must end in {SUFFIX}: that is how a manifest is told from a shard",
+            f"{target} must end in {SUFFIX}: this distinguishes a manifest from a shard",
             key="output",
             found=str(target),
         )

@@ -32,7 +32,7 @@ VALUES_SHOWN = 16
     type=click.IntRange(0, 1000),
     default=5,
     show_default=True,
-    help="How many of the first samples to show.",
+    help="Number of samples to show, from the first on.",
 )
 @format_option
 @workers_option

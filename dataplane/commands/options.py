@@ -49,7 +49,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         is_eager=True,
         callback=_told_as_json,
-        help="Write JSON to stdout, and an error as one JSON object, the last line of stderr.",
+        help="Write JSON to stdout; an error is one JSON object, in the last line of stderr.",
     )(command)
 
 
@@ -76,7 +76,7 @@ def urls_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--format`, for shards whose names do not tell."""
-    text = "Format of the shards, where their names do not tell it."
+    text = "Format of the shards, if their names do not show it."
     return click.option("--format", "format_name", default="", metavar="NAME", help=text)(command)
 
 
@@ -89,7 +89,7 @@ def workers_option(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         envvar="DATAPLANE_WORKERS",
         show_envvar=True,
-        help="How many reads at once.",
+        help="Number of reads in flight at once.",
     )(command)
 
 

@@ -32,10 +32,10 @@ EXIT_PIPE_CLOSED = 141
 
 EXIT_CODES = """\
 Exit status:
-  0    all is well
-  1    the data is not: corrupt, changed, or a check failed
+  0    success
+  1    the data is corrupt or has changed, or a check failed
   2    the command line or a setting is wrong
-  3    the store or a peer did not answer, or refused
+  3    the store or a peer did not answer, or refused the request
   70   a bug in dataplane
   130  interrupted with Ctrl-C
 """
@@ -51,16 +51,17 @@ _EXIT_OF: dict[type[BaseException], int] = {
 _ADVICE: dict[type[BaseException], str] = {
     errors.VersionMismatch: "install one version of dataplane-loader on every host, and restart",
     errors.BudgetTooSmall: "raise the budget; `dataplane config show` says where it was set",
-    errors.ConfigError: "put it right and run the command again; --help has examples",
-    errors.ShardNotFound: "check the spelling, and that the store's endpoint is the one you mean",
-    errors.StoreDenied: "check the credentials in the environment, and what they may read",
+    errors.ConfigError: "correct it and run the command again; --help has examples",
+    errors.ShardNotFound: "check the spelling and the store's endpoint",
+    errors.StoreDenied: "check the credentials in the environment and their permissions",
     errors.StoreError: "check the network and the store; then run the command again",
-    errors.DatasetChangedError: "index the dataset again, or restore the shard that was pinned",
-    errors.SchemaMismatch: "write the shard again with the dataset's schema, or leave it out",
-    errors.CorruptShard: "write the shard again from its source; retrying will not help",
-    errors.PeerLost: "check that it runs there (`dataplane serve` starts one), and the address",
+    errors.DatasetChangedError: "index the dataset again, or restore the shard as it was indexed",
+    errors.SchemaMismatch: "rewrite the shard with the dataset's schema, or leave it out",
+    errors.CorruptShard: "rewrite the shard from its source; retrying will not help",
+    errors.PeerLost: "check the address, and that the process runs there (`dataplane serve` "
+    "starts one)",
     errors.LeaseError: "another launch of the job took over; stop this one, or start it again",
-    errors.DataStallError: "`dataplane status` shows who waits; look at that node's log",
+    errors.DataStallError: "`dataplane status` shows which rank waits; look at its node's log",
 }
 
 NON_TERMINAL_WIDTH = 200

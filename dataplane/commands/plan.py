@@ -50,7 +50,7 @@ class Question:
     "--ranks-per-host", type=POSITIVE, default=8, show_default=True, help="Ranks on each host."
 )
 @click.option(
-    "--global-batch", type=POSITIVE, required=True, help="Samples of all ranks in a step."
+    "--global-batch", type=POSITIVE, required=True, help="Samples in a step, over all ranks."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True)

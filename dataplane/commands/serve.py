@@ -83,16 +83,16 @@ def serve(
 def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> ServeRole:
     if only_coordinator and only_node:
         raise click.UsageError(
-            "--coordinator and --node exclude each other; without both, both run"
+            "--coordinator and --node exclude each other; without either, both run"
         )
     join = settings["join"]
     if only_node and not join.value:
         raise click.UsageError(
-            "a node alone needs its coordinator: --join host:port, DATAPLANE_JOIN, or `join` in "
-            "the configuration file"
+            "--node needs the address of a coordinator: --join host:port, DATAPLANE_JOIN, or "
+            "`join` in the configuration file"
         )
     if not only_node and join.source == "--join":
-        raise click.UsageError("--join is for a node alone: add --node, or leave --join out")
+        raise click.UsageError("--join only works with --node: add --node, or leave --join out")
     node = None if only_coordinator else node_config(settings)
     return ServeRole(
         listen="" if only_node else str(settings["listen"].value),
@@ -118,7 +118,7 @@ async def _run(service: ServeRole) -> int:
         except asyncio.CancelledError:
             if len(received) < 2:
                 raise
-            _trace.failed("stopped at once, as a second signal asked")
+            _trace.failed("stopped at once by a second signal")
         except (DataplaneError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - a thread that is stuck must not keep it alive
@@ -199,7 +199,7 @@ async def _run_node(
         listener = local.listen(name)
     except FileExistsError as error:
         raise ConfigError(
-            f"another node of yours serves {named} on this host already (@{name}): stop it first",
+            f"another node of yours already serves {named} on this host (@{name}): stop it first",
             service=named,
         ) from error
     with listener:
@@ -211,8 +211,8 @@ def _check_nameable(named: str) -> None:
     parsed = address.parse(named)
     if isinstance(parsed, address.TcpAddress) and parsed.host in ("0.0.0.0", "::"):  # noqa: S104
         raise ConfigError(
-            f"{named} is every address of this host, so trainers cannot name it, and would not "
-            f"find the node: say how they name it with --service HOST:{parsed.port}",
+            f"{named} means every address of this host, so trainers cannot use it to find the "
+            f"node: pass an address that they can use with --service HOST:{parsed.port}",
             key="service",
             found=named,
         )

@@ -25,7 +25,7 @@ Ask = Callable[[], Awaitable[StatusResponse]]
 @click.command("status")
 @click.argument("address", required=False)
 @click.option("--job", default="", metavar="ID", help="Only this job.")
-@click.option("--watch", is_flag=True, help="Show it anew every second, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
 @setting_options("join", "listen")
 @json_option
 def status(
@@ -43,7 +43,7 @@ def status(
       dataplane status --job pretrain-7 --json
     """
     if watch and as_json:
-        raise click.UsageError("--watch is for people and --json for programs: choose one")
+        raise click.UsageError("--watch and --json exclude each other: choose one")
     target = address or str(settings["join"].value or settings["listen"].value)
     asyncio.run(_report(target, job, watch=watch, as_json=as_json))
 

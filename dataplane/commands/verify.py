@@ -269,7 +269,7 @@ def _report(findings: Findings) -> None:
         )
     if not findings.errors:
         shards = output.counted(findings.shards, "shard")
-        output.stdout().print(f"[green]all well[/]: {read} of {shards}, {size}")
+        output.stdout().print(f"[green]OK[/]: {read} of {shards}, {size}, no damage found")
         return
     faults = sorted(findings.errors, key=lambda fault: (fault.shard, fault.message))
     console = output.stdout()
@@ -280,5 +280,5 @@ def _report(findings: Findings) -> None:
     bad = len({fault.shard for fault in faults})
     console.print(
         f"[red]{output.counted(len(faults), 'error')}[/] in {output.counted(bad, 'shard')}; "
-        f"{read} ({size}) are well"
+        f"{read} ({size}) are undamaged"
     )

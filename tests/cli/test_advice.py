@@ -67,7 +67,7 @@ def test_of_many_gigabytes_it_is(stage: Stage, says: str) -> None:
 @pytest.mark.parametrize(
     ("has_all_columns", "can_skip_columns", "says"),
     [
-        (True, True, "columns=[…]: columns that nobody uses are not read"),
+        (True, True, "columns=[…]: leave out unused columns, which are then not read"),
         (True, False, None),
         (False, True, None),
         (False, False, "Parquet shards"),

@@ -136,7 +136,7 @@ def test_an_installation_without_a_library_in_c_is_pointed_out(
 ):
     monkeypatch.setattr(f"dataplane.commands.config.{name}", lambda: without)
     assert run(["config", "show"]) == 0
-    assert f"{words}, several times slower than could be: no C compiler" in capsys.readouterr().err
+    assert f"{words}, which is several times slower: no C compiler" in capsys.readouterr().err
 
 
 def test_a_missing_libjpeg_is_pointed_out_in_one_line_that_says_what_to_install(

@@ -20,7 +20,7 @@ _MEANINGS = {
     Stage.STORAGE: "reading from storage",
     Stage.DECODE: "decoding blocks",
     Stage.ASSEMBLE: "assembling batches",
-    Stage.WORKERS: "workers that other jobs keep busy",
+    Stage.WORKERS: "workers that are busy with other jobs",
     Stage.ROOM: "delivery memory: no slot was free for the next batches",
     Stage.NODE: "the node itself: planning and messages",
     Stage.CONSUMER: "the trainer",
@@ -54,15 +54,15 @@ def verdict(bound: Bound, found: Statistics) -> str:
     else:
         what += f" The trainer waits for {bound.waited_share:.0%} of its time."
         step_ms = (found.elapsed_s - found.consumed_s) / found.batches * 1e3
-        what += f" Steps that took {step_ms:,.1f} ms longer would not wait at all."
+        what += f"  If steps took {step_ms:,.1f} ms longer would not wait at all."
     without = bound.samples_per_s_without
     if without is None:
         return what
     times = without / bound.samples_per_s
     if bound.stage is Stage.CONSUMER:
-        gain = "so a faster trainer would find batches at" if times > 1 else "and could not do more"
-        return f"{what} The loader alone could give {_rate(without)}, {gain} {_times(times)}."
-    return f"{what} Without that it would make about {_rate(without)}: {_times(times)}."
+        gain = "so a faster trainer would get batches at" if times > 1 else "and cannot be faster"
+        return f"{what} The loader alone could deliver {_rate(without)}, {gain} {_times(times)}."
+    return f"{what} Without this limit it would run at about {_rate(without)}: {_times(times)}."
 
 
 def _rate(samples_per_s: float) -> str:
@@ -87,13 +87,13 @@ def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
     if bound.stage is not Stage.CONSUMER and at.dataset_bytes < at.config.slab_bytes:
         size = output.approximate_bytes(at.dataset_bytes)
         told.append(
-            f"a run over more data, to learn more: an epoch is {size}, less than one slab, so that "
-            "most of the time goes into beginning the next"
+            f"run over more data to learn more: an epoch is {size}, less than one slab, so most "
+            f"of the time is spent on starting the next"
         )
     if found.copied_slabs > found.slabs / 10:
         told.append(
             f"{found.copied_slabs} of {found.slabs} slabs were copied, since the trainer held too "
-            "many batches: let go of them, or raise delivery_bytes_per_rank"
+            f"many batches: release them sooner, or raise delivery_bytes_per_rank"
         )
     return told
 
@@ -103,8 +103,10 @@ def _more_workers(found: Statistics, at: TrialSetup) -> list[str]:
     if at.block_count <= count and at.dataset_bytes <= count * at.config.slab_bytes:
         return []  # not even these have something to do
     if count < at.cpu_count:
-        return [f"worker_count {at.cpu_count}: there are as many processors, and {count} workers"]
-    return [f"more processors: all {at.cpu_count} have a worker already"]
+        return [
+            f"worker_count {at.cpu_count}: there are that many processors, but only {count} workers"
+        ]
+    return [f"more processors: all {at.cpu_count} already have a worker"]
 
 
 def _windows(at: TrialSetup) -> list[str]:
@@ -112,14 +114,14 @@ def _windows(at: TrialSetup) -> list[str]:
         return []
     need = output.approximate_bytes(at.open_window_bytes)
     has = output.approximate_bytes(at.config.block_arena_bytes)
-    more = f"block_arena_bytes {need}: the open windows of an epoch take that, and with {has} "
-    return [more + "blocks are loaded more than once; or fewer lanes, or a smaller window"]
+    more = f"block_arena_bytes {need}: the open windows of an epoch need that much, and with {has} "
+    return [more + "blocks are loaded more than once; or use fewer lanes, or a smaller window"]
 
 
 def _storage(found: Statistics, at: TrialSetup) -> list[str]:
     told = _windows(at)
     if found.disk_wait_s > found.reading_s:
-        slow = "local files come from the disk, not from memory: a faster disk, more memory, or "
+        slow = "local files are read from disk: use a faster disk, more memory, or "
         return [*told, slow + "smaller shards (compressed ones)"]
     reached, probe = found.read_bytes / found.elapsed_s, at.probe
     some, more = f"{probe.bytes_per_s / 1e6:,.1f}", f"{probe.bytes_per_s_of_more / 1e6:,.1f}"
@@ -129,33 +131,33 @@ def _storage(found: Statistics, at: TrialSetup) -> list[str]:
         and at.block_count > at.config.fetch_count
     ):
         reads = MORE * at.config.fetch_count
-        told.append(f"fetch_count {reads}: so many reads at once got {more} MB/s, and not {some}")
+        told.append(f"fetch_count {reads}: that many reads at once got {more} MB/s, and not {some}")
     elif reached < _NEAR * probe.bytes_per_s and has_all:
-        told.append("nothing to set: all of the dataset stays in memory once it was read")
+        told.append("nothing to change: the whole dataset stays in memory once it was read")
     elif reached < _NEAR * probe.bytes_per_s:
-        got = f"{reached / 1e6:,.1f} MB/s are read, and the probe got {some}"
+        got = f"{reached / 1e6:,.1f} MB/s are read, while the probe got {some}"
         told.append(f"more block_arena_bytes, to read further ahead: {got}")
     else:
-        used = f"the store and the network give {some} MB/s, and all of it is used"
-        told.append(f"{used}: smaller shards (compressed ones), or a store that is nearer")
+        used = f"the store and the network give {some} MB/s, and the run uses all of it"
+        told.append(f"{used}: smaller shards (compressed ones), or a store closer to this host")
     if probe.latency_s > _LATENCY_MIN_S and probe.bytes_per_s < _SLOW_BYTES_PER_S:
         latency = f"a read waits {probe.latency_s * 1e3:,.0f} ms for its first byte"
         told.append(f"larger blocks (row groups of 1 to 16 MiB): {latency}")
     if at.has_all_columns and at.can_skip_columns:
-        told.append("columns=[…]: columns that nobody uses are not read")
+        told.append("columns=[…]: leave out unused columns, which are then not read")
     elif not at.has_all_columns and not at.can_skip_columns:
-        told.append("Parquet shards: of other formats all columns are read, also the unused ones")
+        told.append("Parquet shards: from other formats all columns are read, even unused ones")
     return told
 
 
 def _decode(found: Statistics, at: TrialSetup) -> list[str]:
     told = [*_windows(at), *_more_workers(found, at)]
     if at.has_all_columns:
-        told.append("columns=[…]: columns that nobody uses are not decoded")
+        told.append("columns=[…]: leave out unused columns, which are then not decoded")
     if at.is_compressed:
         told.append(
-            "uncompressed Arrow files (`pyarrow.ipc.new_file`), of which nothing is decoded; or a "
-            "lighter compression (lz4)"
+            "uncompressed Arrow files (`pyarrow.ipc.new_file`), which need no decoding; or a "
+            "faster compression (lz4)"
         )
     return told
 
@@ -163,9 +165,9 @@ def _decode(found: Statistics, at: TrialSetup) -> list[str]:
 def _assemble(found: Statistics, at: TrialSetup) -> list[str]:
     told = _more_workers(found, at)
     if at.has_images:
-        return [*told, "smaller stored images: decoding them is nearly all of this"]
+        return [*told, "smaller stored images: decoding them takes nearly all of this time"]
     if at.has_all_columns:
-        told.append("columns=[…]: columns that nobody uses are not copied")
+        told.append("columns=[…]: leave out unused columns, which are then not copied")
     return told
 
 
@@ -174,7 +176,7 @@ def _workers(found: Statistics, at: TrialSetup) -> list[str]:
 
 
 def _room(_: Statistics, at: TrialSetup) -> list[str]:
-    told = ["let go of batches as soon as they were used"]
+    told = ["release batches as soon as they were used"]
     room = at.config.delivery_bytes_per_rank
     if at.dataset_bytes > room:
         told.insert(0, f"delivery_bytes_per_rank {output.approximate_bytes(2 * room)}")
@@ -186,9 +188,9 @@ def _node(_: Statistics, at: TrialSetup) -> list[str]:
     slab = at.config.slab_bytes
     if at.dataset_bytes >= _SLABS_MIN * slab:
         size = output.approximate_bytes(2 * slab)
-        told.insert(0, f"slab_bytes {size}: fewer messages a sample")
+        told.insert(0, f"slab_bytes {size}: fewer messages per sample")
     return told
 
 
 def _consumer(_: Statistics, __: TrialSetup) -> list[str]:
-    return ["nothing here: the loader keeps up, and the time goes into the trainer's own steps"]
+    return ["nothing: the loader keeps up, and the time is spent in the trainer's own steps"]

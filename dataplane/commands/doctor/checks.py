@@ -70,7 +70,9 @@ def _processors(config: NodeConfig) -> Check:
     found = f"{count} of {installed}" if count < installed else f"{count}"
     found += f", {output.counted(config.worker_count, 'worker')}"
     if config.worker_count > count:
-        return Check("processors", found, f"worker_count {count}: more only take turns")
+        return Check(
+            "processors", found, f"worker_count {count}: more workers would only take turns"
+        )
     return Check("processors", found)
 
 

@@ -63,20 +63,21 @@ class Asked:
     "--transform",
     multiple=True,
     metavar="COLUMN=STEPS",
-    help="Of images: \"jpg=RandomResizedCrop(224), ToLayout('CHW')\". May be given again.",
+    help="Transforms of an image column:  "
+    "\"jpg=RandomResizedCrop(224), ToLayout('CHW')\". May be repeated.",
 )
 @click.option(
     "--stack",
     multiple=True,
     metavar="NAME=A,B,…[:DTYPE]",
-    help='Columns as one tensor: "x=age,price:float32". May be given again.',
+    help='Columns joined into one tensor: "x=age,price:float32". May be repeated.',
 )
 @click.option(
     "--step-ms",
     type=click.FloatRange(min=0),
     default=0.0,
     show_default=True,
-    help="How long a training step takes; 0: as fast as batches come.",
+    help="Duration of a training step; 0: take batches as fast as they come.",
 )
 @click.option(
     "--seconds",
@@ -85,7 +86,7 @@ class Asked:
     show_default=True,
     help="How long to run.",
 )
-@click.option("--steps", type=_POSITIVE, help="Or until so many batches were taken.")
+@click.option("--steps", type=_POSITIVE, help="Stop after this many batches.")
 @format_option
 @workers_option
 @setting_options(*NODE_SETTINGS)
@@ -139,14 +140,14 @@ def doctor(
         return
     _show(done, bound)
     if bound is None:
-        output.warn("the run was too short to say what bounds it: give it more --seconds")
+        output.warn("the run was too short to find its limit: use more --seconds")
         return
     output.stdout().print(advice.verdict(bound, done.found), soft_wrap=True)
     output.stdout().print("What would help:", style="bold")
     for one in told:
         output.stdout().print(f"  - {one}", soft_wrap=True, markup=False)
     if done.is_short:
-        output.warn("only the first batches were seen: give it more --seconds")
+        output.warn("the run saw only the first batches: use more --seconds")
 
 
 def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
@@ -248,7 +249,7 @@ def _show(done: Trial, bound: Bound | None) -> None:
     if bound is not None:
         elapsed_s = found.elapsed_s
         rows += [
-            ("trainer waited", f"{bound.waited_share:.0%}", "of its time, of which"),
+            ("trainer waited", f"{bound.waited_share:.0%}", "of its time, divided into"),
             *(
                 (f"  {name}", f"{seconds / elapsed_s:.0%}", meaning)
                 for name, seconds, meaning in (

@@ -24,7 +24,7 @@ def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
     for one in told:
         column, equals, steps = one.partition("=")
         if not equals or not column.strip():
-            raise ConfigError(f"--transform {one!r} names no column: {_EXAMPLE}")
+            raise ConfigError(f"--transform {one!r} does not name a column: {_EXAMPLE}")
         found[column.strip()] = [_step(call, one) for call in _calls(steps, one)]
     return found
 
