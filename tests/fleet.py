@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from warm import WarmProcess, WarmPython
 
 TRAINER = Path(__file__).parent / "chaos" / "trainer.py"
 DATAPLANE = (sys.executable, "-m", "dataplane")
 ANSWER_S = 60
+WARM: list[WarmPython] = []
+"""What trainers are forked from, where there is one."""
 
 Rows = list[list[Any]]
 
@@ -50,7 +53,7 @@ class Log:
 class Trainer:
     """One rank."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | WarmProcess
     out: Path
     log: Log
     told: dict[str, Any] = field(default_factory=dict)
@@ -117,15 +120,21 @@ class Run:
             "TORCHELASTIC_RUN_ID": self.launch,
             "OMP_NUM_THREADS": "1",
         }
+        script = [str(TRAINER), json.dumps(told)]
+        given = {**os.environ, **launched, **(environ or {})}
+        process: subprocess.Popen[str] | WarmProcess
         with self.log.path.open("ab") as stderr:
-            process = subprocess.Popen(
-                [*self.within, sys.executable, str(TRAINER), json.dumps(told)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env={**os.environ, **launched, **(environ or {})},
-            )
+            if WARM and not self.within:
+                process = WARM[0].run(script, given, stderr.fileno())
+            else:
+                process = subprocess.Popen(
+                    [*self.within, sys.executable, *script],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    env=given,
+                )
         return Trainer(process, out, self.log)
 
     def __enter__(self) -> Self:

@@ -40,6 +40,8 @@ SHARED_PORTS: set[int] = set()
 """Ports of servers that live as long as the test session; `servers.py` adds them."""
 SHARED_PIDS: set[int] = set()
 """Their processes: a test that asks for one late (`getfixturevalue`) starts it."""
+WARM_PIDS: set[int] = set()
+"""Those of them that fork processes for a test, which are the test's own."""
 
 _STRANGERS: set[tuple[int, int]] = set()
 """Processes that were there before this test run had its mark: they never get it."""
@@ -153,7 +155,7 @@ def _new_processes(before: Snapshot, mark: str) -> list[tuple[int, int]]:
     new = _processes(mark) - before.processes
     if not new:
         return []
-    old = {pid for pid, _ in before.processes} | SHARED_PIDS
+    old = ({pid for pid, _ in before.processes} | SHARED_PIDS) - WARM_PIDS
     return [
         (pid, started)
         for pid, started in sorted(new)

@@ -1,19 +1,23 @@
-"""Two ranks by torchrun under each framework: who gets what, and what a resumed run gets."""
+"""Two ranks of a launch under each framework: who gets what, and what a resumed run gets."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from small_nodes import alone_and_small
+from torch.distributed import TCPStore
+from warm import WarmPython, warm_python
 
 COUNT, STEPS = 48, 6
+RANK_S = 280
 RANKS = Path(__file__).parent / "ranks"
 
 
@@ -31,18 +35,40 @@ def url(tmp_path: Path) -> str:
     return str(tmp_path / "rows.parquet")
 
 
-def torchrun(script: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def python(run_mark: str) -> Iterator[WarmPython]:
+    """All that ranks import, once."""
+    frameworks = ("accelerate", "lightning", "transformers.trainer")
+    with warm_python("dataplane_torch", "torch._dynamo", *frameworks) as made:
+        yield made
+
+
+def launch(python: WarmPython, script: str, out: Path, *arguments: str) -> list[int]:
+    """Two ranks with what torchrun's agent gives them, its store among it; their exit statuses."""
     out.mkdir(exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    options = ["--nproc-per-node=2", f"--log-dir={out}/log"]
-    own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": f"{out}/inductor"}
-    return subprocess.run(
-        [*launcher, *options, str(RANKS / script), *arguments],
-        check=False,
-        env={**os.environ, **own},
-        capture_output=True,
-        text=True,
-    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    launched = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": f"{out}/inductor",
+    }  # fmt: skip
+    command = [str(RANKS / script), *arguments]
+    ranks = []
+    with (out / "errors").open("ab") as errors:
+        for rank in ("0", "1"):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank}
+            environ = {**os.environ, **launched, **own}
+            ranks.append(python.run(command, environ, errors.fileno()))
+    try:
+        return [rank.wait(RANK_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdin.close()
+            rank.stdout.close()
 
 
 def told(out: Path, name: str) -> list:
@@ -61,11 +87,11 @@ def assert_shared_out(ranks: list[list[list[int]]]) -> None:
 
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_ranks_share_an_epoch_and_go_on_from_the_frameworks_own_checkpoint(
-    framework, tmp_path, url
+    framework, tmp_path, url, python
 ) -> None:
     out = tmp_path / "out"
-    done = torchrun(f"on_{framework}.py", out, str(out), "dataset", url)
-    assert done.returncode == 0, done.stderr
+    done = launch(python, f"on_{framework}.py", out, str(out), "dataset", url)
+    assert done == [0, 0], (out / "errors").read_text()
     for nth in ("0", "1"):
         found = told(out, nth)
         assert_shared_out([rank["whole"] for rank in found])
@@ -74,13 +100,13 @@ def test_ranks_share_an_epoch_and_go_on_from_the_frameworks_own_checkpoint(
             assert rank["first"] + rank["rest"] == rank["whole"]
 
 
-def test_accelerate_goes_on_after_its_ranks_were_killed(tmp_path, url) -> None:
+def test_accelerate_goes_on_after_its_ranks_were_killed(tmp_path, url, python) -> None:
     out = tmp_path / "out"
     sources = (str(out), "dataset", url)
-    killed = torchrun("on_accelerate.py", out, "first", *sources)
-    assert "SIGKILL" in killed.stderr, killed.stderr
-    done = torchrun("on_accelerate.py", out, "rest", *sources)
-    assert done.returncode == 0, done.stderr
+    killed = launch(python, "on_accelerate.py", out, "first", *sources)
+    assert -signal.SIGKILL in killed, (out / "errors").read_text()
+    done = launch(python, "on_accelerate.py", out, "rest", *sources)
+    assert done == [0, 0], (out / "errors").read_text()
     for nth in ("0", "1"):
         whole, first, rest = (told(out, f"{nth}-{what}") for what in ("whole", "first", "rest"))
         assert_shared_out(whole)
