@@ -71,7 +71,7 @@ SANITIZED := build/sanitized
 SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
 IN_C_TESTS := tests/worker/test_kernel.py tests/worker/test_gather.py tests/worker/test_row_layout.py \
   tests/plan/test_loops.py tests/plan/test_permute.py tests/plan/test_order.py \
-  tests/formats/test_parquet_facts.py $(wildcard tests/transforms/test_pixels*.py)
+  tests/formats/test_parquet_facts.py $(wildcard tests/transforms/test_pixels*.py) tests/transforms/test_added_steps.py
 MUTANTS ?= 100000
 
 sanitize: setup ## the tests of all C, and damaged JPEGs (MUTANTS), under gcc's sanitizers

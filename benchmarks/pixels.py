@@ -31,6 +31,7 @@ from PIL import Image
 
 from dataplane.transforms import pixels
 from dataplane.transforms.pixels_library import maker
+from dataplane.transforms.view import PixelView
 
 ROUNDS = 9
 SIDE = 224
@@ -40,8 +41,8 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 ATTEMPTS = 10
 BARS = {"ours": 1.4, "ours, again": 1.9}
 TRAIL_PARTS = 16
-VIEW = pixels.PixelView(SIDE, SIDE, "HWC", "uint8", None, None)
-HALF_VIEW = pixels.PixelView(SIDE // 2, SIDE // 2, "HWC", "uint8", None, None)
+VIEW = PixelView(SIDE, SIDE, "HWC", "uint8", None, None)
+HALF_VIEW = PixelView(SIDE // 2, SIDE // 2, "HWC", "uint8", None, None)
 
 Crops = NDArray[np.float64]
 Maker = Callable[[Crops], None]

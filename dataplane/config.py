@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataplane.model import ColumnOptions, End, ImageSpec, StackSpec
+from dataplane.model import ColumnOptions, End, ImageSpec, StackSpec, StepSpec
 
 # The build reads the version here; clients, nodes and coordinators of one service must be equal.
 VERSION = "0.1.0"
@@ -107,6 +107,7 @@ _FIRST_FIELDS: Mapping[type, frozenset[str]] = {
         )
     ),
     StackSpec: frozenset(("name", "columns", "dtype")),
+    StepSpec: frozenset(("name", "numbers")),
 }
 
 

@@ -105,8 +105,22 @@ def _value_bytes(dtype: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSpec:
+    """A step that has no fields in an `ImageSpec`: its name, and its parameters one after the
+    other.
+    """
+
+    name: str
+    numbers: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ImageSpec:
     """How each encoded image of one column becomes pixels [height, width, 3] or [3, height, width].
+
+    This is how a list of steps is sent and saved; `transforms.image_steps.steps_of` reads it. The
+    first steps have fields here, which digests of saved states contain. All others stand in
+    `steps`, in the order in which they are done.
 
     `resize` is () for none, (shorter side,), or (height, width), in pixels; then comes the cut.
     `scale` is the share of an image's area that a random cut takes, `ratio` its width by its height
@@ -127,12 +141,7 @@ class ImageSpec:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     decode: Decoding = Decoding.AUTO
-
-    @property
-    def may_reduce(self) -> bool:
-        """Whether JPEGs may be decoded at a reduced size."""
-        is_random = self.cut is Cut.RANDOM
-        return self.decode is Decoding.FAST or (self.decode is Decoding.AUTO and is_random)
+    steps: tuple[StepSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,9 @@ from odd_jpegs import JPEGS
 from PIL import Image
 
 from dataplane.errors import ImageError
-from dataplane.transforms.pixels import PixelView, render, sizes
+from dataplane.transforms.pixels import render, sizes
 from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.view import PixelView
 
 SLICE = 10_000
 """Mutants of one process."""

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from dataplane.transforms import pixels
-from dataplane.transforms.images import CenterCrop, Resize, Transform
-from dataplane.transforms.pixels import Doubles, Ints, PixelView, render
+from dataplane.transforms.pixels import Doubles, Ints, render
+from dataplane.transforms.steps.registry import CenterCrop, Resize, Transform
+from dataplane.transforms.view import PixelView
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from dataplane import compiled
-from dataplane.build_kernels import LIBRARIES
+from dataplane.build_kernels import LIBRARIES, Library
 from dataplane.formats import parquet_facts
 from dataplane.plan import loops
 from dataplane.transforms import pixels_library
+from dataplane.transforms.steps.registry import STEPS
 from dataplane.worker import kernel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,10 +38,10 @@ TYPES = {
 }
 POINTERS = {ctypes.c_void_p, ctypes.c_char_p}
 SIGNATURES: Mapping[str, Mapping[str, compiled.Signature]] = {
-    "kernel.h": kernel._SIGNATURES,
-    "loops.h": loops._SIGNATURES,
-    "parquet_facts.h": parquet_facts._SIGNATURES,
-    "pixels.h": pixels_library._SIGNATURES,
+    "libkernel.so": kernel._SIGNATURES,
+    "libloops.so": loops._SIGNATURES,
+    "libparquet_facts.so": parquet_facts._SIGNATURES,
+    "libpixels.so": pixels_library._SIGNATURES,
 }
 
 
@@ -48,15 +49,16 @@ def included(path: Path) -> list[Path]:
     return [(path.parent / name).resolve() for name in INCLUDED.findall(path.read_text())]
 
 
-def functions(path: Path, ending: str) -> dict[str, tuple[str, str]]:
+def functions(path: Path, ending: str, kind: str = "") -> dict[str, tuple[str, str]]:
     """What each function gives and takes that other files can call: those that are declared (;), or
-    defined ({).
+    defined ({); those for Python alone if the kind is EXPORT.
     """
     found = FUNCTION.findall(COMMENT.sub("", path.read_text()))
     return {
         name: (gives.strip(), takes)
-        for kind, gives, name, takes, end in found
-        if end == ending and kind not in {"static ", "INLINE "} and gives.strip() != "else"
+        for how, gives, name, takes, end in found
+        if end == ending and how not in {"static ", "INLINE "} and kind in how
+        if gives.strip() != "else"
     }
 
 
@@ -91,17 +93,24 @@ def test_files_include_each_other_in_one_direction() -> None:
 def test_a_header_declares_the_functions_of_one_file(path: Path) -> None:
     """And all of them that are not static."""
     header, source = path.with_suffix(".h"), path.with_suffix(".c")
+    if path.parent.name == "steps":
+        # change.h declares it.
+        header = next(one for one in included(path) if one.name == "change.h")
+        (name,) = re.findall(r"^CHANGE\((\w+)\)$", path.read_text(), re.MULTILINE)
+        assert name in {kind.name for kind in STEPS if kind.in_c}
     assert path == header or header in included(path), f"{path.name} does not include its header"
     declared = functions(header, ";")
     defined = functions(source, "{") if source.exists() else {}
     assert declared.keys() == defined.keys()
 
 
-@pytest.mark.parametrize("header", SIGNATURES)
-def test_python_calls_functions_as_they_are_declared(header: str) -> None:
-    (path,) = [path for path in C_FILES if path.name == header]
-    declared = functions(path, ";")
-    signatures = dict(SIGNATURES[header])
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.path.name)
+def test_python_calls_functions_as_they_are_declared(library: Library) -> None:
+    headers = [path for path in library.sources_in(ROOT) if path.suffix == ".h"]
+    declared = {
+        name: told for path in headers for name, told in functions(path, ";", "EXPORT ").items()
+    }
+    signatures = SIGNATURES[library.path.name]
     assert {name for name in declared if not name.endswith("_source_crc")} == signatures.keys()
     for name, (gives, takes) in signatures.items():
         result, given = declared[name]

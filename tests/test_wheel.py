@@ -22,10 +22,11 @@ from dataplane.worker.kernel import kernel
 from dataplane.plan.loops import loops
 from dataplane.transforms import pixels
 from dataplane.transforms.pixels_library import maker
+from dataplane.transforms.view import PixelView
 
 image = np.frombuffer(pathlib.Path(sys.argv[1]).read_bytes(), np.uint8)
 out = np.zeros(24 * 32 * 3, np.uint8)
-view = pixels.PixelView(24, 32, "HWC", "uint8", None, None)
+view = PixelView(24, 32, "HWC", "uint8", None, None)
 box = np.array([[3.0, 5, 40, 60]])
 places = np.array([[image.ctypes.data, image.nbytes]])
 pixels.render(places, box, np.zeros(1, np.uint8), view, out)

@@ -38,6 +38,7 @@ _SHARED: dict[str, type] = {
     "DatasetIdentity": model.DatasetIdentity,
     "ImageSpec": model.ImageSpec,
     "StackSpec": model.StackSpec,
+    "StepSpec": model.StepSpec,
     "ColumnOptions": model.ColumnOptions,
 }
 _ENVELOPE = "body"

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.config import JobSpec
-from dataplane.model import Cut, Stream
+from dataplane.model import Stream
 from dataplane.plan.order import SampleOrder
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import distinct
 from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
+from dataplane.transforms.image_steps import steps_of
 
 _ALIGN_BYTES = 64
 
@@ -108,7 +109,7 @@ class Walk:
         self.stream = stream
         images = spec.transforms
         self.render = Render(images, spec.seed, stream.epoch) if images else None
-        self.crops = any(image.cut is not Cut.WHOLE for image in images)
+        self.crops = any(steps_of(image).is_cut for image in images)
         self._slice = Slice(
             order.sample_count,
             stream.cursor,

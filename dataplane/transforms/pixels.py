@@ -14,26 +14,27 @@ Without the compiled library Pillow and numpy make all pixels, within `TOLERANCE
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.errors import ConfigError, ImageError
+from dataplane.errors import ImageError
 from dataplane.transforms import pixels_pillow as pillow
+from dataplane.transforms.image_steps import PixelChange
 from dataplane.transforms.pixels_library import REASON_BYTES, Maker, maker
+from dataplane.transforms.view import COLOURS, DTYPES, PixelView
 
 Ints = NDArray[np.int64]
 Doubles = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
 
-LAYOUTS: Final = ("HWC", "CHW")
-DTYPES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 TOLERANCE: Final = 1
-_SIDE_MAX = 1 << 15
 _FOR_PILLOW = 1
-_COLOURS = 3
+_CHANGED_BYTES = 4 << 20
+"""Of pixels that are changed together, before they become what is delivered."""
 
 
 class _View(ctypes.Structure):
@@ -44,53 +45,9 @@ class _View(ctypes.Structure):
         ("width", ctypes.c_int32),
         ("is_planar", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
-        ("scale", ctypes.c_float * _COLOURS),
-        ("bias", ctypes.c_float * _COLOURS),
+        ("scale", ctypes.c_float * COLOURS),
+        ("bias", ctypes.c_float * COLOURS),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class PixelView:
-    """What every image of a column becomes.
-
-    `layout` is HWC or CHW; `dtype` uint8, float16, bfloat16 or float32. `mean` and `std` are of
-    values in 0..1, as torchvision's Normalize; without them uint8 is 0..255, and floats are 0..1.
-
-    Raises:  ConfigError: there is no such layout or dtype, or its values would have no room.
-    """
-
-    height: int
-    width: int
-    layout: str
-    dtype: str
-    mean: tuple[float, float, float] | None
-    std: tuple[float, float, float] | None
-
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ConfigError(f"layout {self.layout!r} is none of {', '.join(LAYOUTS)}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
-        if not (1 <= self.height <= _SIDE_MAX and 1 <= self.width <= _SIDE_MAX):
-            raise ConfigError(f"{self.height} x {self.width} pixels: a side has 1 to {_SIDE_MAX}")
-        if self.dtype == "uint8" and (self.mean or self.std):
-            raise ConfigError("uint8 has no room for normalised values: choose a float dtype")
-        if self.std and not all(self.std):
-            raise ConfigError(f"std {self.std} has a 0, which values would be divided by")
-
-    @property
-    def bytes(self) -> int:
-        """Of one image."""
-        return self.height * self.width * _COLOURS * DTYPES[self.dtype]
-
-    def factors(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """A value of 0..255 times the first, plus the second, is what is delivered.
-
-        Shapes:  results: float32[3].
-        """
-        mean = np.array(self.mean or (0.0,) * _COLOURS)
-        std = np.array(self.std or (1.0,) * _COLOURS)
-        return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
 
 _Sides = ctypes.c_int32 * 2
@@ -145,9 +102,10 @@ def render(
     trails: Ints | None = None,
     *,
     may_reduce: bool = False,
+    changes: Sequence[PixelChange] = (),
 ) -> None:
     """What lies in the box of each image, resized to the view, mirrored left-right where `flips`
-    says so, normalised, in the view's layout.
+    says so, changed by each of `changes`, normalised, in the view's layout.
 
     A resize is bilinear with antialiasing: torchvision's antialias=True, Pillow's BILINEAR with a
     box, whose filter also sees the pixels around the box. If it `may_reduce`, a JPEG whose box has
@@ -174,6 +132,11 @@ def render(
         raise ValueError("images, trails, boxes, flips and out are not of one length")
     if not out.flags.c_contiguous:
         raise ValueError("out is not contiguous")
+    if changes:
+        _render_changed(
+            images, boxes, flips, view, out, by, kept, may_reduce=may_reduce, changes=changes
+        )
+        return
     outcomes = np.full(count, _FOR_PILLOW, np.uint8)
     if by.library is not None:
         reason = ctypes.create_string_buffer(REASON_BYTES)
@@ -187,6 +150,56 @@ def render(
     for row in np.flatnonzero(outcomes == _FOR_PILLOW).tolist():
         crop = _Crop(boxes[row], bool(flips[row]), may_reduce)
         _render_by_pillow(images, row, crop, view, by, places[row])
+
+
+def _render_changed(
+    images: Ints,
+    boxes: Doubles,
+    flips: Bytes,
+    view: PixelView,
+    out: Bytes,
+    by: Maker,
+    trails: Ints,
+    *,
+    may_reduce: bool,
+    changes: Sequence[PixelChange],
+) -> None:
+    """As `render`, a few images at a time: their pixels are made as RGB, then changed, then given
+    their form.
+    """
+    plain = replace(view, layout="HWC", dtype="uint8", mean=None, std=None)
+    step = max(1, _CHANGED_BYTES // plain.bytes)
+    places = out.reshape(-1, view.bytes)
+    for first in range(0, len(places), step):
+        part = slice(first, first + step)
+        to = places[part]
+        made = np.empty((len(to), view.height, view.width, COLOURS), np.uint8)
+        try:
+            render(
+                images[part], boxes[part], flips[part], plain, made.reshape(-1), by, trails[part],
+                may_reduce=may_reduce,
+            )  # fmt: skip
+        except ImageError as error:
+            raise ImageError(str(error), row=first + int(error.row or 0)) from error
+        for row, pixels in enumerate(made):
+            for change in changes:
+                _change(pixels, change, first + row, by)
+            if by.library is None:
+                to[row] = _delivered(pixels, view, is_flipped=False)
+        if by.library is not None:
+            form = ctypes.byref(_form(view))
+            by.library.pixels_form(made.ctypes.data, len(made), form, view.bytes, to.ctypes.data)
+
+
+def _change(pixels: Bytes, change: PixelChange, row: int, by: Maker) -> None:
+    """The pixels of one image, in place.   Shapes:  pixels: uint8[height, width, 3]."""
+    kind, drawn = change.kind, change.drawn[row]
+    if by.library is not None and kind.in_c:
+        height, width, _ = pixels.shape
+        function = getattr(by.library, kind.c_function)
+        function(pixels.ctypes.data, height, width, change.numbers.ctypes.data, drawn.ctypes.data)
+    elif kind.change is not None:
+        kind.change(change.step, pixels, drawn)
 
 
 def _render_by_pillow(

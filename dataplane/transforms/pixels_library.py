@@ -13,6 +13,7 @@ import PIL
 from PIL import features
 
 from dataplane import compiled
+from dataplane.transforms.steps import registry
 
 SOURCES = Path(__file__).parent
 LIBRARY = Path(__file__).with_name("libpixels.so")
@@ -42,7 +43,11 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     ),
     # pixels, decoded, stored, orientation, shrink, box, flip, view, out -> 0, or 1: no memory
     "pixels_resize": (_I64, (*(_POINTER,) * 3, _I32, _I32, *(_POINTER,) * 4)),
+    # pixels, count, view, view_bytes, out
+    "pixels_form": (None, (_POINTER, _I64, _POINTER, _I64, _POINTER)),
 }
+# pixels, height, width, numbers, drawn
+_CHANGE: compiled.Signature = (None, (_POINTER, _I32, _I32, _POINTER, _POINTER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ def pillow_maker(missing: str = "chosen") -> Maker:
 
 def load(path: Path, sources: Path) -> Maker:
     """The library at this path, if it was made from these sources and its libjpeg can be used."""
-    found = compiled.load(path, sources, "pixels_source_crc", _SIGNATURES)
+    changes = {kind.c_function: _CHANGE for kind in registry.STEPS if kind.in_c}
+    found = compiled.load(path, sources, "pixels_source_crc", _SIGNATURES | changes)
     library = found.library
     if library is None:
         return pillow_maker(found.missing)

@@ -8,10 +8,10 @@ import numpy as np
 
 from dataplane.errors import DataplaneError, ImageError
 from dataplane.formats.tar import KEY
-from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
-from dataplane.plan.permute import Words
+from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.tasks import Origin, Render
 from dataplane.transforms import draws, pixels, trails
+from dataplane.transforms.image_steps import Draw, ImageSteps, steps_of
 from dataplane.transforms.images import delivered
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
 from dataplane.worker.rows import Rows
@@ -34,7 +34,7 @@ class Pictures:
         kept: Sequence[Bytes | None],
     ) -> None:
         self.specs = delivered(specs, render.images)
-        images = {image.column: image for image in render.images}
+        images = {image.column: steps_of(image) for image in render.images}
         self._images = {at: images[s.name] for at, s in enumerate(specs) if s.name in images}
         self._bytes_before = {at: _bytes_of(specs[:at]) for at in self._images}
         self._render, self._origins = render, origins
@@ -57,7 +57,7 @@ class Pictures:
         Raises:  ImageError: names shard, row and column.
         """
         image = self._images[at]
-        view = _view(image)
+        view = image.view()
         row_index = row_index[: len(out) // view.bytes]
         if not len(row_index):
             return
@@ -65,11 +65,14 @@ class Pictures:
             starts, lengths = _spans(at, rows, len(row_index))
             firsts = np.array([block.values[at].address for block in blocks], np.int64)
             places = np.stack([firsts[row_index[:, 0]] + starts, lengths], axis=1)
-            sizes = pixels.sizes(places)
-            boxes = draws.boxes(image, sizes, self._keys(image, draws.CROP, row_index))
-            flips = draws.flips(image, self._keys(image, draws.FLIP, row_index))
-            kept = self._trails_of(at, blocks, row_index, (starts, lengths))
-            pixels.render(places, boxes, flips, view, out, trails=kept, may_reduce=image.may_reduce)
+            draw = self._draw_of(image.column, row_index)
+            crops = image.crops(pixels.sizes(places), draw)
+            pixels.render(
+                places, crops.boxes, crops.flips, view, out,
+                trails=self._trails_of(at, blocks, row_index, (starts, lengths)),
+                may_reduce=image.may_reduce,
+                changes=image.changes(len(places), draw),
+            )  # fmt: skip
         except ImageError as error:
             raise self._placed(image, blocks, row_index, error) from error
 
@@ -79,22 +82,26 @@ class Pictures:
         """Where the images lie among all bytes of their blocks, in other columns too, says where
         their trails do.
         """
-        if self._images[at].cut is Cut.WHOLE or not self._trails.any():
+        if not self._images[at].is_cut or not self._trails.any():
             return None
         others = self._bytes_before[at]
         before = np.array([sum(b.values[c].length for c in others) for b in blocks], np.int64)
         (starts, lengths), of = spans, row_index[:, 0].astype(np.int64)
         return trails.places(self._trails, of, before[of] + starts, lengths)
 
-    def _keys(self, image: ImageSpec, what: str, row_index: RowIndex) -> Words:
+    def _draw_of(self, column: str, row_index: RowIndex) -> Draw:
+        """What draws the numbers of a step for each of these samples."""
         shards = np.array([origin.shard for origin in self._origins], np.int64)[row_index[:, 0]]
         first = np.array([origin.first_row for origin in self._origins], np.int64)
         rows = first[row_index[:, 0]] + row_index[:, 1]
-        return draws.draw_keys(image, what, self._render.seed, self._render.epoch, shards, rows)
+        seed, epoch = self._render.seed, self._render.epoch
+        return lambda step, count: draws.uniform(
+            draws.draw_keys(column, step, seed, epoch, shards, rows), count
+        )
 
     def _placed(
         self,
-        image: ImageSpec,
+        image: ImageSteps,
         blocks: Sequence[BlockColumns],
         row_index: RowIndex,
         error: ImageError,
@@ -138,21 +145,3 @@ def _spans(at: int, rows: Rows, count: int) -> tuple[Ints, Ints]:
 
 def _bytes_of(specs: Sequence[ColumnSpec]) -> tuple[int, ...]:
     return tuple(at for at, spec in enumerate(specs) if spec.kind is Kind.BYTES)
-
-
-def _view(image: ImageSpec) -> pixels.PixelView:
-    return pixels.PixelView(
-        image.height,
-        image.width,
-        image.layout,
-        image.dtype,
-        _colours(image.mean),
-        _colours(image.std),
-    )
-
-
-def _colours(values: Sequence[float]) -> tuple[float, float, float] | None:
-    if not values:
-        return None
-    red, green, blue = values
-    return red, green, blue

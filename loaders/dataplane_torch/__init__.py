@@ -2,16 +2,9 @@
 
 from dataplane.client.bound import bound_of
 from dataplane.client.statistics import Statistics
-from dataplane.transforms.images import (
-    CenterCrop,
-    Normalize,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-    ToDtype,
-    ToLayout,
-)
 from dataplane.transforms.stacks import Stack
+from dataplane.transforms.steps import registry as _registry
+from dataplane.transforms.steps.registry import *  # noqa: F403
 from dataplane_torch.dataset import ShardedIterableDataset
 from dataplane_torch.loader import DataLoader
 from dataplane_torch.schema import BatchColumn, Schema
@@ -19,18 +12,12 @@ from dataplane_torch.tensors import Ragged
 
 __all__ = [
     "BatchColumn",
-    "CenterCrop",
     "DataLoader",
-    "Normalize",
     "Ragged",
-    "RandomHorizontalFlip",
-    "RandomResizedCrop",
-    "Resize",
     "Schema",
     "ShardedIterableDataset",
     "Stack",
     "Statistics",
-    "ToDtype",
-    "ToLayout",
     "bound_of",
 ]
+__all__ += _registry.__all__

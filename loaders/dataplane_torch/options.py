@@ -13,9 +13,9 @@ from typing import Final, ParamSpec, TypedDict, get_type_hints
 
 from dataplane.model import Topology
 from dataplane.settings import BY_NAME
-from dataplane.transforms.images import Transform
 from dataplane.transforms.options import Lengths, Numbers
 from dataplane.transforms.stacks import Stack
+from dataplane.transforms.steps.registry import Transform
 from dataplane.units import ways_to_set
 
 _P = ParamSpec("_P")

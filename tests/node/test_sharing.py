@@ -21,7 +21,8 @@ from raw_trainer import Batches, Node, Trainer
 from dataplane.arena.slots import AHEAD_SLOTS_MIN
 from dataplane.errors import DatasetChangedError
 from dataplane.rpc import messages
-from dataplane.transforms.images import CenterCrop, RandomResizedCrop, image_specs
+from dataplane.transforms.images import image_specs
+from dataplane.transforms.steps.registry import CenterCrop, RandomResizedCrop
 
 ROWS = 80
 CROPS = image_specs({"jpg": [RandomResizedCrop(8)]})

@@ -13,7 +13,8 @@ from dataplane.index.indexing import index_dataset
 from dataplane.model import ColumnOptions
 from dataplane.node.dataset import dataset_of
 from dataplane.node.slab_sizes import slab_sizes
-from dataplane.transforms.images import CenterCrop, ToDtype, image_specs
+from dataplane.transforms.images import image_specs
+from dataplane.transforms.steps.registry import CenterCrop, ToDtype
 
 STORED = 6000
 SIDE = 64

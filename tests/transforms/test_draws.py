@@ -12,23 +12,35 @@ from hypothesis import strategies as st
 from dataplane.errors import ImageError
 from dataplane.model import ImageSpec
 from dataplane.transforms import draws
-from dataplane.transforms.images import (
+from dataplane.transforms.image_steps import steps_of
+from dataplane.transforms.images import image_spec
+from dataplane.transforms.steps.kind import Crops
+from dataplane.transforms.steps.random_resized_crop import logarithm, power
+from dataplane.transforms.steps.registry import (
     CenterCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
-    image_spec,
 )
 
 COUNT = 4000
 CROP = image_spec("jpg", [RandomResizedCrop(224)])
+FLIP = "RandomHorizontalFlip"
 GOLDEN_KEYS = [6302782755020031711, 538273272590962882, 5062894834344605514]
 GOLDEN_BOXES = [[51, 79, 312, 350], [65, 55, 173, 196], [67, 115, 301, 331]]
 
 
-def keys(count: int, seed: int = 1, image: ImageSpec = CROP, what: str = draws.CROP):
+def keys(count: int, seed: int = 1, image: ImageSpec = CROP, what: str = "RandomResizedCrop"):
     rows = np.arange(count)
-    return draws.draw_keys(image, what, seed, 0, np.zeros_like(rows), rows)
+    return draws.draw_keys(image.column, what, seed, 0, np.zeros_like(rows), rows)
+
+
+def crops(image: ImageSpec, sizes, drawn) -> Crops:
+    return steps_of(image).crops(sizes, lambda step, count: draws.uniform(drawn, count))
+
+
+def boxes(image: ImageSpec, sizes, drawn):
+    return crops(image, sizes, drawn).boxes
 
 
 def sizes(height: int, width: int, count: int = COUNT):
@@ -84,7 +96,7 @@ def test_every_box_is_what_torchvisions_rule_makes_of_the_same_numbers(
 ) -> None:
     image = image_spec("jpg", [RandomResizedCrop(64, scale, ratio)])
     drawn = keys(8, seed, image)
-    found = draws.boxes(image, sizes(height, width, 8), drawn)
+    found = boxes(image, sizes(height, width, 8), drawn)
     numbers = draws.uniform(drawn, 22).tolist()
     assert found.tolist() == [[*rule(height, width, scale, ratio, one, reject)] for one in numbers]
     assert (found >= [0, 0, 1, 1]).all()
@@ -97,7 +109,7 @@ def test_boxes_are_distributed_as_torchvisions(height, width) -> None:
     expected = np.array(
         [rule(height, width, (0.08, 1), (3 / 4, 4 / 3), one) for one in chance.random((COUNT, 22))]
     )
-    found = draws.boxes(CROP, sizes(height, width), keys(COUNT))
+    found = boxes(CROP, sizes(height, width), keys(COUNT))
     # The distance that two samples of one distribution exceed once in a thousand times.
     limit = 1.95 * math.sqrt(2 / COUNT)
     for look in (
@@ -118,7 +130,7 @@ def test_numbers_are_uniform_and_flips_have_their_share() -> None:
     assert np.abs(np.corrcoef(drawn.T) - np.eye(22)).max() < 0.08
     for share in (0.0, 0.3, 1.0):
         image = image_spec("jpg", [CenterCrop(8), RandomHorizontalFlip(share)])
-        flips = draws.flips(image, keys(COUNT, what=draws.FLIP))
+        flips = crops(image, sizes(9, 9), keys(COUNT, what=FLIP)).flips
         assert flips.dtype == np.uint8
         assert abs(flips.mean() - share) < 0.03
 
@@ -126,17 +138,17 @@ def test_numbers_are_uniform_and_flips_have_their_share() -> None:
 def test_draws_are_pinned() -> None:
     """A change of these is another augmentation of every run that is resumed."""
     rows = np.array([0, 1, 1 << 40])
-    drawn = draws.draw_keys(CROP, draws.CROP, 42, 7, np.array([0, 0, 3]), rows)
+    drawn = draws.draw_keys("jpg", "RandomResizedCrop", 42, 7, np.array([0, 0, 3]), rows)
     assert drawn.tolist() == GOLDEN_KEYS
-    assert draws.boxes(CROP, sizes(375, 500, 3), drawn).tolist() == GOLDEN_BOXES
+    assert boxes(CROP, sizes(375, 500, 3), drawn).tolist() == GOLDEN_BOXES
 
 
 def test_keys_differ_by_column_transform_seed_epoch_and_sample() -> None:
     rows = np.arange(3)
     made = [
-        draws.draw_keys(image_spec(column, [CenterCrop(1)]), what, seed, epoch, shard, rows)
+        draws.draw_keys(column, what, seed, epoch, shard, rows)
         for column in ("a", "b")
-        for what in (draws.CROP, draws.FLIP)
+        for what in ("RandomResizedCrop", FLIP)
         for seed in (0, 1)
         for epoch in (0, 1)
         for shard in (np.zeros(3, int), np.ones(3, int))
@@ -147,8 +159,8 @@ def test_keys_differ_by_column_transform_seed_epoch_and_sample() -> None:
 def test_powers_are_right_to_the_last_digits() -> None:
     exponents = np.linspace(0, 1, 1001)
     for base in (1.0, 16 / 9, 80.0, 1e-3, 1e6):
-        assert np.allclose(draws.power(base, exponents), base**exponents, rtol=1e-12)
-        assert math.isclose(draws.logarithm(base), math.log(base), rel_tol=1e-14, abs_tol=1e-15)
+        assert np.allclose(power(base, exponents), base**exponents, rtol=1e-12)
+        assert math.isclose(logarithm(base), math.log(base), rel_tol=1e-14, abs_tol=1e-15)
 
 
 @given(height=sides, width=sides, short=st.integers(8, 512), kept=st.integers(1, 512))
@@ -157,7 +169,7 @@ def test_a_centred_crop_of_a_resized_image_is_one_box_of_the_original(
 ) -> None:
     kept = min(kept, short)
     image = image_spec("jpg", [Resize(short), CenterCrop(kept)])
-    (found,) = draws.boxes(image, sizes(height, width, 1), keys(1)).tolist()
+    (found,) = boxes(image, sizes(height, width, 1), keys(1)).tolist()
     # torchvision's: the longer side is rounded down, the corner to even.
     least = min(height, width)
     tall, wide = int(short * height / least), int(short * width / least)
@@ -170,15 +182,15 @@ def test_a_centred_crop_of_a_resized_image_is_one_box_of_the_original(
 
 def test_a_crop_without_a_resize_needs_an_image_that_is_large_enough() -> None:
     image = image_spec("jpg", [CenterCrop((100, 60))])
-    assert draws.boxes(image, sizes(100, 61, 1), keys(1)).tolist() == [[0, 0, 100, 60]]
+    assert boxes(image, sizes(100, 61, 1), keys(1)).tolist() == [[0, 0, 100, 60]]
     two = np.array([[100, 60], [99, 400]], np.int32)
     with pytest.raises(ImageError, match=r"99 x 400 pixels is smaller.*Resize") as caught:
-        draws.boxes(image, two, keys(2))
+        boxes(image, two, keys(2))
     assert caught.value.row == 1
 
 
 def test_a_resize_to_height_and_width_takes_all_of_the_image() -> None:
     image = image_spec("jpg", [Resize((10, 20))])
-    assert draws.boxes(image, sizes(300, 200, 1), keys(1)).tolist() == [[0, 0, 300, 200]]
+    assert boxes(image, sizes(300, 200, 1), keys(1)).tolist() == [[0, 0, 300, 200]]
     cut = image_spec("jpg", [Resize((20, 40)), CenterCrop((10, 40))])
-    assert draws.boxes(cut, sizes(300, 200, 1), keys(1)).tolist() == [[75, 0, 150, 200]]
+    assert boxes(cut, sizes(300, 200, 1), keys(1)).tolist() == [[75, 0, 150, 200]]

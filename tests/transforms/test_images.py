@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind
-from dataplane.transforms.images import (
+from dataplane.transforms.image_steps import steps_of
+from dataplane.transforms.images import delivered, image_spec, image_specs
+from dataplane.transforms.stacks import Stack, stack_specs
+from dataplane.transforms.steps.registry import (
     CenterCrop,
     Normalize,
     RandomHorizontalFlip,
@@ -22,11 +25,7 @@ from dataplane.transforms.images import (
     Resize,
     ToDtype,
     ToLayout,
-    delivered,
-    image_spec,
-    image_specs,
 )
-from dataplane.transforms.stacks import Stack, stack_specs
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NORMAL = Normalize(MEAN, STD)
@@ -58,7 +57,7 @@ def test_deterministic_geometries_are_exact_and_random_crops_fast_unless_told_ot
         ("exact", [False, False, False]),
         ("fast", [True, True, True]),
     ):
-        assert [spec.may_reduce for spec in image_specs(steps, decode)] == reduced
+        assert [steps_of(spec).may_reduce for spec in image_specs(steps, decode)] == reduced
 
 
 def test_a_decode_that_changes_no_pixel_changes_no_spec() -> None:

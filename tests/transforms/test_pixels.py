@@ -17,12 +17,9 @@ from pictures import drawn, encoded, exif, expected, made, photographs, seen, si
 from PIL import Image
 
 from dataplane.errors import ConfigError
-from dataplane.transforms.pixels import (
-    DTYPES,
-    TOLERANCE,
-    PixelView,
-)
+from dataplane.transforms.pixels import TOLERANCE
 from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.view import DTYPES, PixelView
 
 FOUND = maker()
 PILLOW = pillow_maker()

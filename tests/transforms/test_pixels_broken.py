@@ -17,8 +17,9 @@ from kernels import without
 from pictures import Encoded, drawn, encoded, exif, made, sizes
 
 from dataplane.errors import ImageError
-from dataplane.transforms.pixels import PixelView, render
+from dataplane.transforms.pixels import render
 from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.view import PixelView
 
 FOUND = maker()
 PILLOW = pillow_maker()

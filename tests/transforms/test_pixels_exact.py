@@ -18,8 +18,10 @@ from pictures import Encoded, by_torchvision, drawn, encoded, exif, photographs,
 from PIL import Image
 
 from dataplane.transforms import draws, pixels
-from dataplane.transforms.images import CenterCrop, RandomResizedCrop, Resize, Transform, image_spec
+from dataplane.transforms.image_steps import steps_of
+from dataplane.transforms.images import image_spec
 from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.steps.registry import CenterCrop, RandomResizedCrop, Resize, Transform
 
 FOUND = maker()
 MAKERS = (FOUND, pillow_maker()) if FOUND.library is not None else (FOUND,)
@@ -42,18 +44,21 @@ def by_us(
     """Shapes:  result: int64[n, height, width, 3]."""
     spec, there = image_spec("jpg", steps), Encoded.of(images)
     keys = np.arange(len(images), dtype=np.uint64) << np.uint64(32)
-    boxes = draws.boxes(spec, pixels.sizes(there.places, by), keys)
-    view = pixels.PixelView(spec.height, spec.width, "HWC", "uint8", None, None)
+    crops = steps_of(spec).crops(
+        pixels.sizes(there.places, by), lambda _, count: draws.uniform(keys, count)
+    )
     out = np.zeros((len(images), spec.height, spec.width, 3), np.uint8)
-    flips = np.zeros(len(images), np.uint8)
-    pixels.render(there.places, boxes, flips, view, out.reshape(-1), by, may_reduce=may_reduce)
+    pixels.render(
+        there.places, crops.boxes, crops.flips, steps_of(spec).view(), out.reshape(-1), by,
+        may_reduce=may_reduce,
+    )  # fmt: skip
     return out.astype(np.int64)
 
 
 def check(images: Sequence[bytes], targets: Sequence[Steps] = TARGETS) -> None:
     """No image spec here may reduce: that is what a job with these steps asks for."""
     for by, steps in itertools.product(MAKERS, targets):
-        assert not image_spec("jpg", steps).may_reduce
+        assert not steps_of(image_spec("jpg", steps)).may_reduce
         for number, (image, found) in enumerate(zip(images, by_us(images, steps, by), strict=True)):
             far = int(np.abs(found - by_torchvision(image, steps)).max())
             assert far <= FAR_MAX, (str(by), steps, number, seen(image).size)
@@ -111,7 +116,7 @@ def test_very_large_and_very_thin_images_are_what_torchvision_makes_of_them() ->
 def test_reduced_random_crops_stay_close_to_exact_ones(data_dir: Path) -> None:
     """The figures that docs/images.md gives, of these photographs."""
     images, steps = photographs(data_dir / "images"), [RandomResizedCrop(128)]
-    assert image_spec("jpg", steps).may_reduce
+    assert steps_of(image_spec("jpg", steps)).may_reduce
     far = np.abs(
         by_us(images, steps, FOUND, may_reduce=True) - by_us(images, steps, FOUND)
     ).reshape(len(images), -1)

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from pictures import Encoded, drawn, encoded, exif, made, photographs, sizes
 
 from dataplane.errors import ImageError
-from dataplane.transforms.pixels import PixelView, render
+from dataplane.transforms.pixels import render
 from dataplane.transforms.pixels_library import Maker, maker, pillow_maker
+from dataplane.transforms.view import PixelView
 
 FOUND = maker()
 VIEW = PixelView(24, 32, "HWC", "uint8", None, None)
@@ -192,7 +193,8 @@ def test_many_at_once_make_what_one_makes() -> None:
 _ENDLESS = """
 import mmap, sys
 import numpy as np
-from dataplane.transforms.pixels import PixelView, render
+from dataplane.transforms.pixels import render
+from dataplane.transforms.view import PixelView
 
 image = np.fromfile(sys.argv[1], np.uint8)
 with open(sys.argv[2], "r+b") as file:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataplane.errors import ConfigError
-from dataplane.transforms import images
-from dataplane.transforms.images import Transform
 from dataplane.transforms.stacks import Stack
+from dataplane.transforms.steps import registry
+from dataplane.transforms.steps.registry import Transform
 
-_STEPS = ", ".join(sorted(one.__name__ for one in images.Transform.__args__))
+_STEPS = ", ".join(sorted(kind.name for kind in registry.STEPS))
 _EXAMPLE = '--transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"'
 
 
@@ -52,7 +52,7 @@ def _calls(steps: str, told: str) -> Sequence[ast.expr]:
 
 
 def _step(call: ast.expr, told: str) -> Transform:
-    known: Mapping[str, Any] = {one.__name__: one for one in images.Transform.__args__}
+    known: Mapping[str, Any] = {kind.name: kind.step for kind in registry.STEPS}
     name = call.func if isinstance(call, ast.Call) else call
     if not isinstance(name, ast.Name) or name.id not in known:
         raise _unreadable(told)

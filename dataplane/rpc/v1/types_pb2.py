@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x61taplane/rpc/v1/types.proto\x12\x10\x64\x61taplane.rpc.v1\"\x87\x01\n\x05\x45rror\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x31\n\x05nouns\x18\x03 \x03(\x0b\x32\".dataplane.rpc.v1.Error.NounsEntry\x1a,\n\nNounsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\",\n\x0b\x43olumnValue\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\".\n\x0c\x43olumnLength\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\"\x80\x02\n\tImageSpec\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x0e\n\x06height\x18\x02 \x01(\x04\x12\r\n\x05width\x18\x03 \x01(\x04\x12\"\n\x03\x63ut\x18\x04 \x01(\x0e\x32\x15.dataplane.rpc.v1.Cut\x12\x0e\n\x06resize\x18\x05 \x03(\x04\x12\r\n\x05scale\x18\x06 \x03(\x01\x12\r\n\x05ratio\x18\x07 \x03(\x01\x12\x0c\n\x04\x66lip\x18\x08 \x01(\x01\x12\x0e\n\x06layout\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0c\n\x04mean\x18\x0b \x03(\x01\x12\x0b\n\x03std\x18\x0c \x03(\x01\x12*\n\x06\x64\x65\x63ode\x18\r \x01(\x0e\x32\x1a.dataplane.rpc.v1.Decoding\"9\n\tStackSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\xfc\x03\n\rColumnOptions\x12\x0f\n\x07\x63olumns\x18\x01 \x03(\t\x12+\n\x05lists\x18\x02 \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12\x30\n\tfill_null\x18\x03 \x03(\x0b\x32\x1d.dataplane.rpc.v1.ColumnValue\x12*\n\x05stack\x18\x04 \x03(\x0b\x32\x1b.dataplane.rpc.v1.StackSpec\x12\x1a\n\rfill_null_all\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12+\n\x05nulls\x18\x06 \x01(\x0e\x32\x1c.dataplane.rpc.v1.NullPolicy\x12\x30\n\tpad_value\x18\x07 \x03(\x0b\x32\x1d.dataplane.rpc.v1.ColumnValue\x12\x1a\n\rpad_value_all\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x32\n\nmax_length\x18\t \x03(\x0b\x32\x1e.dataplane.rpc.v1.ColumnLength\x12\x16\n\x0emax_length_all\x18\n \x01(\x04\x12\x39\n\x0ftruncation_side\x18\x0b \x01(\x0e\x32 .dataplane.rpc.v1.TruncationSide\x12\r\n\x05\x63odes\x18\x0c \x03(\tB\x10\n\x0e_fill_null_allB\x10\n\x0e_pad_value_all\"\x98\x02\n\x07JobSpec\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0f\n\x07shuffle\x18\x03 \x01(\x08\x12\r\n\x05lanes\x18\x04 \x01(\x04\x12\x0e\n\x06window\x18\x05 \x01(\x04\x12\x14\n\x0cglobal_batch\x18\x06 \x01(\x04\x12\"\n\x03\x65nd\x18\x07 \x01(\x0e\x32\x15.dataplane.rpc.v1.End\x12/\n\ntransforms\x18\x0b \x03(\x0b\x32\x1b.dataplane.rpc.v1.ImageSpec\x12\x37\n\x0e\x63olumn_options\x18\r \x01(\x0b\x32\x1f.dataplane.rpc.v1.ColumnOptionsJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\n\x10\x0bJ\x04\x08\x0c\x10\r\"2\n\x0f\x44\x61tasetIdentity\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\"|\n\x08Topology\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nlocal_rank\x18\x05 \x01(\r\x12\x18\n\x10local_world_size\x18\x06 \x01(\r\"(\n\x06Region\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"^\n\nColumnSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.dataplane.rpc.v1.Kind\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04*E\n\x03\x45nd\x12\x13\n\x0f\x45ND_UNSPECIFIED\x10\x00\x12\x0e\n\nEND_RAGGED\x10\x01\x12\x0c\n\x08\x45ND_DROP\x10\x02\x12\x0b\n\x07\x45ND_PAD\x10\x03*Y\n\nListPolicy\x12\x1b\n\x17LIST_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12LIST_POLICY_PADDED\x10\x01\x12\x16\n\x12LIST_POLICY_RAGGED\x10\x02*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x01\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x02*U\n\nNullPolicy\x12\x1b\n\x17NULL_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10NULL_POLICY_FILL\x10\x01\x12\x14\n\x10NULL_POLICY_MASK\x10\x02*\x80\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_FIXED\x10\x01\x12\x0f\n\x0bKIND_PADDED\x10\x02\x12\x0f\n\x0bKIND_RAGGED\x10\x03\x12\x0e\n\nKIND_BYTES\x10\x04\x12\x0f\n\x0bKIND_STRING\x10\x05\x12\x0f\n\x0bKIND_OBJECT\x10\x06*I\n\x03\x43ut\x12\x13\n\x0f\x43UT_UNSPECIFIED\x10\x00\x12\r\n\tCUT_WHOLE\x10\x01\x12\x0e\n\nCUT_CENTER\x10\x02\x12\x0e\n\nCUT_RANDOM\x10\x03*^\n\x08\x44\x65\x63oding\x12\x18\n\x14\x44\x45\x43ODING_UNSPECIFIED\x10\x00\x12\x11\n\rDECODING_AUTO\x10\x01\x12\x12\n\x0e\x44\x45\x43ODING_EXACT\x10\x02\x12\x11\n\rDECODING_FAST\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x61taplane/rpc/v1/types.proto\x12\x10\x64\x61taplane.rpc.v1\"\x87\x01\n\x05\x45rror\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x31\n\x05nouns\x18\x03 \x03(\x0b\x32\".dataplane.rpc.v1.Error.NounsEntry\x1a,\n\nNounsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\",\n\x0b\x43olumnValue\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\".\n\x0c\x43olumnLength\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\x04\")\n\x08StepSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07numbers\x18\x02 \x03(\x01\"\xab\x02\n\tImageSpec\x12\x0e\n\x06\x63olumn\x18\x01 \x01(\t\x12\x0e\n\x06height\x18\x02 \x01(\x04\x12\r\n\x05width\x18\x03 \x01(\x04\x12\"\n\x03\x63ut\x18\x04 \x01(\x0e\x32\x15.dataplane.rpc.v1.Cut\x12\x0e\n\x06resize\x18\x05 \x03(\x04\x12\r\n\x05scale\x18\x06 \x03(\x01\x12\r\n\x05ratio\x18\x07 \x03(\x01\x12\x0c\n\x04\x66lip\x18\x08 \x01(\x01\x12\x0e\n\x06layout\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x0c\n\x04mean\x18\x0b \x03(\x01\x12\x0b\n\x03std\x18\x0c \x03(\x01\x12*\n\x06\x64\x65\x63ode\x18\r \x01(\x0e\x32\x1a.dataplane.rpc.v1.Decoding\x12)\n\x05steps\x18\x0e \x03(\x0b\x32\x1a.dataplane.rpc.v1.StepSpec\"9\n\tStackSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\xfc\x03\n\rColumnOptions\x12\x0f\n\x07\x63olumns\x18\x01 \x03(\t\x12+\n\x05lists\x18\x02 \x01(\x0e\x32\x1c.dataplane.rpc.v1.ListPolicy\x12\x30\n\tfill_null\x18\x03 \x03(\x0b\x32\x1d.dataplane.rpc.v1.ColumnValue\x12*\n\x05stack\x18\x04 \x03(\x0b\x32\x1b.dataplane.rpc.v1.StackSpec\x12\x1a\n\rfill_null_all\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12+\n\x05nulls\x18\x06 \x01(\x0e\x32\x1c.dataplane.rpc.v1.NullPolicy\x12\x30\n\tpad_value\x18\x07 \x03(\x0b\x32\x1d.dataplane.rpc.v1.ColumnValue\x12\x1a\n\rpad_value_all\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x32\n\nmax_length\x18\t \x03(\x0b\x32\x1e.dataplane.rpc.v1.ColumnLength\x12\x16\n\x0emax_length_all\x18\n \x01(\x04\x12\x39\n\x0ftruncation_side\x18\x0b \x01(\x0e\x32 .dataplane.rpc.v1.TruncationSide\x12\r\n\x05\x63odes\x18\x0c \x03(\tB\x10\n\x0e_fill_null_allB\x10\n\x0e_pad_value_all\"\x98\x02\n\x07JobSpec\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x0f\n\x07shuffle\x18\x03 \x01(\x08\x12\r\n\x05lanes\x18\x04 \x01(\x04\x12\x0e\n\x06window\x18\x05 \x01(\x04\x12\x14\n\x0cglobal_batch\x18\x06 \x01(\x04\x12\"\n\x03\x65nd\x18\x07 \x01(\x0e\x32\x15.dataplane.rpc.v1.End\x12/\n\ntransforms\x18\x0b \x03(\x0b\x32\x1b.dataplane.rpc.v1.ImageSpec\x12\x37\n\x0e\x63olumn_options\x18\r \x01(\x0b\x32\x1f.dataplane.rpc.v1.ColumnOptionsJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\n\x10\x0bJ\x04\x08\x0c\x10\r\"2\n\x0f\x44\x61tasetIdentity\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\t\x12\x0e\n\x06layout\x18\x02 \x01(\t\"|\n\x08Topology\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nlocal_rank\x18\x05 \x01(\r\x12\x18\n\x10local_world_size\x18\x06 \x01(\r\"(\n\x06Region\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"^\n\nColumnSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.dataplane.rpc.v1.Kind\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04*E\n\x03\x45nd\x12\x13\n\x0f\x45ND_UNSPECIFIED\x10\x00\x12\x0e\n\nEND_RAGGED\x10\x01\x12\x0c\n\x08\x45ND_DROP\x10\x02\x12\x0b\n\x07\x45ND_PAD\x10\x03*Y\n\nListPolicy\x12\x1b\n\x17LIST_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12LIST_POLICY_PADDED\x10\x01\x12\x16\n\x12LIST_POLICY_RAGGED\x10\x02*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x01\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x02*U\n\nNullPolicy\x12\x1b\n\x17NULL_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10NULL_POLICY_FILL\x10\x01\x12\x14\n\x10NULL_POLICY_MASK\x10\x02*\x80\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_FIXED\x10\x01\x12\x0f\n\x0bKIND_PADDED\x10\x02\x12\x0f\n\x0bKIND_RAGGED\x10\x03\x12\x0e\n\nKIND_BYTES\x10\x04\x12\x0f\n\x0bKIND_STRING\x10\x05\x12\x0f\n\x0bKIND_OBJECT\x10\x06*I\n\x03\x43ut\x12\x13\n\x0f\x43UT_UNSPECIFIED\x10\x00\x12\r\n\tCUT_WHOLE\x10\x01\x12\x0e\n\nCUT_CENTER\x10\x02\x12\x0e\n\nCUT_RANDOM\x10\x03*^\n\x08\x44\x65\x63oding\x12\x18\n\x14\x44\x45\x43ODING_UNSPECIFIED\x10\x00\x12\x11\n\rDECODING_AUTO\x10\x01\x12\x12\n\x0e\x44\x45\x43ODING_EXACT\x10\x02\x12\x11\n\rDECODING_FAST\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,20 +33,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_NOUNSENTRY']._loaded_options = None
   _globals['_ERROR_NOUNSENTRY']._serialized_options = b'8\001'
-  _globals['_END']._serialized_start=1710
-  _globals['_END']._serialized_end=1779
-  _globals['_LISTPOLICY']._serialized_start=1781
-  _globals['_LISTPOLICY']._serialized_end=1870
-  _globals['_TRUNCATIONSIDE']._serialized_start=1872
-  _globals['_TRUNCATIONSIDE']._serialized_end=1974
-  _globals['_NULLPOLICY']._serialized_start=1976
-  _globals['_NULLPOLICY']._serialized_end=2061
-  _globals['_KIND']._serialized_start=2064
-  _globals['_KIND']._serialized_end=2192
-  _globals['_CUT']._serialized_start=2194
-  _globals['_CUT']._serialized_end=2267
-  _globals['_DECODING']._serialized_start=2269
-  _globals['_DECODING']._serialized_end=2363
+  _globals['_END']._serialized_start=1796
+  _globals['_END']._serialized_end=1865
+  _globals['_LISTPOLICY']._serialized_start=1867
+  _globals['_LISTPOLICY']._serialized_end=1956
+  _globals['_TRUNCATIONSIDE']._serialized_start=1958
+  _globals['_TRUNCATIONSIDE']._serialized_end=2060
+  _globals['_NULLPOLICY']._serialized_start=2062
+  _globals['_NULLPOLICY']._serialized_end=2147
+  _globals['_KIND']._serialized_start=2150
+  _globals['_KIND']._serialized_end=2278
+  _globals['_CUT']._serialized_start=2280
+  _globals['_CUT']._serialized_end=2353
+  _globals['_DECODING']._serialized_start=2355
+  _globals['_DECODING']._serialized_end=2449
   _globals['_ERROR']._serialized_start=51
   _globals['_ERROR']._serialized_end=186
   _globals['_ERROR_NOUNSENTRY']._serialized_start=142
@@ -55,20 +55,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COLUMNVALUE']._serialized_end=232
   _globals['_COLUMNLENGTH']._serialized_start=234
   _globals['_COLUMNLENGTH']._serialized_end=280
-  _globals['_IMAGESPEC']._serialized_start=283
-  _globals['_IMAGESPEC']._serialized_end=539
-  _globals['_STACKSPEC']._serialized_start=541
-  _globals['_STACKSPEC']._serialized_end=598
-  _globals['_COLUMNOPTIONS']._serialized_start=601
-  _globals['_COLUMNOPTIONS']._serialized_end=1109
-  _globals['_JOBSPEC']._serialized_start=1112
-  _globals['_JOBSPEC']._serialized_end=1392
-  _globals['_DATASETIDENTITY']._serialized_start=1394
-  _globals['_DATASETIDENTITY']._serialized_end=1444
-  _globals['_TOPOLOGY']._serialized_start=1446
-  _globals['_TOPOLOGY']._serialized_end=1570
-  _globals['_REGION']._serialized_start=1572
-  _globals['_REGION']._serialized_end=1612
-  _globals['_COLUMNSPEC']._serialized_start=1614
-  _globals['_COLUMNSPEC']._serialized_end=1708
+  _globals['_STEPSPEC']._serialized_start=282
+  _globals['_STEPSPEC']._serialized_end=323
+  _globals['_IMAGESPEC']._serialized_start=326
+  _globals['_IMAGESPEC']._serialized_end=625
+  _globals['_STACKSPEC']._serialized_start=627
+  _globals['_STACKSPEC']._serialized_end=684
+  _globals['_COLUMNOPTIONS']._serialized_start=687
+  _globals['_COLUMNOPTIONS']._serialized_end=1195
+  _globals['_JOBSPEC']._serialized_start=1198
+  _globals['_JOBSPEC']._serialized_end=1478
+  _globals['_DATASETIDENTITY']._serialized_start=1480
+  _globals['_DATASETIDENTITY']._serialized_end=1530
+  _globals['_TOPOLOGY']._serialized_start=1532
+  _globals['_TOPOLOGY']._serialized_end=1656
+  _globals['_REGION']._serialized_start=1658
+  _globals['_REGION']._serialized_end=1698
+  _globals['_COLUMNSPEC']._serialized_start=1700
+  _globals['_COLUMNSPEC']._serialized_end=1794
 # @@protoc_insertion_point(module_scope)

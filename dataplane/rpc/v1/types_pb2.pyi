@@ -117,8 +117,16 @@ class ColumnLength(_message.Message):
     length: int
     def __init__(self, column: _Optional[str] = ..., length: _Optional[int] = ...) -> None: ...
 
+class StepSpec(_message.Message):
+    __slots__ = ("name", "numbers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    numbers: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., numbers: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class ImageSpec(_message.Message):
-    __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std", "decode")
+    __slots__ = ("column", "height", "width", "cut", "resize", "scale", "ratio", "flip", "layout", "dtype", "mean", "std", "decode", "steps")
     COLUMN_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +140,7 @@ class ImageSpec(_message.Message):
     MEAN_FIELD_NUMBER: _ClassVar[int]
     STD_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     column: str
     height: int
     width: int
@@ -145,7 +154,8 @@ class ImageSpec(_message.Message):
     mean: _containers.RepeatedScalarFieldContainer[float]
     std: _containers.RepeatedScalarFieldContainer[float]
     decode: Decoding
-    def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ..., decode: _Optional[_Union[Decoding, str]] = ...) -> None: ...
+    steps: _containers.RepeatedCompositeFieldContainer[StepSpec]
+    def __init__(self, column: _Optional[str] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., cut: _Optional[_Union[Cut, str]] = ..., resize: _Optional[_Iterable[int]] = ..., scale: _Optional[_Iterable[float]] = ..., ratio: _Optional[_Iterable[float]] = ..., flip: _Optional[float] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., mean: _Optional[_Iterable[float]] = ..., std: _Optional[_Iterable[float]] = ..., decode: _Optional[_Union[Decoding, str]] = ..., steps: _Optional[_Iterable[_Union[StepSpec, _Mapping]]] = ...) -> None: ...
 
 class StackSpec(_message.Message):
     __slots__ = ("name", "columns", "dtype")

@@ -1,0 +1,184 @@
+"""What becomes of the images of a column: a tuple of steps, and what they do one after the other.
+
+An `ImageSpec` is how it is declared, sent and saved; `steps_of` reads it. What a step is, its own
+file says (steps/); nothing here knows any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+from dataplane.model import Cut, Decoding, ImageSpec, StepSpec
+from dataplane.transforms.steps import registry
+from dataplane.transforms.steps.kind import (
+    AnyStep,
+    Crops,
+    Floats,
+    StepGroup,
+    StepKind,
+    numbers_of,
+)
+from dataplane.transforms.view import PixelView
+
+Draw = Callable[[str, int], Floats]
+"""The numbers of a step for each sample: float64[n, count], uniform in [0, 1)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PixelChange:
+    """A step that changes the pixels of some images, in place.
+
+    Shapes:  numbers: float64[p], its parameters.   drawn: float64[n, d], of each image.
+    """
+
+    kind: StepKind[AnyStep]
+    step: AnyStep
+    numbers: Floats
+    drawn: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSteps:
+    """The steps of one column, in the order in which they are done."""
+
+    column: str
+    size: tuple[int, int]
+    steps: tuple[AnyStep, ...]
+    decode: Decoding
+
+    def crops(self, sizes: NDArray[np.int32], draw: Draw) -> Crops:
+        """Where the pixels of images of these sizes come from.
+
+        Shapes:  sizes: int32[n, 2], height and width of each as it is seen.
+        Raises:  ImageError: of an image these steps make nothing; row is its place.
+        """
+        whole = sizes.astype(np.float64)
+        boxes = np.concatenate([np.zeros_like(whole), whole], axis=1)
+        found = Crops(whole, whole, boxes, np.zeros(len(sizes), np.uint8))
+        for step in self.steps:
+            kind = kind_of(step)
+            if kind.place is not None:
+                found = kind.place(step, found, _drawn(kind, draw, len(sizes)))
+        return found
+
+    def changes(self, count: int, draw: Draw) -> tuple[PixelChange, ...]:
+        """What is done to the pixels of so many images, in this order."""
+        return tuple(
+            PixelChange(kind, step, np.array(numbers_of(step)), _drawn(kind, draw, count))
+            for step in self.steps
+            if (kind := kind_of(step)).change is not None
+        )
+
+    def view(self) -> PixelView:
+        """What every image becomes."""
+        found = PixelView(*self.size, "HWC", "uint8", None, None)
+        for step in self.steps:
+            kind = kind_of(step)
+            found = found if kind.view is None else kind.view(step, found)
+        return found
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a part of each image is all that is needed of it."""
+        return any(kind_of(step).group is StepGroup.CUT for step in self.steps)
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether JPEGs may be decoded at a reduced size."""
+        if self.decode is Decoding.AUTO:
+            return any(kind_of(step).reduces for step in self.steps)
+        return self.decode is Decoding.FAST
+
+
+def _drawn(kind: StepKind[AnyStep], draw: Draw, count: int) -> Floats:
+    return draw(kind.name, len(kind.draws)) if kind.draws else np.empty((count, 0))
+
+
+def kind_of(step: AnyStep) -> StepKind[AnyStep]:
+    """What the file of a step declares."""
+    return kinds()[type(step)]
+
+
+def kinds() -> dict[type, StepKind[AnyStep]]:
+    """All steps by their type."""
+    return {kind.step: kind for kind in registry.STEPS}
+
+
+def in_order(steps: Iterable[AnyStep]) -> tuple[AnyStep, ...]:
+    """As they are done. The order of those that change pixels is the one that is given."""
+    places = {kind.step: place for place, kind in enumerate(registry.STEPS)}
+
+    def key(step: AnyStep) -> tuple[int, int]:
+        group = kind_of(step).group
+        return group, 0 if group is StepGroup.PIXELS else places[type(step)]
+
+    return tuple(sorted(steps, key=key))
+
+
+def may_follow(step: type, before: Sequence[type]) -> bool:
+    """Whether a list that begins so can go on with this step."""
+    known = kinds()
+    if not before:
+        return True
+    if known[step].is_first:
+        return False
+    last, group = known[before[-1]].group, known[step].group
+    is_repeating = group in {StepGroup.PIXELS, StepGroup.FORM} and step not in before
+    return group > last or (group == last and is_repeating)
+
+
+def saved(column: str, steps: Sequence[AnyStep]) -> ImageSpec:
+    """The spec that stands for these steps: equal for all lists that mean the same. Height and
+    width are 0 if no step says how large results are.
+    """
+    image = ImageSpec(column, 0, 0, Cut.WHOLE)
+    for step in in_order(_with_implied(steps)):
+        kind = kind_of(step)
+        if kind.size is not None:
+            height, width = kind.size(step) or (0, 0)
+            image = replace(image, height=height, width=width)
+        if kind.fields is not None:
+            image = kind.fields.write(step, image)
+        else:
+            later = StepSpec(kind.name, numbers_of(step))
+            image = replace(image, steps=(*image.steps, later))
+    return image
+
+
+def _with_implied(steps: Sequence[AnyStep]) -> list[AnyStep]:
+    found = list(steps)
+    for step in steps:
+        given = {type(each) for each in found}
+        found += [each for each in kind_of(step).implies if type(each) not in given]
+    return found
+
+
+def steps_of(image: ImageSpec) -> ImageSteps:
+    """The steps that a spec stands for.
+
+    Raises:  ConfigError: it has a step that is not known here.
+    """
+    found = [
+        step
+        for kind in registry.STEPS
+        if kind.fields is not None and (step := kind.fields.read(image)) is not None
+    ]
+    found += [_later(image.column, step) for step in image.steps]
+    size = (image.height, image.width)
+    return ImageSteps(image.column, size, in_order(found), image.decode)
+
+
+def _later(column: str, spec: StepSpec) -> AnyStep:
+    where = f"transforms of column {column!r}: {spec.name}"
+    for kind in registry.STEPS:
+        if kind.fields is None and kind.name == spec.name:
+            try:
+                return kind.checked(kind.of_numbers(spec.numbers), where)
+            except (TypeError, ValueError) as fault:
+                raise ConfigError(f"{where}: {fault}", field="transforms") from fault
+    raise ConfigError(f"{where} is no step that this version knows", field="transforms")

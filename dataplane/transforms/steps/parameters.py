@@ -1,0 +1,53 @@
+"""Parameters of steps, as users give them -> in one form each. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from dataplane.errors import ConfigError
+from dataplane.units import whole
+
+Size = int | Sequence[int]
+
+SIDE_MAX: Final = 1 << 14
+
+
+def pair(given: Size, where: str) -> tuple[int, int]:
+    """Height and width.   Raises:  ConfigError: it is neither one int nor two."""
+    side = whole(given)
+    if side is not None:
+        return side, side
+    sides = [whole(each) for each in given] if isinstance(given, Iterable) else []
+    match sides:
+        case [int(height), int(width)]:
+            return height, width
+    raise ConfigError(f"{where}: a size is one int, or (height, width)", field="transforms")
+
+
+def numbers(given: Sequence[float], count: int, name: str, where: str) -> tuple[float, ...]:
+    """So many finite numbers.   Raises:  ConfigError: they are not."""
+    try:
+        found = tuple(float(value) for value in given)
+    except (TypeError, ValueError):
+        found = ()
+    if len(found) != count or not all(math.isfinite(value) for value in found):
+        raise ConfigError(
+            f"{where}: {name} must be {count} finite number{'s' * (count > 1)}", field="transforms"
+        )
+    return found
+
+
+def word(given: str, words: Sequence[str], where: str) -> str:
+    """One of these.   Raises:  ConfigError: it is not."""
+    if given not in words:
+        raise ConfigError(f"{where}: choose one of {', '.join(words)}", field="transforms")
+    return given
+
+
+def sides_fault(sides: Sequence[int]) -> str:
+    """What is wrong with these sides of an image, in pixels; "" if nothing is."""
+    if all(1 <= side <= SIDE_MAX for side in sides):
+        return ""
+    return f"every side has 1 to {SIDE_MAX} pixels, not {tuple(sides)}"

@@ -1,0 +1,60 @@
+"""What every image of a column becomes: its size, its layout and its numbers. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.errors import ConfigError
+
+LAYOUTS: Final = ("HWC", "CHW")
+DTYPES: Final = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+COLOURS: Final = 3
+_SIDE_MAX = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class PixelView:
+    """What every image of a column becomes.
+
+    `layout` is HWC or CHW; `dtype` uint8, float16, bfloat16 or float32. `mean` and `std` are of
+    values in 0..1, as torchvision's Normalize; without them uint8 is 0..255, and floats are 0..1.
+
+    Raises:  ConfigError: there is no such layout or dtype, or its values would have no room.
+    """
+
+    height: int
+    width: int
+    layout: str
+    dtype: str
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"layout {self.layout!r} is none of {', '.join(LAYOUTS)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if not (1 <= self.height <= _SIDE_MAX and 1 <= self.width <= _SIDE_MAX):
+            raise ConfigError(f"{self.height} x {self.width} pixels: a side has 1 to {_SIDE_MAX}")
+        if self.dtype == "uint8" and (self.mean or self.std):
+            raise ConfigError("uint8 has no room for normalised values: choose a float dtype")
+        if self.std and not all(self.std):
+            raise ConfigError(f"std {self.std} has a 0, which values would be divided by")
+
+    @property
+    def bytes(self) -> int:
+        """Of one image."""
+        return self.height * self.width * COLOURS * DTYPES[self.dtype]
+
+    def factors(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """A value of 0..255 times the first, plus the second, is what is delivered.
+
+        Shapes:  results: float32[3].
+        """
+        mean = np.array(self.mean or (0.0,) * COLOURS)
+        std = np.array(self.std or (1.0,) * COLOURS)
+        return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
