@@ -1,7 +1,7 @@
 """All small changes of a Python module that are likely to be faults.
 
-Not changed is what decides nothing: docstrings, types, imports, `__slots__`, assertions, and the
-sentences of errors. Of numbers that are chosen (in capitals) one more is no fault: they become
+Not changed is what decides nothing: docstrings, types, imports, `__slots__`, assertions (`strict=`
+of zip is one), the sentences of errors, and arguments that only say how (`copy`, `use_threads`). Of numbers that are chosen (in capitals) one more is no fault: they become
 sixteen times as large. What is no fault all the same stands in mutants_equal.py, with the reason.
 """
 
@@ -21,6 +21,7 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
+_SAME_VALUES = frozenset({"strict", "copy", "use_threads"})
 _LEFT_OUT = (ast.Expr, ast.AugAssign, ast.Delete, ast.Continue, ast.Break)
 
 
@@ -103,6 +104,8 @@ def _is_left(node: ast.AST) -> bool:
         named = [target.id for target in node.targets if isinstance(target, ast.Name)]
         is_table = any(map(str.isupper, named)) and not _is_chosen(node)
         return is_table or "__slots__" in named
+    if isinstance(node, ast.keyword) and node.arg in _SAME_VALUES:
+        return True
     return isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -144,6 +146,53 @@ def test_permutations_that_are_not_remembered_are_warned_of(monkeypatch):
     for cluster, warned in ((Cluster(96, 8), 0), (Cluster(8, 8), 1)):
         found = explained(manifest, 96, 20_000, cluster, 96).warnings
         assert sum("take 3 MiB" in each for each in found) == warned
+
+
+@pytest.mark.parametrize(("window", "warned"), [(1 << 16, 0), ((1 << 16) + 1, 1)])
+def test_entries_of_windows_take_two_bytes_up_to_65536_samples(monkeypatch, window, warned):
+    monkeypatch.setattr("dataplane.plan.explain.WINDOW_CACHE_BYTES", 1 << 17)
+    found = explained(manifest_of(np.full(100, 1000)), 1, window, Cluster())
+    assert len(found.warnings) == warned
+
+
+def test_golden_explanations():
+    """Steps, dropped, padded, lanes, window, lanes a rank, hosts, bytes of open windows, hosts per
+    block (mean, most), bytes read per host; displacement, samples looked at, blocks and shards in a
+    batch, each beside what would be perfect; quality.
+    """
+    found = [
+        explained(manifest_of(np.arange(1, 41), 3), 4, 20, Cluster(6, 4), 16, End.PAD),
+        explained(manifest_of(np.full(60, 7), 5), 2, 30, Cluster(3, 2), 50, End.DROP),
+    ]
+    numbers = [[*dataclasses.astuple(each)][:-1] for each in found]
+    assert numbers[0] == pytest.approx(
+        [
+            52,
+            0,
+            12,
+            4,
+            20,
+            2,
+            2,
+            8240,
+            1.975,
+            2,
+            39500,
+            1.0,
+            16,
+            5,
+            12.652054,
+            2,
+            2.886804,
+            0.395193,
+        ]
+    )
+    assert numbers[1] == pytest.approx(
+        [8, 20, 0, 2, 30, 2, 2, 10820, 2, 2, 60000, 1.0, 50, 10, 34.106586, 4, 4.999929, 0.293199],
+        rel=1e-5,
+    )
+    assert Cluster(5) == Cluster(5, 1)
+    assert Cluster().dp_size == 1
 
 
 def test_of_windows_too_long_to_look_at_only_some_are_opened():

@@ -11,6 +11,7 @@ from manifests import small
 
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ObjectInfo, Region
+from dataplane.plan.column_places import ColumnPlaces
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.sealed import sealed, unsealed
 from dataplane.plan.shard import IndexedShard
@@ -243,6 +244,7 @@ def test_arrow_reads_the_file_as_a_stream():
         {"block_shard": np.array([0, 0, 2**32])},
         {"block_shard": np.array([0, 2, 2])},
         {"shards": ()},
+        {"column_places": ColumnPlaces.of([(0, 1, 1)])},
         {"shards": (replace(small().shards[0], size_bytes=-1), *[*small().shards][1:])},
         {"shards": (replace(small().shards[0], size_bytes=2**63), *[*small().shards][1:])},
         {"shards": (replace(small().shards[0], empty_blocks=(2, 1)), *[*small().shards][1:])},

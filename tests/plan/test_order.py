@@ -176,6 +176,8 @@ def test_window_longer_than_a_lane_is_the_whole_lane():
     short, long = (Order(rows, 1, True, 2, window, 0) for window in (35, 1 << 40))
     positions = np.arange(70)
     assert np.array_equal(short.locate(positions), long.locate(positions))
+    assert long.window == 35
+    assert Order(rows, 1, True, 3, 1 << 40, 0).window == 24
 
 
 @pytest.mark.parametrize(
