@@ -9,7 +9,6 @@ at the one that is wanted.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import threading
@@ -20,11 +19,12 @@ from functools import partial
 
 import numpy as np
 
+from dataplane.arena.slab_layout import aligned, pieces
 from dataplane.client.mount import Bytes, Mount
 from dataplane.client.session import Session
 from dataplane.client.wire import NoAnswer
 from dataplane.errors import ClosedError, DataplaneError, DataStallError, PeerLost
-from dataplane.model import ColumnSpec, Kind
+from dataplane.model import ColumnSpec
 from dataplane.rpc.convert import decode
 from dataplane.rpc.messages import (
     Batch,
@@ -38,7 +38,6 @@ from dataplane.rpc.messages import (
 )
 
 AHEAD_STREAMS_MAX = 2
-_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,27 +272,10 @@ def _copied_one(batches: Batches, specs: tuple[ColumnSpec, ...], i: int) -> Batc
         for offset, size in pieces(spec, column, i, batches.batches[i].rows):
             places.append(end)
             moves.append((end, offset, size))
-            end += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+            end += aligned(size)
         lengths = (places[1],) if len(places) > 1 else ()
         columns.append(Column((places[0],), lengths, column.width[i : i + 1]))
     memory = np.empty(end, np.uint8)
     for to, offset, size in moves:
         memory[to : to + size] = batches.memory[offset : offset + size]
     return Batches(memory, batches.batches[i : i + 1], tuple(columns))
-
-
-def pieces(spec: ColumnSpec, column: Column, i: int, rows: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of what batch `i` has of one column: values, then lengths or offsets.
-
-    Source:  model.Kind, and Column in local.proto.
-    """
-    itemsize = spec.value_bytes
-    if spec.kind is Kind.FIXED:
-        return [(column.values[i], rows * math.prod(spec.shape) * itemsize)]
-    width = column.width[i]
-    if spec.kind is Kind.OBJECT:
-        return [(column.values[i], width)]
-    if spec.kind is Kind.PADDED:
-        return [(column.values[i], rows * width * itemsize), (column.lengths[i], rows * 8)]
-    side = (rows + 1) * 8 + (0 if spec.kind is Kind.RAGGED else rows)
-    return [(column.values[i], width * itemsize), (column.lengths[i], side)]

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from dataplane import background
 from dataplane.arena.memfd import Arena
+from dataplane.arena.slab_layout import TEXTS, texts
 from dataplane.arena.slots import plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError
@@ -43,7 +44,6 @@ from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import is_null_name
 from dataplane.transforms.options import to_find_values
-from dataplane.worker.columns import TEXTS
 from dataplane.worker.limits import WorkerBytes
 
 VALUES_MAX = 1 << 20
@@ -314,13 +314,7 @@ def _texts(slab: Slab, column: Column, content: bytes) -> Iterator[pa.Array]:
     for i, batch in enumerate(slab.batches):
         if not batch.rows:
             continue
-        side, start = column.lengths[i], column.values[i]
-        ends = (batch.rows + 1) * 8
-        buffers = [
-            None,
-            pa.py_buffer(content[side : side + ends]),
-            pa.py_buffer(content[start : start + column.width[i]]),
-        ]
+        found = texts(np.frombuffer(content, np.uint8), column, i, batch.rows)
+        buffers = [None, pa.py_buffer(found.offsets), pa.py_buffer(found.values)]
         array = pa.Array.from_buffers(pa.large_binary(), batch.rows, buffers)
-        valid = np.frombuffer(content, np.uint8, batch.rows, side + ends)
-        yield array if valid.all() else array.filter(pa.array(valid.astype(np.bool_)))
+        yield array if found.valid.all() else array.filter(pa.array(found.valid.astype(np.bool_)))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
+from dataplane.arena.slab_layout import ALIGN_BYTES, row_bytes, row_index_bytes
 from dataplane.config import JobSpec
 from dataplane.model import End, Kind
 from dataplane.node.dataset import Dataset
-from dataplane.scheduler.walk import SlabSizes, row_index_bytes
+from dataplane.scheduler.walk import SlabSizes
 from dataplane.transforms.images import delivered
 
 _BATCHES_MAX = 256
 # A slab is told in one packet: so much for all of its batches, so much for a batch of one column.
 _TOLD_BYTES_MAX = 128 << 10
 _TOLD_BYTES_A_PIECE = 16
-_ALIGN_BYTES = 64
 # A batch of rows of different lengths may well be larger than the mean says.
 _SPREAD = 1.25
 # Of how many parts of a stored sample are bytes, as large as images, for one that is text or lists.
@@ -26,7 +24,7 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
     samples = dataset.manifest.sample_count
     largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
     rows = -(-largest // dp_size)
-    padding = _ALIGN_BYTES * (len(dataset.columns.specs) + 1)
+    padding = ALIGN_BYTES * (len(dataset.columns.specs) + 1)
     pixels, others = _row_bytes(dataset, spec)
     batch_bytes = rows * pixels + int(rows * others * _SPREAD) + padding
     exact = rows * (pixels + others) + padding
@@ -45,7 +43,7 @@ def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
     names = {image.column for image in spec.transforms}
     pixels, others, stored_parts, other_parts = 0, 0, 0, 0
     for column in delivered(dataset.columns.specs, spec.transforms):
-        size = math.prod(column.shape) * column.value_bytes
+        size = row_bytes(column)
         if column.name in names:
             pixels += size
             stored_parts += _BYTES_PARTS

@@ -21,6 +21,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
+from dataplane.arena.slab_layout import in_slot, row_index_bytes
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc import tasks
@@ -48,7 +49,7 @@ from dataplane.scheduler.records import (
     StreamState,
 )
 from dataplane.scheduler.shared import SharedSlabs
-from dataplane.scheduler.walk import Plan, row_index_bytes
+from dataplane.scheduler.walk import Plan
 
 _MEMORY_SHARE = 0.9
 
@@ -250,22 +251,26 @@ class SlabTasks:
         slot = self._slot_for(task)
         if slot is None:
             return False
-        delivery, index_bytes = task.delivery, row_index_bytes(len(task.plan.row_index))
-        if index_bytes >= slot.length:
+        delivery = task.delivery
+        slab, row_index = in_slot(slot, len(task.plan.row_index))
+        if slab.length <= 0:
             delivery.slots.give_back(slot)
-            self._fail_for_size(task, index_bytes, slot.length)
+            self._fail_for_size(task, slot.length - slab.length, slot.length)
             return True
-        slab = Region(slot.offset, slot.length - index_bytes)
         task.slot, task.phase = slot, SlabPhase.ASSEMBLING
         task.stamps.slotted = self._time.now
-        effect = self._gather(task, slab) if shared is None else self._copy(task, slab, shared)
+        effect = (
+            self._gather(task, slab, row_index)
+            if shared is None
+            else self._copy(task, slab, shared)
+        )
         self._unwatch(task)
         self._assembling[task.number] = task
         delivery.assembling_count += 1
         self._do(effect)
         return True
 
-    def _gather(self, task: SlabTask, slab: Region) -> AssembleSlab:
+    def _gather(self, task: SlabTask, slab: Region, row_index: Region) -> AssembleSlab:
         self.pin(task)
         kept = self._shared.wanted(task, slab.length)
         if kept is not None:
@@ -282,7 +287,7 @@ class SlabTasks:
             task.first_block,
             task.plan,
             tuple(task.datasets.keys(task.plan.blocks).tolist()),
-            Region(slab.offset + slab.length, len(task.plan.row_index) * 8),
+            row_index,
             slab,
             task.stream.walk.render,
             None if task.shared is None else task.shared.region,
@@ -373,8 +378,8 @@ class SlabTasks:
             return
         is_cut = result.batch_count < len(task.plan.batches)
         assert task.slot is not None
-        room = task.slot.length - row_index_bytes(len(task.plan.row_index))
-        task.stream.walk.fitted(result.batch_count, result.bytes_used, room, cut=is_cut)
+        slab, _ = in_slot(task.slot, len(task.plan.row_index))
+        task.stream.walk.fitted(result.batch_count, result.bytes_used, slab.length, cut=is_cut)
         if is_cut:
             self._cut(task, result.batch_count)
         task.assembled, task.phase = result, SlabPhase.READY

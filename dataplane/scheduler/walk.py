@@ -26,8 +26,6 @@ from dataplane.rpc.messages import Batch
 from dataplane.rpc.tasks import Render
 from dataplane.transforms.image_steps import steps_of
 
-_ALIGN_BYTES = 64
-
 
 @dataclass(slots=True)
 class SlabSizes:
@@ -58,11 +56,6 @@ class SlabSizes:
             self._batch_bytes = found
         fitting = int(slab_bytes / max(self._batch_bytes + 2 * self._spread_bytes, 1.0))
         self.batches = max(1, min(fitting, self.batches_max))
-
-
-def row_index_bytes(rows: int) -> int:
-    """What the row index of so many rows takes at the end of a slot."""
-    return -(-rows * 8 // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dataplane.arena.slab_layout import TEXTS, row_bytes
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
 
@@ -18,7 +18,6 @@ Ints = npt.NDArray[np.int64]
 RowIndex = npt.NDArray[np.int32]
 
 _START_BYTES = 8
-TEXTS = frozenset({Kind.BYTES, Kind.STRING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +82,6 @@ class BlockColumns:
     row_layout: RowLayout | None = None
 
 
-def element_bytes(spec: ColumnSpec) -> int:
-    """The size of one number, or of one letter."""
-    return spec.value_bytes
-
-
-def row_bytes(spec: ColumnSpec) -> int:
-    """The size of one row of a FIXED column."""
-    return element_bytes(spec) * math.prod(spec.shape)
-
-
 def row_sizes(specs: Sequence[ColumnSpec]) -> list[int]:
     """The size of one row of each column, 0 of those that are not FIXED."""
     known: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -129,7 +118,7 @@ def open_block(
                 own = _fixed(array, spec)
             else:
                 own, cuts = _runs(array, spec), _starts(array)
-                count = own.length // element_bytes(spec)
+                count = own.length // spec.value_bytes
                 if spec.kind in TEXTS and array.null_count:
                     valid[at] = array.is_valid().cast(pa.uint8()).to_numpy()
                     mask = valid[at].ctypes.data
@@ -154,7 +143,7 @@ def open_block(
 def _fixed(array: pa.Array, spec: ColumnSpec) -> BufferSpan:
     size = row_bytes(spec)
     values = array.values if spec.shape else array
-    offset = values.offset * element_bytes(spec) + (array.offset * size if spec.shape else 0)
+    offset = values.offset * spec.value_bytes + (array.offset * size if spec.shape else 0)
     return _part(values.buffers()[1], offset, len(array) * size)
 
 
@@ -162,7 +151,7 @@ def _runs(array: pa.Array, spec: ColumnSpec) -> BufferSpan:
     if spec.kind in TEXTS:
         buffer = array.buffers()[2]
         return _part(buffer, 0, 0 if buffer is None else buffer.size)
-    values, size = array.values, element_bytes(spec)
+    values, size = array.values, spec.value_bytes
     return _part(values.buffers()[1], values.offset * size, len(values) * size)
 
 

@@ -1,8 +1,6 @@
 """Rows of canonical blocks -> one slab.
 
-The slab is laid out column after column. A FIXED column is one array over all batches of the slab;
-every other column has one piece a batch: its values, then its side (lengths, or offsets and what is
-valid). Both start at multiples of 64 bytes. See model.Kind.
+It is laid out as arena/slab_layout.py says.
 """
 
 from __future__ import annotations
@@ -16,18 +14,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from dataplane.arena import slab_layout
+from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.messages import Batch, Column
 from dataplane.transforms.lists import AS_THEY_ARE, ListForm
 from dataplane.worker.columns import (
-    TEXTS,
     BlockColumns,
     Bytes,
     Ints,
     RowIndex,
     RowLayout,
     by_block,
-    element_bytes,
     row_sizes,
 )
 from dataplane.worker.rows import Open, Rows, rows_of
@@ -35,8 +33,6 @@ from dataplane.worker.rows import Open, Rows, rows_of
 if TYPE_CHECKING:
     from dataplane.worker.pictures import Pictures
 
-_ALIGN_BYTES = 64
-_INT_BYTES = 8
 _NONE = np.empty(0, np.int64)
 
 
@@ -92,7 +88,9 @@ class Gather:
         self._index = row_index
         self._rows = open_rows(blocks, row_index)
         self._pieces = [
-            self._streams(at, blocks, row_index) if spec.kind is Kind.OBJECT else self._of(at, spec)
+            self._streams(spec, blocks, row_index)
+            if spec.kind is Kind.OBJECT
+            else self._of(at, spec)
             for at, spec in enumerate(specs)
         ]
 
@@ -104,8 +102,7 @@ class Gather:
         """
         sizes = np.array([pieces.ends for pieces in self._pieces], np.int64)
         sizes = sizes.reshape(len(self._pieces), len(self._bounds))
-        padded = _aligned(sizes)
-        begins = np.cumsum(padded, axis=0) - padded
+        begins = slab_layout.column_begins(sizes)
         ends = begins[-1] + sizes[-1] if len(sizes) else np.zeros_like(self._bounds)
         count = int(np.searchsorted(ends, len(slab), side="right")) - 1
         if not count:
@@ -142,13 +139,24 @@ class Gather:
         if spec.kind is Kind.FIXED:
             return self._fixed(self._sizes[at])
         spans = _cut(self._rows.spans(at), self._lists.get(at, AS_THEY_ARE))
-        size, rows = element_bytes(spec), self._batch_rows
-        if spec.kind is Kind.PADDED:
-            width = self._longest(spans[1])
-            return _pieces(width * rows * size, rows * _INT_BYTES, width, spans=spans)
-        width = np.diff(_sums(spans[1])[self._bounds])
-        sides = (rows + 1) * _INT_BYTES + (rows if spec.kind in TEXTS else 0)
-        return _pieces(width * size, sides, width, spans=spans)
+        is_padded = spec.kind is Kind.PADDED
+        width = self._longest(spans[1]) if is_padded else np.diff(_sums(spans[1])[self._bounds])
+        return self._spread(spec, width, spans)
+
+    def _spread(
+        self,
+        spec: ColumnSpec,
+        width: Ints,
+        spans: tuple[Ints, Ints] = (_NONE, _NONE),
+        streams: tuple[bytes, ...] = (),
+    ) -> _Pieces:
+        """Pieces of these widths, one batch after the other."""
+        rows = self._batch_rows
+        sides = slab_layout.side_bytes(spec.kind, rows)
+        values, begins, ends = slab_layout.one_after_other(
+            slab_layout.values_bytes(spec, width, rows), sides
+        )
+        return _Pieces(values, ends, begins, width, spans, streams)
 
     def _fixed(self, size: int) -> _Pieces:
         found = self._alike.get(size)
@@ -164,10 +172,12 @@ class Gather:
             longest[some] = np.maximum.reduceat(lengths, self._bounds[:-1][some])
         return longest
 
-    def _streams(self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex) -> _Pieces:
+    def _streams(
+        self, spec: ColumnSpec, blocks: Sequence[BlockColumns], row_index: RowIndex
+    ) -> _Pieces:
         """One Arrow stream a batch, of its own rows alone; nothing for an empty batch."""
         streams = [b""] * len(self._batch_rows)
-        groups, name = list(by_block(row_index)), self._specs[at].name
+        groups, name = list(by_block(row_index)), spec.name
         if groups:
             column = pa.concat_arrays(
                 [blocks[block].batch.column(name).take(pa.array(rows)) for block, rows, _ in groups]
@@ -178,7 +188,7 @@ class Gather:
                 if b > a:
                     streams[i] = _stream_of(column.take(pa.array(place[a:b])))
         sizes = np.array([len(stream) for stream in streams], np.int64)
-        return _pieces(sizes, np.zeros_like(sizes), sizes, streams=tuple(streams))
+        return self._spread(spec, sizes, streams=tuple(streams))
 
 
 class _Slab:
@@ -195,7 +205,7 @@ class _Slab:
         self._lists = lists
         self._rows, self._draw = rows, draw
         self._bytes: Bytes = np.frombuffer(slab, np.uint8)
-        self._words = self._bytes[: len(slab) // _INT_BYTES * _INT_BYTES].view(np.int64)
+        self._words = self._bytes[: len(slab) // SIDE_BYTES * SIDE_BYTES].view(np.int64)
         self._batch_rows = batch_rows
         self.bounds = _sums(batch_rows)
 
@@ -242,9 +252,9 @@ class _Slab:
         sides: Ints,
         width: Ints,
     ) -> None:
-        (batch, within), size = self._places, element_bytes(spec)
+        (batch, within), size = self._places, spec.value_bytes
         starts, lengths = spans[0][: len(batch)], spans[1][: len(batch)]
-        side = sides[batch] // _INT_BYTES + within
+        side = sides[batch] // SIDE_BYTES + within
         if spec.kind is Kind.PADDED:
             room = width[batch] * size
             put = values[batch] + within * room
@@ -253,28 +263,13 @@ class _Slab:
             room, sums = lengths * size, _sums(lengths)
             before = sums[:-1] - sums[self.bounds[batch]]
             put = values[batch] + before * size
-            self._words[sides // _INT_BYTES] = 0
+            self._words[sides // SIDE_BYTES] = 0
             self._words[side + 1] = before + lengths
         padding = self._lists.get(at, AS_THEY_ARE).padding
         self._rows.runs(at, size, (starts, lengths), put, room, self._bytes, padding)
         if spec.kind in TEXTS:
-            behind = sides + (self._batch_rows + 1) * _INT_BYTES
+            behind = slab_layout.valid_at(sides, self._batch_rows)
             self._bytes[behind[batch] + within] = self._rows.valid(at, len(batch))
-
-
-def _pieces(
-    values_bytes: Ints,
-    sides_bytes: Ints,
-    width: Ints,
-    spans: tuple[Ints, Ints] = (_NONE, _NONE),
-    streams: tuple[bytes, ...] = (),
-) -> _Pieces:
-    """Values and side of one batch after the other, each of them aligned."""
-    values_bytes = _aligned(values_bytes)
-    values = _sums(values_bytes + _aligned(sides_bytes))[:-1]
-    sides = values + values_bytes
-    ends = np.concatenate([[0], sides + sides_bytes])
-    return _Pieces(values, ends, sides, width, spans, streams)
 
 
 def _cut(spans: tuple[Ints, Ints], form: ListForm) -> tuple[Ints, Ints]:
@@ -299,7 +294,3 @@ def _stream_of(array: pa.Array) -> bytes:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return bytes(sink.getvalue())
-
-
-def _aligned(offsets: Ints) -> Ints:
-    return -(-offsets // _ALIGN_BYTES) * _ALIGN_BYTES

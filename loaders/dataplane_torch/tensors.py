@@ -1,7 +1,7 @@
 """Pieces of a slab -> tensors.
 
 A tensor is made over exactly its own bytes: it keeps the slab's memory object alive, and nothing
-of another batch is saved or sent with it. Shapes and layouts are those of model.Kind.
+of another batch is saved or sent with it. Shapes and layouts are those of arena/slab_layout.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dataplane.arena.slab_layout import side_count, texts
 from dataplane.client.stream import Batches
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ColumnSpec, Kind
@@ -146,7 +147,8 @@ def _padded(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
     def put(batches: Batches, i: int, out: Batch) -> None:
         column, rows = batches.columns[at], batches.batches[i].rows
         out[name] = make(batches, column.values[i], dtype, (rows, column.width[i]))
-        out[length_name] = make(batches, column.lengths[i], torch.int64, (rows,))
+        side = side_count(Kind.PADDED, rows)
+        out[length_name] = make(batches, column.lengths[i], torch.int64, (side,))
 
     return put
 
@@ -157,7 +159,8 @@ def _ragged(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
     def put(batches: Batches, i: int, out: Batch) -> None:
         column, rows = batches.columns[at], batches.batches[i].rows
         values = make(batches, column.values[i], dtype, (column.width[i],))
-        out[name] = Ragged(values, make(batches, column.lengths[i], torch.int64, (rows + 1,)))
+        side = side_count(Kind.RAGGED, rows)
+        out[name] = Ragged(values, make(batches, column.lengths[i], torch.int64, (side,)))
 
     return put
 
@@ -166,11 +169,8 @@ def _texts(spec: ColumnSpec, at: int) -> _Put:
     name, is_text = spec.name, spec.kind is Kind.STRING
 
     def put(batches: Batches, i: int, out: Batch) -> None:
-        column, rows = batches.columns[at], batches.batches[i].rows
-        start, side = column.values[i], column.lengths[i]
-        raw = batches.memory[start : start + column.width[i]].tobytes()
-        ends = np.frombuffer(batches.memory, np.int64, rows + 1, side).tolist()
-        valid = batches.memory[side + (rows + 1) * 8 :][:rows].tolist()
+        piece = texts(batches.memory, batches.columns[at], i, batches.batches[i].rows)
+        raw, ends, valid = piece.values.tobytes(), piece.offsets.tolist(), piece.valid.tolist()
         found: list[Any] = [
             raw[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
         ]

@@ -10,9 +10,10 @@ from fake_node import POISON, SPECS, Script, open_job, serving, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataplane.arena.slab_layout import pieces
 from dataplane.client.endpoint import Served
 from dataplane.client.session import Session
-from dataplane.client.stream import Batches, SlabStream, copied, pieces
+from dataplane.client.stream import Batches, SlabStream, copied
 from dataplane.rpc.messages import Batch, CloseStream
 
 

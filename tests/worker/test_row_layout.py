@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import BOTH, compiled_rows
 
+from dataplane.arena.slab_layout import row_bytes
 from dataplane.compiled import Compiled
 from dataplane.config import JobSpec
 from dataplane.errors import RowOutOfBounds
@@ -26,7 +27,7 @@ from dataplane.rpc.messages import Batch
 from dataplane.transforms.canonical import canonical
 from dataplane.transforms.columns import plan_columns
 from dataplane.worker import row_layout
-from dataplane.worker.columns import BlockColumns, RowLayout, open_block, row_bytes
+from dataplane.worker.columns import BlockColumns, RowLayout, open_block
 from dataplane.worker.gather import Gather
 from dataplane.worker.rows import Open
 

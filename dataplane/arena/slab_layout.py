@@ -1,0 +1,169 @@
+"""How a slab is laid out: workers write it so, trainers and nodes read it so, and all who need to
+know how large something is ask here. Pure.
+
+A slot begins with the slab and ends with the row index that it is made from, int32[rows, 2]. The
+slab is column after column, each from a multiple of `ALIGN_BYTES` on. A FIXED column is one array
+over all batches. Any other column has one *piece* a batch: its values, then its side, both aligned.
+
+    kind      values                   side, in int64             then
+    PADDED    [rows, width]            lengths [rows]
+    RAGGED    [width]                  offsets [rows + 1]
+    BYTES     uint8[width]             offsets [rows + 1]         valid uint8[rows]
+    STRING    as BYTES, in UTF-8
+    OBJECT    one Arrow stream, of `width` bytes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.model import ColumnSpec, Kind, Region
+
+Ints = npt.NDArray[np.int64]
+_Number = TypeVar("_Number", int, Ints)
+
+ALIGN_BYTES: Final = 64
+SIDE_BYTES: Final = 8
+"""Of one length or offset."""
+INDEX_BYTES: Final = 8
+"""Of one row in the row index."""
+TEXTS: Final = frozenset({Kind.BYTES, Kind.STRING})
+
+
+class PlacedColumn(Protocol):
+    """Where one column lies: of each batch the offsets of its values and of its side in the slab,
+    in bytes, and its width. A FIXED column has values alone; an OBJECT column has no side.
+    """
+
+    @property
+    def values(self) -> Sequence[int]:
+        """Offsets, in bytes."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Of sides, in bytes."""
+
+    @property
+    def width(self) -> Sequence[int]:
+        """In values; of OBJECT in bytes."""
+
+
+class SlabPiece(NamedTuple):
+    """Bytes of a slab."""
+
+    offset: int
+    length: int
+
+
+class TextPiece(NamedTuple):
+    """One batch of a column of texts.
+
+    Shapes:  values: uint8[width].   offsets: int64[rows + 1].   valid: uint8[rows].
+    """
+
+    values: npt.NDArray[np.uint8]
+    offsets: Ints
+    valid: npt.NDArray[np.uint8]
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def aligned(length: _Number) -> _Number:
+    """The next multiple of ALIGN_BYTES."""
+    return -(-length // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def row_index_bytes(rows: int) -> int:
+    """What the row index of so many rows takes at the end of a slot."""
+    return aligned(rows * INDEX_BYTES)
+
+
+def in_slot(slot: Region, rows: int) -> tuple[Region, Region]:
+    """The room for the slab and the row index of so many rows."""
+    slab_bytes = slot.length - row_index_bytes(rows)
+    index = Region(slot.offset + slab_bytes, rows * INDEX_BYTES)
+    return Region(slot.offset, slab_bytes), index
+
+
+def row_bytes(spec: ColumnSpec) -> int:
+    """The size of one row of a FIXED column."""
+    return spec.value_bytes * math.prod(spec.shape)
+
+
+def values_bytes(spec: ColumnSpec, width: _Number, rows: _Number) -> _Number:
+    """What the values of one piece take."""
+    if spec.kind is Kind.OBJECT:
+        return width
+    size = width * spec.value_bytes
+    return size * rows if spec.kind is Kind.PADDED else size
+
+
+def side_count(kind: Kind, rows: _Number) -> _Number:
+    """How many lengths or offsets the side of a piece has, that of OBJECT aside."""
+    return rows if kind is Kind.PADDED else rows + 1
+
+
+def side_bytes(kind: Kind, rows: _Number) -> _Number:
+    """What the side of one piece takes."""
+    if kind is Kind.OBJECT:
+        return rows * 0
+    size = side_count(kind, rows) * SIDE_BYTES
+    return size + rows if kind in TEXTS else size
+
+
+def valid_at(side: _Number, rows: _Number) -> _Number:
+    """Where in a slab it says which texts of a piece are there, by where its side begins."""
+    return side + (rows + 1) * SIDE_BYTES
+
+
+# -- places ------------------------------------------------------------------------------------
+
+
+def one_after_other(values: Ints, sides: Ints) -> tuple[Ints, Ints, Ints]:
+    """Where the values and the side of each piece of a column begin, and where the first so many
+    pieces end, counted from where the column begins.
+
+    Shapes:  values, sides: int64[batches], bytes.   result: int64[batches], int64[batches],
+    int64[batches + 1].
+    """
+    padded = aligned(values)
+    begins = np.cumsum(padded + aligned(sides)) - padded - aligned(sides)
+    side_begins = begins + padded
+    return begins, side_begins, np.concatenate([[0], side_begins + sides])
+
+
+def column_begins(ends: Ints) -> Ints:
+    """Where each column begins, if the columns take so much.
+
+    Shapes:  ends: int64[columns, n], for each of n numbers of batches.   result: the same.
+    """
+    padded = aligned(ends)
+    begins: Ints = np.cumsum(padded, axis=0) - padded
+    return begins
+
+
+def pieces(spec: ColumnSpec, column: PlacedColumn, i: int, rows: int) -> list[SlabPiece]:
+    """What batch `i`, of so many rows, has of one column: values, then its side if it has one."""
+    if spec.kind is Kind.FIXED:
+        return [SlabPiece(column.values[i], rows * row_bytes(spec))]
+    values = SlabPiece(column.values[i], values_bytes(spec, column.width[i], rows))
+    if spec.kind is Kind.OBJECT:
+        return [values]
+    return [values, SlabPiece(column.lengths[i], side_bytes(spec.kind, rows))]
+
+
+def texts(memory: npt.NDArray[np.uint8], column: PlacedColumn, i: int, rows: int) -> TextPiece:
+    """Batch `i`, of so many rows, of a column of texts.
+
+    Shapes:  memory: uint8[bytes], the slab.
+    """
+    start, side = column.values[i], column.lengths[i]
+    offsets = memory[side : side + (rows + 1) * SIDE_BYTES].view(np.int64)
+    behind = valid_at(side, rows)
+    return TextPiece(memory[start : start + column.width[i]], offsets, memory[behind:][:rows])

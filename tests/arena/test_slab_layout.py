@@ -1,0 +1,88 @@
+"""The layout of a slab: pieces do not meet, are aligned, and are read where they were put."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dataplane
+from dataplane.arena import slab_layout
+from dataplane.arena.slab_layout import ALIGN_BYTES, TEXTS
+from dataplane.model import ColumnSpec, Kind, Region
+from dataplane.rpc.messages import Column
+
+VARIABLE = [kind for kind in Kind if kind is not Kind.FIXED]
+DTYPES = {Kind.BYTES: "uint8", Kind.STRING: "uint8", Kind.OBJECT: ""}
+batches = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 70)), min_size=1, max_size=5)
+
+
+@given(st.sampled_from(VARIABLE), batches, st.integers(0, 3))
+def test_pieces_are_aligned_and_follow_one_another(
+    kind: Kind, told: list[tuple[int, int]], lines: int
+) -> None:
+    spec = ColumnSpec("x", kind, DTYPES.get(kind, "int32"))
+    rows, width = np.array(told, np.int64).T
+    sizes = slab_layout.values_bytes(spec, width, rows)
+    sides = slab_layout.side_bytes(kind, rows)
+    values, begins, ends = slab_layout.one_after_other(sizes, sides)
+    begin = lines * ALIGN_BYTES
+    placed = [tuple((begin + each).tolist()) for each in (values, begins)]
+    column = Column(placed[0], placed[1], tuple(width.tolist()))
+    end = begin
+    for i, (count, _) in enumerate(told):
+        for offset, length in slab_layout.pieces(spec, column, i, count):
+            assert offset % ALIGN_BYTES == 0
+            assert end <= offset < end + ALIGN_BYTES
+            end = offset + length
+        assert end <= begin + ends[i + 1] < end + ALIGN_BYTES
+
+
+@given(batches, st.sampled_from(sorted(TEXTS)))
+def test_texts_are_read_where_their_pieces_lie(told: list[tuple[int, int]], kind: Kind) -> None:
+    spec = ColumnSpec("x", kind, "uint8")
+    rows, width = np.array(told, np.int64).T
+    sizes, sides = slab_layout.values_bytes(spec, width, rows), slab_layout.side_bytes(kind, rows)
+    values, begins, ends = slab_layout.one_after_other(sizes, sides)
+    memory = np.zeros(int(ends[-1]), np.uint8)
+    column = Column(tuple(values.tolist()), tuple(begins.tolist()), tuple(width.tolist()))
+    for i, (count, size) in enumerate(told):
+        text, offsets, valid = slab_layout.texts(memory, column, i, count)
+        assert (len(text), len(offsets), len(valid)) == (size, count + 1, count)
+        text[:], offsets[:], valid[:] = 1, -1, 2
+    assert (memory == 1).sum() == width.sum()
+    assert (memory == 255).sum() == 8 * (rows + 1).sum()
+    assert (memory == 2).sum() == rows.sum()
+
+
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_a_slot_is_a_slab_and_behind_it_the_row_index(rows: int, pages: int) -> None:
+    slot = Region(4096, 4096 * pages)
+    slab, index = slab_layout.in_slot(slot, rows)
+    assert (slab.offset, slab.offset + slab.length) == (slot.offset, index.offset)
+    assert index.length == 8 * rows
+    assert index.offset % ALIGN_BYTES == 0
+    assert 0 <= slot.offset + slot.length - index.offset - index.length < ALIGN_BYTES
+
+
+def test_no_other_module_says_how_slabs_are_aligned_or_how_long_a_side_is() -> None:
+    root = Path(dataplane.__file__).parents[1]
+    paths = [path for top in ("dataplane", "loaders") for path in (root / top).rglob("*.py")]
+    own = Path(slab_layout.__file__)
+    for path in paths:
+        text = path.read_text()
+        assigned = [
+            target.id
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        ]
+        # Of trails, which have an alignment of their own.
+        is_other = path.name == "trails.py"
+        assert path == own or is_other or not [name for name in assigned if "ALIGN" in name], path
+        assert path == own or not re.search(r"\(.*rows \+ 1\) \* ", text), path
