@@ -49,9 +49,7 @@ class Journal:
     def add(self, writes: Iterable[Write]) -> None:
         """Take a decision's writes along in the next commit."""
         for write in writes:
-            key = key_of(write)
-            self._waiting.pop(key, None)
-            self._waiting[key] = write
+            self._waiting[key_of(write)] = write
             self._added += 1
 
     async def commit(self) -> None:

@@ -195,6 +195,24 @@ def test_time_that_passes_ends_leases(tmp_path):
     asyncio.run(main())
 
 
+def test_leases_end_by_themselves(tmp_path):
+    async def main():
+        with pytest.raises(ConfigError, match="at least"):
+            Coordinator(config(tmp_path, lease_s=0.09))
+        coordinator = Coordinator(config(tmp_path, lease_s=0.1))
+        await coordinator.start()
+        await coordinator.join(join(0, 1))
+        async with asyncio.timeout(30):
+            while True:
+                (job,) = (await coordinator.status(StatusRequest())).jobs
+                if job.members[0].state == "expired":
+                    break
+                await asyncio.sleep(0.01)
+        await coordinator.close()
+
+    asyncio.run(main())
+
+
 def test_a_coordinator_that_is_not_running_says_so(tmp_path):
     async def main():
         coordinator = Coordinator(config(tmp_path))

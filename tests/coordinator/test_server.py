@@ -145,6 +145,18 @@ def test_a_taken_port_is_named_with_what_to_do():
     asyncio.run(main())
 
 
+def test_of_two_equal_services_the_second_is_told_of_the_address_and_not_of_the_file(tmp_path):
+    async def main():
+        config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
+        server = CoordinatorServer(config, LOCAL)
+        address = await server.start()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            await CoordinatorServer(config, address).start()
+        await server.stop()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 def test_only_loopback_is_bound_unless_told_otherwise(address):
     async def main():

@@ -273,8 +273,20 @@ def test_the_longest_names_and_the_largest_jobs_are_taken(machine):
     largest = dataclasses.replace(join(0, 1 << 20, pixels="x" * 1024), dataset="x" * 1025)
     assert machine.ask(largest).generation == 1
     assert machine.job().dataset == "x" * 1024
-    for request in (join(0, (1 << 20) + 1), join(0, pixels="x" * 1025)):
-        assert isinstance(machine.ask(request), ConfigError)
+    smallest = join(0, 1, job="k", spec=other(global_batch=1))
+    assert machine.ask(smallest).generation == 1
+    for request, words in (
+        (join(0, (1 << 20) + 1), "is outside of"),
+        (join(0, pixels="x" * 1025), "pixels has 1025"),
+    ):
+        assert words in str(machine.ask(request))
+
+
+def test_a_node_may_have_no_host_and_of_no_version_it_is_another_one(machine):
+    machine.ask(dataclasses.replace(node("n1"), host=""))
+    assert [one.node_id for one in machine.ask(StatusRequest()).nodes] == ["n1"]
+    assert isinstance(machine.ask(node("n2", version="")), VersionMismatch)
+    assert isinstance(machine.ask(node("")), ConfigError)
 
 
 def test_a_node_is_shown_as_soon_as_it_has_registered(machine):

@@ -80,6 +80,8 @@ def test_null_counts_come_back_from_their_bytes(told: list[int]) -> None:
     assert again is not None
     assert again.counts.tolist() == first.counts.tolist()
     assert again.shards.tolist() == first.shards.tolist()
+    for each in (first.counts, first.shards, again.counts, again.shards):
+        assert not each.flags.writeable
     assert NullCounts.from_bytes(b"") is None
     with pytest.raises(ValueError, match="3 numbers"):
         NullCounts.from_bytes(bytes(24))
