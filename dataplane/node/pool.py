@@ -180,23 +180,19 @@ class WorkerPool:
         return worker
 
     def _dispatch(self) -> None:
-        for worker in list(self._workers):
-            if not worker.is_idle:
-                continue
-            task = self._next()
-            if task is None:
+        while idle := {each.process.pid: each for each in self._workers if each.is_idle}:
+            able = [worker for worker in self._workers if not worker.is_ending]
+            busy = {each.process.pid: each.task for each in able if each.task is not None}
+            found = self._queue.take(list(idle), busy, len(able), time.monotonic())
+            if found is None:
                 return
-            self._give(worker, task)
+            task, pid = found
+            self._give(idle[pid], task)
 
     def _give(self, worker: PoolWorker, task: PoolTask) -> None:
         worker.prepare(task)
         self._send_next(worker)
         self._watch_soon()
-
-    def _next(self) -> PoolTask | None:
-        able = [worker for worker in self._workers if not worker.is_ending]
-        under_way = [worker.task for worker in able if worker.task is not None]
-        return self._queue.take(under_way, len(able), time.monotonic())
 
     def _send_next(self, worker: PoolWorker) -> None:
         """Send the first packet, unless the worker still owes the answer to it."""

@@ -1,7 +1,10 @@
-"""Which task a worker gets next. Pure: time is an argument.
+"""Which task goes next, and to which worker. Pure: time is an argument.
 
 Invariants:
-1. Of the tasks that may go, the most urgent goes first, then the oldest.
+1. Of the tasks that may go, the most urgent goes first, then the oldest. But a worker that decoded
+   a block of a shard last has the shard open and knows its footer: it gets the first task of that
+   shard among the oldest AHEAD of the same dataset and urgency. No task is passed over more than
+   AHEAD times in a row, and no worker stays idle to wait for a task of its shards.
 2. A dataset alone has all workers.
 3. Where there are several, long tasks leave one worker to the others: nobody's slab waits until
    somebody else's blocks are decoded. With a single worker there is none to leave.
@@ -11,18 +14,31 @@ Invariants:
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dataplane.node.pool_worker import PoolTask
+from dataplane.rpc.tasks import Decode
 
 LONG_S = 0.5
 """Most tasks take some 10 ms. A block of a table of 100,000 columns takes seconds."""
 LIVE_S = 10.0
 """So long after its last task a dataset may have another one at any moment."""
+AHEAD = 16
 _FADING = 0.9
+_SHARDS_MAX = 1 << 14
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """Tasks of one dataset and urgency with their numbers, the oldest first; it was passed over so
+    many times.
+    """
+
+    tasks: deque[tuple[int, PoolTask]] = field(default_factory=deque)
+    passed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +47,15 @@ class _Line:
     or ended, and how long about the longest of the last few took, if any has ended.
     """
 
-    waiting: list[tuple[int, int, PoolTask]] = field(default_factory=list)
+    by_urgency: dict[int, _Waiting] = field(default_factory=dict)
     took_s: float | None = None
     last: float = 0.0
+
+    @property
+    def first(self) -> tuple[int, int] | None:
+        """Urgency and number of the task that goes first, if any waits."""
+        found = ((urgency, each.tasks[0][0]) for urgency, each in self.by_urgency.items())
+        return min(found, default=None)
 
 
 class TaskQueue:
@@ -42,12 +64,15 @@ class TaskQueue:
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
         self._numbers = itertools.count(1)
+        self._readers: OrderedDict[str, int] = OrderedDict()
+        """Which worker decoded a block of a shard last, of the shards that were used last."""
 
     def add(self, task: PoolTask, urgency: int, now: float) -> None:
         """It waits from now on; the smallest urgency goes first."""
         line = self._lines.setdefault(task.dataset.dataset_id, _Line())
         line.last = now
-        heapq.heappush(line.waiting, (urgency, next(self._numbers), task))
+        waiting = line.by_urgency.setdefault(urgency, _Waiting())
+        waiting.tasks.append((next(self._numbers), task))
 
     def ended(self, task: PoolTask, now: float) -> None:
         """A worker is done with it, and has begun with it at `task.started`."""
@@ -55,23 +80,64 @@ class TaskQueue:
         line.took_s = max(now - task.started, _FADING * (line.took_s or 0.0))
         line.last = now
 
-    def take(self, under_way: Iterable[PoolTask], worker_count: int, now: float) -> PoolTask | None:
-        """The task to begin now, if there is one, beside those that are under way."""
-        tasks = list(under_way)
+    def take(
+        self, idle: Sequence[int], busy: Mapping[int, PoolTask], worker_count: int, now: float
+    ) -> tuple[PoolTask, int] | None:
+        """The task to begin now, if there is one, and which of the idle workers gets it. `busy` is
+        what the others are at, of `worker_count` in all.
+        """
+        tasks = list(busy.values())
         self._forget(tasks, now)
         candidates = [
-            (line.waiting[0][:2], key)
+            (first, key)
             for key, line in self._lines.items()
-            if line.waiting and self._may_go(key, tasks, worker_count, now)
+            if (first := line.first) and self._may_go(key, tasks, worker_count, now)
         ]
         if not candidates:
             return None
-        return heapq.heappop(self._lines[min(candidates)[1]].waiting)[2]
+        (urgency, _), key = min(candidates)
+        waiting = self._lines[key].by_urgency[urgency]
+        at, worker = self._choice(waiting, idle, busy)
+        waiting.passed = waiting.passed + 1 if at else 0
+        task = self._removed(self._lines[key], urgency, at)
+        shard = _shard_of(task)
+        if shard is not None:
+            self._readers[shard] = worker
+            self._readers.move_to_end(shard)
+            if len(self._readers) > _SHARDS_MAX:
+                self._readers.popitem(last=False)
+        return task, worker
 
     def take_any(self) -> PoolTask | None:
         """One of those that wait, whatever is under way."""
-        line = next((line for line in self._lines.values() if line.waiting), None)
-        return None if line is None else heapq.heappop(line.waiting)[2]
+        line = next((line for line in self._lines.values() if line.by_urgency), None)
+        return None if line is None else self._removed(line, min(line.by_urgency), 0)
+
+    def _choice(
+        self, waiting: _Waiting, idle: Sequence[int], busy: Mapping[int, PoolTask]
+    ) -> tuple[int, int]:
+        """Which of these tasks goes to which worker."""
+        ahead = 1 if waiting.passed >= AHEAD else AHEAD
+        readers = [self._reader(task) for _, task in itertools.islice(waiting.tasks, ahead)]
+        for at, reader in enumerate(readers):
+            if reader in idle:
+                return at, reader
+        # The shards of others are left to them, as long as there is something else to do.
+        at = next((at for at, reader in enumerate(readers) if reader not in busy), 0)
+        return at, idle[0]
+
+    def _reader(self, task: PoolTask) -> int:
+        """Who decoded a block of its shard last; -1 if nobody did."""
+        shard = _shard_of(task)
+        return -1 if shard is None else self._readers.get(shard, -1)
+
+    def _removed(self, line: _Line, urgency: int, at: int) -> PoolTask:
+        waiting = line.by_urgency[urgency]
+        _, task = waiting.tasks[at]
+        del waiting.tasks[at]
+        if not waiting.tasks:
+            del line.by_urgency[urgency]
+        return task
 
     def _may_go(self, key: int, tasks: list[PoolTask], worker_count: int, now: float) -> bool:
         others = self._lines.keys() - {key}
@@ -94,5 +160,10 @@ class TaskQueue:
         """Datasets that have no tasks, and had none for a while."""
         at_work = {task.dataset.dataset_id for task in tasks}
         for key, line in list(self._lines.items()):
-            if not line.waiting and key not in at_work and now - line.last > LIVE_S:
+            if not line.by_urgency and key not in at_work and now - line.last > LIVE_S:
                 del self._lines[key]
+
+
+def _shard_of(task: PoolTask) -> str | None:
+    """The shard that it decodes a block of."""
+    return task.body.raw.url if isinstance(task.body, Decode) else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +13,15 @@ from pool_bench import ROOM, Bench, arrow_shards, instead_of_workers, on_bench
 
 from dataplane.model import Region
 from dataplane.node.pool_worker import PoolTask
-from dataplane.node.task_queue import LIVE_S, LONG_S, TaskQueue
+from dataplane.node.task_queue import AHEAD, LIVE_S, LONG_S, TaskQueue
 from dataplane.rpc import tasks
 from dataplane.worker.death import WorkerPlace
 
 WIDE, OTHER_WIDE, NARROW = 1, 2, 3
 
 
-def task_of(dataset_id: int) -> PoolTask:
-    raw = tasks.RawBlockRef("a", 0, 1, Region(0, 0), Region(0, 0), 0)
+def task_of(dataset_id: int, shard: str = "a") -> PoolTask:
+    raw = tasks.RawBlockRef(shard, 0, 1, Region(0, 0), Region(0, 0), 0)
     return PoolTask(
         tasks.Decode(dataset_id, raw, Region(0, 0)),
         tasks.OpenDataset(dataset_id, "arrow", b""),
@@ -35,9 +37,11 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.queue, self.count, self.now = TaskQueue(), count, 100.0
         self.tasks: list[PoolTask] = []
+        self.at: dict[int, PoolTask] = {}
+        """What each worker is at."""
 
-    def queued(self, dataset_id: int, urgency: int = 0) -> PoolTask:
-        task = task_of(dataset_id)
+    def queued(self, dataset_id: int, urgency: int = 0, shard: str = "a") -> PoolTask:
+        task = task_of(dataset_id, shard)
         self.queue.add(task, urgency, self.now)
         return task
 
@@ -48,7 +52,11 @@ class Workers:
     def done(self, task: PoolTask, after_s: float) -> None:
         self.now += after_s
         self.tasks.remove(task)
+        del self.at[self.worker_of(task)]
         self.queue.ended(task, self.now)
+
+    def worker_of(self, task: PoolTask) -> int:
+        return next(worker for worker, at in self.at.items() if at is task)
 
     def knows(self, dataset_id: int, took_s: float) -> None:
         """A task of this dataset has ended."""
@@ -58,9 +66,12 @@ class Workers:
 
     def _begin(self) -> Iterator[int]:
         while len(self.tasks) < self.count:
-            task = self.queue.take(self.tasks, self.count, self.now)
-            if task is None:
+            idle = [worker for worker in range(self.count) if worker not in self.at]
+            found = self.queue.take(idle, self.at, self.count, self.now)
+            if found is None:
                 return
+            task, worker = found
+            self.at[worker] = task
             task.started = self.now
             self.tasks.append(task)
             yield task.dataset.dataset_id
@@ -71,6 +82,62 @@ def test_the_most_urgent_job_goes_first_and_then_the_oldest() -> None:
     for dataset_id, urgency in [(WIDE, 1), (NARROW, 1), (NARROW, 0), (OTHER_WIDE, 0)]:
         workers.queued(dataset_id, urgency)
     assert workers.begun() == [NARROW, OTHER_WIDE, WIDE, NARROW]
+
+
+def test_a_worker_that_is_idle_gets_blocks_of_the_shard_that_it_decoded_last() -> None:
+    workers = Workers(3)
+    first = [workers.queued(WIDE, shard=shard) for shard in "abc"]
+    workers.begun()
+    of = {task: workers.worker_of(task) for task in first}
+    for task in first:
+        workers.done(task, 0.01)
+    again = [workers.queued(WIDE, shard=shard) for shard in "cab"]
+    workers.begun()
+    assert [workers.worker_of(task) for task in again] == [of[first[at]] for at in (2, 0, 1)]
+
+
+def test_a_worker_takes_what_others_could_do_better_rather_than_stay_idle() -> None:
+    workers = Workers(2)
+    first = workers.queued(WIDE, shard="a")
+    workers.begun()
+    second = workers.queued(WIDE, shard="a")
+    workers.begun()
+    assert {workers.worker_of(first), workers.worker_of(second)} == {0, 1}
+
+
+def test_a_task_is_passed_over_a_few_times_at_most() -> None:
+    workers = Workers(1)
+    workers.knows(WIDE, 0.01)
+    stranger = workers.queued(WIDE, shard="stranger")
+    begun: list[PoolTask] = []
+    while stranger not in begun:
+        workers.queued(WIDE, shard="a")
+        workers.begun()
+        begun += workers.tasks
+        workers.done(workers.tasks[0], 0.01)
+    assert len(begun) == AHEAD + 1
+
+
+def test_each_worker_decodes_few_shards() -> None:
+    """Blocks in random order, of more shards than a worker has open."""
+    workers, chance = Workers(4), random.Random(1)
+    blocks = [f"{shard}" for shard in range(100) for _ in range(20)]
+    chance.shuffle(blocks)
+    seen: dict[str, set[int]] = {}
+    waiting = iter(blocks)
+    for shard in itertools.islice(waiting, 64):
+        workers.queued(WIDE, shard=shard)
+    workers.begun()
+    while workers.tasks:
+        task = chance.choice(workers.tasks)
+        assert isinstance(task.body, tasks.Decode)
+        seen.setdefault(task.body.raw.url, set()).add(workers.worker_of(task))
+        workers.done(task, 0.01)
+        for shard in itertools.islice(waiting, 1):
+            workers.queued(WIDE, shard=shard)
+        workers.begun()
+    assert len(seen) == 100
+    assert sum(map(len, seen.values())) < 280, "taken as they come it is nearly 400"
 
 
 def test_a_dataset_alone_has_all_workers_however_long_its_jobs_take() -> None:
