@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import held_loops
 import hygiene
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,7 +40,17 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed:
         item.stash[_failed] = True
+    if report.when == "teardown" and report.passed and not item.stash.get(_failed, False):
+        expect_no_hold(item, report)
     return report
+
+
+def expect_no_hold(test: pytest.Item, report: pytest.TestReport) -> None:
+    """Fail the test of this report if one of its nodes has held its event loop."""
+    line = held_loops.longest_hold(text for _, text in report.sections)
+    if line is not None and test.get_closest_marker(held_loops.MAY_HOLD) is None:
+        report.outcome = "failed"
+        report.longrepr = f"a node of this test held its event loop:\n  {line}"
 
 
 def pytest_collection_finish() -> None:

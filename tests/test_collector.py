@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -52,3 +54,35 @@ def test_lists_are_emptied_and_what_only_they_had_is_freed(count: int) -> None:
     collector.release(one, other)
     assert (one, other) == ([], [])
     assert not any(each() for each in seen)
+
+
+def test_what_a_process_has_when_it_settles_is_not_looked_at_again() -> None:
+    code = (
+        "import gc, dataplane.node.server\n"
+        "from dataplane import collector\n"
+        "found = len(gc.get_objects())\n"
+        "collector.settle()\n"
+        "print(found, len(gc.get_objects()), gc.get_threshold()[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    before, after, threshold = map(int, done.stdout.split())
+    assert before > 20_000
+    assert after < before / 10
+    assert threshold > 700
+
+
+def test_a_node_settles_when_it_serves() -> None:
+    code = (
+        "import gc\n"
+        "from dataplane.commands import serve\n"
+        "from dataplane.node import __main__\n"
+        "__main__._started(None)\n"
+        "print(gc.get_freeze_count())\n"
+        "gc.unfreeze()\n"
+        "serve._serving('here')\n"
+        "print(gc.get_freeze_count())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    embedded, _ready, _here, _name, served = done.stdout.split()
+    assert int(embedded) > 1000
+    assert int(served) > 1000

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from dataplane import background
+from dataplane import background, collector
 from dataplane.commands.options import NODE_SETTINGS, Settings, setting_options
 from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
 from dataplane.config import VERSION, NodeConfig
@@ -203,8 +203,7 @@ async def _run_node(
             service=named,
         ) from error
     with listener:
-        ready = partial(_announce, f"node {named}")
-        await run_node(config, listener, coordination, stop, ready)
+        await run_node(config, listener, coordination, stop, partial(_serving, named))
 
 
 def _check_nameable(named: str) -> None:
@@ -216,6 +215,12 @@ def _check_nameable(named: str) -> None:
             key="service",
             found=named,
         )
+
+
+def _serving(named: str) -> None:
+    """The node of this service can be used from now on."""
+    collector.settle()
+    _announce(f"node {named}")
 
 
 def _announce(what: str) -> None:

@@ -55,6 +55,9 @@ async def _to_the_end(descriptor: int, stderr_fd: int | None) -> None:
 
 def _started(stderr_fd: int | None) -> None:
     """While it starts, stderr is a file of the trainer that waits for it and tells its errors."""
+    from dataplane import collector
+
+    collector.settle()
     if stderr_fd is not None:
         sys.stderr.flush()
         os.dup2(stderr_fd, 2)

@@ -1,0 +1,40 @@
+"""A test whose node holds its event loop fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import conftest
+import held_loops
+import pytest
+
+pytestmark = pytest.mark.may_hold_loop
+
+
+def test_a_test_whose_node_holds_its_loop_fails() -> None:
+    script = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent / "node")]!r}
+from test_watchdog import *
+from dataplane.trace import configure
+configure("warning", "text")
+seen_of(lambda: compute_for(0.06))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=True, timeout=60
+    )
+
+    def report(marker: object) -> pytest.TestReport:
+        told = [("Captured stderr call", done.stderr)]
+        made = pytest.TestReport("one", ("", 1, ""), {}, "passed", None, "teardown", told)
+        test: Any = SimpleNamespace(get_closest_marker=lambda name: marker)
+        conftest.expect_no_hold(test, made)
+        return made
+
+    assert report(marker=None).failed
+    assert "compute_for" in str(report(marker=None).longrepr)
+    assert report(marker=held_loops.MAY_HOLD).passed
