@@ -106,9 +106,7 @@ def _value_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A step that has no fields in an `ImageSpec`: its name, and its parameters one after the
-    other.
-    """
+    """An image step that has no fields of its own in an `ImageSpec`: its name, its parameters."""
 
     name: str
     numbers: tuple[float, ...] = ()
@@ -118,9 +116,9 @@ class StepSpec:
 class ImageSpec:
     """How each encoded image of one column becomes pixels [height, width, 3] or [3, height, width].
 
-    This is how a list of steps is sent and saved; `transforms.image_steps.steps_of` reads it. The
-    first steps have fields here, which digests of saved states contain. All others stand in
-    `steps`, in the order in which they are done.
+    This is the form in which a list of image steps is sent and saved; `steps_of` in
+    transforms/image_steps.py reads it. The first seven steps have fields here, which saved digests
+    cover. All other steps are in `steps`, in the order in which they run.
 
     `resize` is () for none, (shorter side,), or (height, width), in pixels; then comes the cut.
     `scale` is the share of an image's area that a random cut takes, `ratio` its width by its height

@@ -1,8 +1,8 @@
-"""The numbers that steps draw: pure, and alike everywhere.
+"""The random numbers of image steps: pure, and the same on every machine.
 
-All that is random comes from the key of a sample and of what it is drawn for, which depends on
-nothing but seed, epoch and the sample: not on ranks, workers or batches. docs/images.md writes it
-down; what a step makes of its numbers, its file says (steps/).
+Every number comes from a key that depends only on the seed, the epoch, the sample, the column and
+the step: not on ranks, workers or batches. docs/images.md documents it. Each step's file (steps/)
+says how the step uses its numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What becomes of the images of a column: a tuple of steps, and what they do one after the other.
+"""The steps that turn the encoded images of a column into pixels, as a tuple, and what they compute
+together.
 
-An `ImageSpec` is how it is declared, sent and saved; `steps_of` reads it. What a step is, its own
-file says (steps/); nothing here knows any of them.
+An `ImageSpec` is the form in which steps are sent and saved; `steps_of` reads it. Each step has its
+own file in steps/; this module knows none of them by name.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from dataplane.transforms.steps.kind import (
 from dataplane.transforms.view import PixelView
 
 Draw = Callable[[str, int], Floats]
-"""The numbers of a step for each sample: float64[n, count], uniform in [0, 1)."""
+"""Draws numbers for a step, by its name: float64[n, count], uniform in [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PixelChange:
-    """A step that changes the pixels of some images, in place.
+    """A step that changes the pixels of n images in place.
 
-    Shapes:  numbers: float64[p], its parameters.   drawn: float64[n, d], of each image.
+    Shapes:  numbers: float64[p], its parameters.   drawn: float64[n, d], its draws for each image.
     """
 
     kind: StepKind[AnyStep]
@@ -44,7 +45,7 @@ class PixelChange:
 
 @dataclass(frozen=True, slots=True)
 class ImageSteps:
-    """The steps of one column, in the order in which they are done."""
+    """The steps of one column, in the order in which they run."""
 
     column: str
     size: tuple[int, int]
@@ -52,10 +53,10 @@ class ImageSteps:
     decode: Decoding
 
     def crops(self, sizes: NDArray[np.int32], draw: Draw) -> Crops:
-        """Where the pixels of images of these sizes come from.
+        """Which part of each image becomes the result.
 
-        Shapes:  sizes: int32[n, 2], height and width of each as it is seen.
-        Raises:  ImageError: of an image these steps make nothing; row is its place.
+        Shapes:  sizes: int32[n, 2], height and width of each image, upright.
+        Raises:  ImageError: a step cannot be applied to an image of this size; row is its index.
         """
         whole = sizes.astype(np.float64)
         boxes = np.concatenate([np.zeros_like(whole), whole], axis=1)
@@ -67,7 +68,7 @@ class ImageSteps:
         return found
 
     def changes(self, count: int, draw: Draw) -> tuple[PixelChange, ...]:
-        """What is done to the pixels of so many images, in this order."""
+        """The changes to the pixels of `count` images, in this order."""
         return tuple(
             PixelChange(kind, step, np.array(numbers_of(step)), _drawn(kind, draw, count))
             for step in self.steps
@@ -75,7 +76,7 @@ class ImageSteps:
         )
 
     def view(self) -> PixelView:
-        """What every image becomes."""
+        """Size, dtype and layout of the results."""
         found = PixelView(*self.size, "HWC", "uint8", None, None)
         for step in self.steps:
             kind = kind_of(step)
@@ -84,7 +85,7 @@ class ImageSteps:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a part of each image is all that is needed of it."""
+        """Whether only a part of each image is needed."""
         return any(kind_of(step).group is StepGroup.CUT for step in self.steps)
 
     @property
@@ -100,7 +101,7 @@ def _drawn(kind: StepKind[AnyStep], draw: Draw, count: int) -> Floats:
 
 
 def kind_of(step: AnyStep) -> StepKind[AnyStep]:
-    """What the file of a step declares."""
+    """What the file of this step declares."""
     return kinds()[type(step)]
 
 
@@ -110,7 +111,7 @@ def kinds() -> dict[type, StepKind[AnyStep]]:
 
 
 def in_order(steps: Iterable[AnyStep]) -> tuple[AnyStep, ...]:
-    """As they are done. The order of those that change pixels is the one that is given."""
+    """The steps in the order in which they run. Steps that change pixels keep the given order."""
     places = {kind.step: place for place, kind in enumerate(registry.STEPS)}
 
     def key(step: AnyStep) -> tuple[int, int]:
@@ -121,7 +122,7 @@ def in_order(steps: Iterable[AnyStep]) -> tuple[AnyStep, ...]:
 
 
 def may_follow(step: type, before: Sequence[type]) -> bool:
-    """Whether a list that begins so can go on with this step."""
+    """Whether this step may come next, after the given ones."""
     known = kinds()
     if not before:
         return True
@@ -133,8 +134,8 @@ def may_follow(step: type, before: Sequence[type]) -> bool:
 
 
 def saved(column: str, steps: Sequence[AnyStep]) -> ImageSpec:
-    """The spec that stands for these steps: equal for all lists that mean the same. Height and
-    width are 0 if no step says how large results are.
+    """The spec for these steps: equal for all lists with the same meaning. Height and width are 0
+    if no step fixes them.
     """
     image = ImageSpec(column, 0, 0, Cut.WHOLE)
     for step in in_order(_with_implied(steps)):
@@ -159,9 +160,9 @@ def _with_implied(steps: Sequence[AnyStep]) -> list[AnyStep]:
 
 
 def steps_of(image: ImageSpec) -> ImageSteps:
-    """The steps that a spec stands for.
+    """The steps that a spec contains.
 
-    Raises:  ConfigError: it has a step that is not known here.
+    Raises:  ConfigError: this version does not know one of them.
     """
     found = [
         step
@@ -181,4 +182,7 @@ def _later(column: str, spec: StepSpec) -> AnyStep:
                 return kind.checked(kind.of_numbers(spec.numbers), where)
             except (TypeError, ValueError) as fault:
                 raise ConfigError(f"{where}: {fault}", field="transforms") from fault
-    raise ConfigError(f"{where} is no step that this version knows", field="transforms")
+    raise ConfigError(
+        f"{where} is not a step that this version knows; run the same version everywhere",
+        field="transforms",
+    )

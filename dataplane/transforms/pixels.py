@@ -34,7 +34,7 @@ Bytes = NDArray[np.uint8]
 TOLERANCE: Final = 1
 _FOR_PILLOW = 1
 _CHANGED_BYTES = 4 << 20
-"""Of pixels that are changed together, before they become what is delivered."""
+"""RGB bytes that are changed together, before they are converted."""
 
 
 class _View(ctypes.Structure):
@@ -164,8 +164,8 @@ def _render_changed(
     may_reduce: bool,
     changes: Sequence[PixelChange],
 ) -> None:
-    """As `render`, a few images at a time: their pixels are made as RGB, then changed, then given
-    their form.
+    """As `render`, for a few images at a time: make RGB bytes, change them, convert them to the
+    view's form.
     """
     plain = replace(view, layout="HWC", dtype="uint8", mean=None, std=None)
     step = max(1, _CHANGED_BYTES // plain.bytes)

@@ -1,4 +1,6 @@
-"""A step that is added needs its file, its C and a line in the registry: as random_solarize.py."""
+"""Steps that are added, random_solarize.py and random_crop.py: each is a file, its C if it has any,
+and a line in the registry.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,24 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import random_crop
 import random_solarize
 from kernels import without
 from pictures import Encoded, drawn, encoded
+from random_crop import RandomCrop
 from random_solarize import RandomSolarize
 
 from dataplane import compiled
 from dataplane.config import JobSpec
 from dataplane.errors import ConfigError, ImageError
-from dataplane.model import ColumnSpec, ImageSpec, Kind, StepSpec
+from dataplane.model import ColumnSpec, Cut, ImageSpec, Kind, StepSpec
 from dataplane.rpc import convert, tasks
 from dataplane.transforms import draws, pixels
 from dataplane.transforms.image_steps import Draw, ImageSteps, steps_of
-from dataplane.transforms.images import image_spec
+from dataplane.transforms.images import delivered, image_spec
 from dataplane.transforms.pixels_library import _CHANGE, LIBRARY, Maker, maker, pillow_maker
 from dataplane.transforms.steps import registry
-from dataplane.transforms.steps.registry import CenterCrop, Normalize, ToDtype, ToLayout
+from dataplane.transforms.steps.registry import CenterCrop, Normalize, Resize, ToDtype, ToLayout
 from dataplane.worker.columns import open_block
 from dataplane.worker.pictures import Pictures
 from dataplane.worker.rows import rows_of
@@ -68,7 +72,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "STEPS", (*registry.STEPS, random_solarize.STEP))
+    monkeypatch.setattr(
+        registry, "STEPS", (*registry.STEPS, random_crop.STEP, random_solarize.STEP)
+    )
 
 
 def steps_with(*steps: object) -> ImageSteps:
@@ -106,10 +112,29 @@ def test_it_is_declared_checked_sent_and_saved_without_a_change_elsewhere() -> N
     assert digests[1] == "e39db9e1ab4cfc58a26c132a0e4556ee"
     with pytest.raises(ConfigError, match=r"p is 2.0: 0 to 1"):
         image_spec("jpg", [CenterCrop(8), RandomSolarize(128, 2)])
-    with pytest.raises(ConfigError, match=r"then RandomHorizontalFlip, then RandomSolarize, then"):
+    with pytest.raises(ConfigError, match=r"RandomSolarize, then ToDtype"):
         image_spec("jpg", [RandomSolarize(128), CenterCrop(8)])
     with pytest.raises(ConfigError, match=r"RandomSolarize: .*positional"):
         steps_of(dataclasses.replace(plain, steps=(StepSpec("RandomSolarize", (1.0,) * 3),)))
+
+
+def test_a_step_that_crops_needs_no_field_of_its_own() -> None:
+    spec = image_spec("jpg", [Resize(64), RandomCrop((24, 32))])
+    assert (spec.height, spec.width) == (24, 32)
+    assert spec.steps == (StepSpec("RandomCrop", (24.0, 32.0)),)
+    steps = steps_of(convert.decode(ImageSpec, convert.encode(spec)))
+    assert steps.steps[:2] == (Resize(64), RandomCrop((24, 32)))
+    assert steps.is_cut
+    assert not steps.may_reduce
+    assert (steps.view().height, steps.view().width) == (24, 32)
+    sizes = np.tile(np.array([[128, 256]], np.int32), (50, 1))
+    boxes = steps.crops(sizes, numbers(50)).boxes
+    assert (boxes[:, 2:] == [48, 64]).all()
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, :2] + boxes[:, 2:] <= [128, 256]).all()
+    assert len(np.unique(boxes[:, 1])) > 10
+    with pytest.raises(ConfigError, match="RandomCrop cannot come after CenterCrop"):
+        delivered([ColumnSpec("jpg", Kind.BYTES, "")], [dataclasses.replace(spec, cut=Cut.CENTER)])
 
 
 def test_its_python_and_its_c_change_pixels_alike(library: Maker) -> None:

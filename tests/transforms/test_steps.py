@@ -187,5 +187,7 @@ def test_python_and_c_make_the_same_of_every_step(kind, data, seed) -> None:
 
 def test_a_spec_with_a_step_of_another_version_is_refused() -> None:
     spec = ImageSpec("jpg", 8, 8, image_spec("jpg", [CenterCrop(8)]).cut, steps=(StepSpec("Blur"),))
-    with pytest.raises(ConfigError, match="column 'jpg': Blur is no step that this version knows"):
+    with pytest.raises(
+        ConfigError, match="column 'jpg': Blur is not a step that this version knows"
+    ):
         steps_of(spec)

@@ -1,4 +1,4 @@
-/* What the C file of a step is that changes pixels: steps/<name>.c includes this. */
+/* The C function of a step that changes pixels: each steps/<name>.c includes this header. */
 
 #ifndef PIXELS_CHANGE_H
 #define PIXELS_CHANGE_H
@@ -8,9 +8,9 @@
 #include "../../compiler.h"
 
 /*
- * CHANGE(Name) begins the function of the step of that name, which does the same as its `change` in
- * Python, bit by bit: to the RGB pixels [height, width, 3] of one image, in place. `numbers` are the
- * step's parameters, and `drawn` what it has drawn for this image.
+ * CHANGE(Name) is followed by the body of the function. It changes the RGB pixels [height, width, 3]
+ * of one image in place, to exactly the bytes that the step's `change` in Python gives. `numbers` are
+ * the step's parameters, and `drawn` the numbers that it drew for this image.
  */
 #define CHANGE(name)                                                                              \
     EXPORT void change_##name(uint8_t *pixels, int32_t height, int32_t width,                     \

@@ -1,4 +1,4 @@
-/* What a resize does with the sums of a row, of pixels that are rounded already. */
+/* The last part of a resize, for pixels that are already rounded: the same code writes the numbers. */
 
 #include "form.h"
 

@@ -1,4 +1,4 @@
-/* Pixels that steps have changed, in the form that is delivered. */
+/* Converts pixels that steps have changed to the form that is delivered. */
 
 #ifndef PIXELS_FORM_H
 #define PIXELS_FORM_H
@@ -8,7 +8,7 @@
 #include "../../compiler.h"
 #include "view.h"
 
-/* Images of RGB pixels, as a view wants them: `view_bytes` each. Its size is theirs. */
+/* Writes `count` images of RGB bytes, of the view's size, in the view's form: `view_bytes` each. */
 EXPORT void pixels_form(const uint8_t *pixels, int64_t count, const struct view *view,
                         int64_t view_bytes, uint8_t *out);
 

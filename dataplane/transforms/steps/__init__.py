@@ -1,1 +1,1 @@
-"""The steps that make pixels of encoded images, one a file; registry.py lists them."""
+"""Image steps, one in each file; registry.py lists them."""

@@ -1,11 +1,11 @@
-"""What the file of a step declares: where it may stand, its parameters, its draws, what it does.
+"""What the file of each step declares: its place in a list, its parameters, its draws, its code.
 
-A step belongs to one group. What it does follows from that:
+Each step belongs to a group, which says what code it has:
 
-RESIZE, CUT, MIRROR   `place`: where the pixels of the result come from. The C and the Python that
-                      decode and resize both take the crops that come of it.
-PIXELS                `change`: the resized pixels, in place; in C too if `in_c`
-FORM                  `view`: the numbers that pixels become, and how they lie, for C and Python
+RESIZE, CUT, MIRROR   `place` computes which part of each image becomes the result. The C code and
+                      Pillow both decode and resize that part.
+PIXELS                `change` changes resized pixels in place; with `in_c`, a C function does too
+FORM                  `view` sets dtype, factors or layout; the C code and numpy both follow it
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ Values = TypeVar("Values")
 
 
 class StepGroup(enum.IntEnum):
-    """What a step does, in the order in which that is done. A list has one step of a group at most,
-    but any number of PIXELS, which are done in the list's order, and of FORM, whose order says
-    nothing.
+    """Groups of steps, in the order in which they run. A list has at most one step of each group,
+    except for PIXELS, which run in the order of the list, and FORM, where the order has no meaning.
     """
 
     RESIZE = 0
@@ -43,11 +42,12 @@ class StepGroup(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Crops:
-    """Where the pixels of some images come from.
+    """Which part of each image becomes the result.
 
-    Shapes:  whole, resized: float64[n, 2], height and width of each image as it is seen, and of
-             what all of it becomes.   boxes: float64[n, 4]: top, left, height, width of the part
-             that becomes the result, in pixels of the image.   flips: uint8[n], 1: mirrored.
+    Shapes:  whole: float64[n, 2], height and width of each image, upright.
+             resized: float64[n, 2], the size to which the whole image is resized.
+             boxes: float64[n, 4]: top, left, height and width of the part, in pixels of the image.
+             flips: uint8[n], 1 for a mirrored image.
     """
 
     whole: Floats
@@ -58,8 +58,8 @@ class Crops:
 
 @dataclass(frozen=True, slots=True)
 class SpecFields(Generic[Values]):
-    """The fields of an `ImageSpec` that a step is saved in. They are part of saved digests, so
-    they stay as they are; a new step has none, and stands in `ImageSpec.steps`.
+    """How a step is kept in fields of an `ImageSpec`. Saved digests cover these fields, so they do
+    not change. New steps have no fields: they are entries of `ImageSpec.steps`.
     """
 
     write: Callable[[Values, ImageSpec], ImageSpec]
@@ -73,16 +73,17 @@ def _no_faults(step: object, steps: tuple[AnyStep, ...]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind(Generic[Values]):
-    """One step, as its file declares it.
+    """What a file declares about its step.
 
-    checked    its parameters in one form each; the text says where, for errors that it raises
-    faults     what is wrong with it among these steps, whoever asks for it
-    draws      what each number means that it draws for a sample, uniform in [0, 1)
-    size       height and width of the results, if it says so
-    read_numbers  the step of the numbers of `numbers_of`, if its fields are not one number each
-    implies    steps that a list has with it, unless it has one of their type
-    is_first   whether no other step may come before it
-    reduces    whether JPEGs may be decoded at a reduced size for it, unless a job says otherwise
+    checked       returns the step with normalised parameters; raises ConfigError, whose text starts
+                  with the given place
+    faults        says what is wrong with the step among the given steps; nodes check this again
+    draws         the meaning of each number that the step draws for a sample, uniform in [0, 1)
+    size          height and width of the results, None if the step does not fix them
+    read_numbers  the inverse of `numbers_of`; by default each field is one number
+    implies       steps to add if the list has none of their type
+    is_first      whether no step may come before this one
+    reduces       whether JPEGs may be decoded at a reduced size, unless the job says otherwise
     """
 
     step: type[Values]
@@ -103,23 +104,21 @@ class StepKind(Generic[Values]):
 
     @property
     def name(self) -> str:
-        """What users call it; part of the key of its draws."""
+        """The name that users know; also part of the key for its draws."""
         return self.step.__name__
 
     def of_numbers(self, numbers: tuple[float, ...]) -> Values:
-        """The step that has these numbers, as `numbers_of` gives them."""
+        """The inverse of `numbers_of`."""
         return self.step(*numbers) if self.read_numbers is None else self.read_numbers(numbers)
 
     @property
     def c_function(self) -> str:
-        """What its C file defines; "" if it has none."""
+        """The name of its C function, "" if it has none."""
         return f"change_{self.name}" if self.in_c else ""
 
 
 def numbers_of(step: AnyStep) -> tuple[float, ...]:
-    """The parameters of a step that has no fields of its own, as its C and a saved spec have them:
-    each field in turn, a number or several.
-    """
+    """The parameters of a step as a saved spec and C code get them: the numbers of each field."""
     found: list[float] = []
     for each in dataclasses.fields(step):
         value = getattr(step, each.name)

@@ -1,4 +1,4 @@
-"""Parameters of steps, as users give them -> in one form each. Pure."""
+"""Checks and normalises the parameters of steps. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def word(given: str, words: Sequence[str], where: str) -> str:
 
 
 def sides_fault(sides: Sequence[int]) -> str:
-    """What is wrong with these sides of an image, in pixels; "" if nothing is."""
+    """Says what is wrong with these sides of an image, in pixels; "" if nothing is."""
     if all(1 <= side <= SIDE_MAX for side in sides):
         return ""
     return f"every side has 1 to {SIDE_MAX} pixels, not {tuple(sides)}"

@@ -1,4 +1,4 @@
-"""All steps, in the order in which they are done. A step's file is listed here alone."""
+"""The list of all image steps. No other module has to know a new one."""
 
 from __future__ import annotations
 
