@@ -55,7 +55,7 @@ def end_process_on_failure() -> None:
 
 def end_process(name: str, error: BaseException | None) -> NoReturn:
     """What is called `name` has failed, and with it this process."""
-    _trace.broke("task failed: this process ends", by=error, task=name, error=repr(error))
+    _trace.broke("task failed: this process exits", by=error, task=name, error=repr(error))
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
     os._exit(EXIT_DEFECT)

@@ -132,7 +132,7 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
                 return path
         self.app.abort(
             f"the licence of {package.name} is not at {', '.join(package.licences)}: a wheel that "
-            "carries the library needs it; name the file in CARRIED_LICENCE"
+            "contains the library must include it; name the file in CARRIED_LICENCE"
         )
         raise AssertionError
 
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def _told(library: Library, fault: NotCompiled) -> str:
-    return f"{library.sources} is not compiled, {library.instead} takes its place: {fault}"
+    return f"{library.sources} is not compiled; {library.instead} is used instead: {fault}"
 
 
 def compile_library(library: Library, root: Path) -> None:

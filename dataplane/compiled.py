@@ -10,7 +10,7 @@ from pathlib import Path
 
 SHARED = "compiler.h"
 """The header in the folder above, which all C includes."""
-INSTALL_AGAIN = "install a C compiler, then Dataplane once more"
+INSTALL_AGAIN = "install a C compiler, then reinstall Dataplane"
 
 Signature = tuple[type | None, tuple[type, ...]]
 """What a function gives, and what it takes."""
@@ -47,7 +47,7 @@ def load(
         return Compiled(None, f"{path.name} cannot be loaded: {fault}")
     if made_from != crc_of(sources):
         name = f"{sources.name}/" if sources.is_dir() else sources.name
-        return Compiled(None, f"{path.name} was made from another {name}")
+        return Compiled(None, f"{path.name} was compiled from a different {name}")
     return Compiled(library)
 
 

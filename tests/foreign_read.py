@@ -36,7 +36,7 @@ from dataplane.worker.stacking import canonical_stacked, plan_stacked
 
 Values = dict[str, list[Any]]
 _FILLS = re.compile(r"pass fill_null=(\{.*?\})")
-_OTHERS = re.compile(r"name the others with columns=\[…\]: (.*)$")
+_OTHERS = re.compile(r"select the others with columns=\[…\]: (.*)$")
 _REFUSED = re.compile(r"column '(.*?)' ")
 FAULTS = ("RAW", "DIFFERS")
 """Verdicts that are a fault of ours; a killed process and a hanging one are others."""

@@ -40,7 +40,7 @@ def test_a_callback_of_ours_that_raises_ends_the_process() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == background.EXIT_DEFECT
-    assert "task failed: this process ends" in done.stderr
+    assert "task failed: this process exits" in done.stderr
     assert "ValueError" in done.stderr
 
 

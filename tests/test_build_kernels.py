@@ -105,7 +105,7 @@ def test_a_library_of_other_sources_is_not_used(
     with library.sources_in(project)[-1].open("a") as source:
         source.write("\n")
     missing = which.load(project / library.path, project / library.sources)
-    assert f"was made from another {which.another}" in missing
+    assert f"was compiled from a different {which.another}" in missing
 
 
 @pytest.mark.parametrize("which", ALL)
@@ -149,7 +149,7 @@ def test_a_build_without_a_compiler_says_so_and_has_no_library(
     assert not any((project / library.path).exists() for library in LIBRARIES)
     told = "".join("".join(capsys.readouterr()).split())
     for library in LIBRARIES:
-        said = f"{library.sources} is not compiled, {library.instead} takes its place"
+        said = f"{library.sources} is not compiled; {library.instead} is used instead"
         assert said.replace(" ", "") in told
 
 
@@ -219,7 +219,7 @@ def test_setup_says_what_it_could_not_compile(tmp_path: Path) -> None:
         [sys.executable, "-m", "dataplane.build_kernels"],
         cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
     ).stderr  # fmt: skip
-    (line,) = [one for one in told.splitlines() if "Pillow takes its place" in one]
+    (line,) = [one for one in told.splitlines() if "Pillow is used instead" in one]
     assert "libjpeg-dev" in line
     assert "make -B setup" in line
     assert not list(package.rglob("*.so"))

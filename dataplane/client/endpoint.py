@@ -167,11 +167,11 @@ def _welcomed(
         if uid != os.getuid():
             raise ConfigError(
                 f"what listens at @{name} belongs to user {uid}, not to user {os.getuid()}: it is "
-                "none of our nodes"
+                "not our node"
             )
         answer, _ = wire.call(Hello(VERSION, PROTOCOL_VERSION, os.getpid()), deadline, notice)
         if not isinstance(answer, Welcome):
-            raise ConfigError(f"what listens at @{name} is no node")
+            raise ConfigError(f"the process that listens at @{name} is not a node")
         if (answer.protocol, answer.version) != (PROTOCOL_VERSION, VERSION):
             raise VersionMismatch(
                 f"the node at @{name} is dataplane {answer.version}, and this process "

@@ -37,15 +37,15 @@ class NodeProcess:
             status = self.process.wait(_EXIT_WAIT_S)
             how = f"exit status {status}" if status >= 0 else f"signal {-status}"
         except subprocess.TimeoutExpired:
-            how = "it hung up, but still runs"
+            how = "it closed the connection, but still runs"
         size = os.fstat(self.log_fd).st_size
         written = os.pread(self.log_fd, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         tail = written.decode(errors="replace").strip()
         if self.process.returncode == _REFUSED and tail:
             return ConfigError(f"no node can be started: {tail}")
         return PeerLost(
-            f"the node that was to serve this process ended while starting ({how})"
-            + (f"; its last words:\n{tail}" if tail else " without a word"),
+            f"the node that this process started ended during its start ({how})"
+            + (f"; its last output:\n{tail}" if tail else "  without any output"),
             peer=f"pid {self.process.pid}",
             last_error=tail.rpartition("\n")[2],
             **({"status": status} if (status := self.process.returncode or 0) > 0 else {}),
@@ -70,7 +70,7 @@ def node_command() -> tuple[str, ...]:
     """
     if not sys.executable:
         raise ConfigError(
-            "this interpreter does not know its own path, so no node can be started: start one "
+            "no node can be started, since this interpreter does not know its own path: start one "
             "with `dataplane serve` and pass service="
         )
     return (sys.executable, "-P", "-m", "dataplane.node")

@@ -203,17 +203,17 @@ class Session:
         """Check that a node goes on with the job that the node before it had."""
         if known.digest != found.digest:
             raise DatasetChangedError(
-                "the dataset changed while the node was away: its job is another one now. Put the "
-                "old shards back, or start a new run",
+                "the dataset changed while the node was away, so this is now a different job. "
+                "Restore the old shards, or start a new run",
                 shard=", ".join(self.request.source.urls),
                 expected=known.digest,
                 found=found.digest,
             )
         if known.pixels != found.pixels:
             raise SpecMismatch(
-                f"the node was away, and now makes images with {found.pixels}; it made them with "
-                f"{known.pixels}. Put back what was installed, or end this run and resume it from "
-                "its checkpoint",
+                f"after a restart, the node makes images with {found.pixels}; before, it used "
+                f"{known.pixels}. Install the earlier versions again, or stop this run and resume "
+                "it from its checkpoint",
                 field="pixels",
                 expected=known.pixels,
                 found=found.pixels,

@@ -87,7 +87,7 @@ class RunState:
         """
         if not isinstance(saved, Mapping):
             raise ConfigError(
-                f"a loader's state is a dict, as state_dict() gives it, and not {saved!r:.80}"
+                f"a loader's state is a dict, as state_dict() returns it, not {saved!r:.80}"
             )
         if saved.get("source") in ("map", "iterable"):
             raise ConfigError(
@@ -105,7 +105,9 @@ class RunState:
             )
         digest = saved.get("spec_digest")
         if not isinstance(digest, str) or not digest:
-            raise ConfigError("this is no loader's state: it has no spec_digest", key="spec_digest")
+            raise ConfigError(
+                "this is not a loader's state: it has no spec_digest", key="spec_digest"
+            )
         epoch, cursor, count = (_number(saved, key) for key in ("epoch", "cursor", "sample_count"))
         if cursor > count:
             raise ConfigError(
@@ -162,7 +164,8 @@ class RunState:
                 "dataset",
                 self.dataset.layout,
                 job.dataset.layout,
-                "the dataset is another one: as many samples, but not the same shards (their names "
+                "the dataset is a different one: it has as many samples, but other shards (their "
+                "names "
                 "below their common folder, their order, sizes, blocks, or schema)",
             )
         elif not dataset_moved:
@@ -206,7 +209,7 @@ class _Problem:
     expected: str
     found: str
     sentence: str
-    advice: str = "make the loader as it was when the state was saved"
+    advice: str = "give the loader the options it had when the state was saved"
 
 
 def _is_hash(fact: object) -> bool:

@@ -111,7 +111,7 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
     if launcher.size not in environ:
         raise ConfigError(
             f"{launcher.rank} is set but {launcher.size} is not: {launcher.name} sets both; set "
-            "them together, or unset both to run alone",
+            "both, or unset both to run as a single process",
             variable=launcher.size,
         )
     rank, size = (_number(environ, name) for name in (launcher.rank, launcher.size))

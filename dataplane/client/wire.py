@@ -104,7 +104,7 @@ class Wire:
                         return answer
                     if request_id not in self._slots and self._lost is None:
                         # An interrupt came between the receiving of this answer and its use.
-                        self._lost = "an answer of the node was lost to an interrupt"
+                        self._lost = "an answer of the node was lost because of an interrupt"
                     if self._lost is not None:
                         raise self._loss()
                     if self._receiver not in (None, me):

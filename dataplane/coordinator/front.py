@@ -1,7 +1,7 @@
 """A coordinator in this process: the state machine, its journal, and the clock that moves them.
 
-It decides nothing: every call becomes an event, every decision an answer and a write. The gRPC
-server answers from it, and a node that is its own coordinator calls it directly.
+It decides nothing: every call becomes an event, and every decision becomes an answer and a write.
+The gRPC server calls it, and so does a node that is its own coordinator.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LEASE_S_MIN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
-    """One coordinator. Progress that is younger than `progress_flush_s` may be lost in a crash, and
-    comes back with the next heartbeat; joins and leaves are never lost.
+    """One coordinator. A crash may lose progress that is younger than `progress_flush_s`, which the
+    next heartbeat restores; joins and leaves are never lost.
     """
 
     version: str
@@ -55,7 +55,9 @@ class CoordinatorConfig:
 
 
 def steady_wall_clock() -> Callable[[], float]:
-    """Seconds since 1970 as of now, which then run evenly, whatever happens to the wall clock."""
+    """A clock that starts at the current seconds since 1970 and then runs evenly, even if the wall
+    clock is set.
+    """
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
@@ -78,7 +80,7 @@ class Coordinator:
         self._flushed_at = 0.0
 
     async def start(self) -> None:
-        """Read the store. Whoever had a place has a whole lease from now on.
+        """Read the store. Every member with a place gets a full lease from now on.
 
         Raises:  ConfigError: the store is locked, damaged, or of a newer version.
         """
@@ -94,7 +96,7 @@ class Coordinator:
         self._ticking = background.start("coordinator's clock", self._keep_ticking())
 
     async def close(self) -> None:
-        """Write what waits and close the store; may be called twice."""
+        """Write pending records and close the store; may be called twice."""
         if self._ticking is not None:
             self._ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -127,7 +129,7 @@ class Coordinator:
         return await self._ask(request, StatusResponse)
 
     async def tick(self) -> None:
-        """Let time pass: end leases, write progress that has waited long enough."""
+        """Let time pass: end expired leases, and write progress that has waited long enough."""
         self._decide(Tick())
         now = self._clock()
         if now - self._flushed_at >= self.config.progress_flush_s:
@@ -137,7 +139,7 @@ class Coordinator:
     async def _ask(self, event: Event, expected: type[T]) -> T:
         answer, durable = self._decide(event)
         if durable:
-            # Also when this event wrote nothing: it may repeat one whose write has failed.
+            # Commit even if this event wrote nothing: it may repeat one whose write has failed.
             await self._journal.commit()
         if isinstance(answer, DataplaneError):
             raise answer

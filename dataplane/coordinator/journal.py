@@ -1,10 +1,10 @@
-"""Writes on their way to the store: merged by record, committed in groups, from one thread.
+"""Pending writes to the store: merged by record and committed in groups, from one thread.
 
 Invariants:
 1. Records reach the disk in the order of the decisions, whole decisions at a time.
 2. When `commit()` returns, everything that was added before it was called is on disk.
-3. A commit that fails loses nothing: its writes wait for the next one.
-4. What waits is bounded by the number of records.
+3. A failed commit loses nothing: its writes wait for the next one.
+4. The number of pending writes is bounded by the number of records.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Journal:
         return self._store.load()
 
     def add(self, writes: Iterable[Write]) -> None:
-        """Take a decision's writes along in the next commit."""
+        """Add a decision's writes to the next commit."""
         for write in writes:
             self._waiting[key_of(write)] = write
             self._added += 1
 
     async def commit(self) -> None:
-        """Return when all that was added so far is on disk.
+        """Return when everything added so far is on disk.
 
         Raises:  ConfigError: the disk is full or failed; the writes wait for the next commit.
         """
@@ -61,9 +61,9 @@ class Journal:
         while self._committed < wanted:
             if self._commit is None or self._commit.done():
                 self._commit = asyncio.create_task(self._commit_waiting())
-                # Whoever waits is told of a failure; perhaps nobody does any more.
+                # Callers that wait get the failure; there may be none left.
                 self._commit.add_done_callback(lambda done: done.cancelled() or done.exception())
-            # A caller that gives up must not cancel the commit that others wait for.
+            # A cancelled caller must not cancel the commit that others wait for.
             await asyncio.shield(self._commit)
 
     async def _commit_waiting(self) -> None:
@@ -80,7 +80,7 @@ class Journal:
         self._committed = target
 
     async def close(self) -> None:
-        """Close the store; may be called twice. What waits is not written."""
+        """Close the store; may be called twice. Pending writes are dropped."""
         if self._commit is not None and not self._commit.done():
             await asyncio.wait([self._commit])
         if self._store is not None:

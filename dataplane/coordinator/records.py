@@ -1,4 +1,4 @@
-"""What the coordinator remembers, as frozen records, and the writes that make them last."""
+"""The coordinator's memory, as frozen records, and the writes that persist them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dataplane.rpc.membership import (
 
 
 class Phase(enum.StrEnum):
-    """Where a member stands.
+    """The state of a member.
 
     JOINED   it has its place, for as long as its lease is renewed
     LEFT     it went on purpose; its rank does not count as missing
@@ -38,9 +38,9 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job as its present generation knows it. `epoch` and `cursor` are the furthest that any
-    member of this generation has reported; `active_at` is when a member last came or went. `pixels`
-    names what makes them on every node of the job, "" if it has no images.
+    """One job in its present generation. `epoch` and `cursor` are the furthest that any member of
+    this generation has reported; `active_at` is when a member last came or went. `pixels` names the
+    software that decodes images on every node of the job, "" without images.
     """
 
     job_id: str
@@ -58,8 +58,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of a job's present generation. `deadline` is in lease time and is not stored: a
-    restart gives everyone a whole lease. `order` grows with every change of phase.
+    """One member of a job's present generation. `deadline` is in lease time and is not stored:
+    after a restart every member gets a full lease. `order` grows with every change of phase.
     """
 
     job_id: str
@@ -77,7 +77,7 @@ class Member:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(dp_rank, rank): where it stands, maybe together with others."""
+        """(dp_rank, rank): its place, possibly shared with others."""
         return (self.topology.dp_rank, self.topology.rank)
 
 
@@ -92,7 +92,7 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A node as it presented itself, when it was last heard of, and what it told then."""
+    """A node as it registered, when it was last heard from, and what it reported then."""
 
     request: RegisterNodeRequest
     seen_at: float
@@ -113,7 +113,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Remove the record with this key, if it is there."""
+    """Remove the record with this key, if it exists."""
 
     cls: type[Record]
     job_id: str
@@ -125,7 +125,7 @@ Key = tuple[type[Record], str, str]
 
 
 def key_of(write: Write) -> Key:
-    """The record that a write is about; of two writes with one key only the later matters."""
+    """The record that a write changes; of two writes with one key, only the later counts."""
     if isinstance(write, Forget):
         return (write.cls, write.job_id, write.name)
     match write.record:
@@ -139,7 +139,7 @@ def key_of(write: Write) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed, and nothing else."""
+    """Time has passed; nothing else happened."""
 
 
 Event = RegisterNodeRequest | JoinRequest | HeartbeatRequest | LeaveRequest | StatusRequest | Tick
@@ -156,8 +156,8 @@ Answer = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from an event. If `durable`, no one may see the answer before every write up to
-    and including these is on disk; other writes may wait and be merged.
+    """The result of an event. If `durable`, the answer may be sent only when every write up to and
+    including these is on disk; other writes may wait and be merged.
     """
 
     answer: Answer

@@ -1,4 +1,4 @@
-"""The sentences with which the coordinator refuses: what was wrong, where, and what to do."""
+"""The coordinator's refusals: what was wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Difference = tuple[str, str, str]
 
 
 def check_join(request: JoinRequest) -> None:
-    """Refuse a place that no job can have.
+    """Refuse a place that is not valid for a job.
 
     Raises:  ConfigError: names the field.
     """
@@ -41,7 +41,7 @@ def check_join(request: JoinRequest) -> None:
 
 
 def check_node(node: RegisterNodeRequest) -> None:
-    """Refuse a node with names that nobody could keep.
+    """Refuse a node with names that are too long.
 
     Raises:  ConfigError: names the field.
     """
@@ -51,7 +51,7 @@ def check_node(node: RegisterNodeRequest) -> None:
 
 
 def check_heartbeat(request: HeartbeatRequest) -> None:
-    """Refuse what no node of ours tells.
+    """Refuse a heartbeat that none of our nodes would send.
 
     Raises:  ConfigError: names the field.
     """
@@ -92,7 +92,7 @@ def spec_mismatch(
         sentence += ". Give every rank of the job the same arguments"
     else:
         sentence += (
-            ". An older launch of this job still runs: stop it, or name the new job otherwise. "
+            ". An older launch of this job still runs: stop it, or give the new job another name. "
             f"If it was killed, its last lease ends in {lease_left_s:.0f} s"
         )
     return SpecMismatch(
@@ -104,7 +104,7 @@ def superseded(job: Job, member_id: str) -> LeaseFenced:
     """A process of an older launch."""
     return LeaseFenced(
         f"job {job.job_id!r}: a newer launch has taken over (generation {job.generation}): "
-        f"member {member_id} belongs to an older one and has to stop",
+        f"member {member_id} belongs to an older one and must stop",
         job=job.job_id,
         member=member_id,
         generation=job.generation,
@@ -115,8 +115,8 @@ def ambiguous(job: Job, member: Member, request: JoinRequest) -> ConfigError:
     """Two ranks under one member_id."""
     return ConfigError(
         f"job {job.job_id!r}: member {member.member_id} is rank {member.topology.rank} "
-        f"(dp_rank {member.topology.dp_rank}) and asks to be rank {request.topology.rank} "
-        f"(dp_rank {request.topology.dp_rank}) as well: every rank needs a member_id of its own",
+        f"(dp_rank {member.topology.dp_rank}) and also asks to be rank {request.topology.rank} "
+        f"(dp_rank {request.topology.dp_rank}): every rank needs a member_id of its own",
         field="member_id",
     )
 
@@ -134,7 +134,7 @@ def expired(job_id: str, member_id: str, lease_s: float) -> LeaseExpired:
 def version_mismatch(
     node: RegisterNodeRequest, version: str, protocol: int
 ) -> VersionMismatch | None:
-    """The refusal of a node of another version, or None where all is well."""
+    """The refusal of a node of another version, or None if its version matches."""
     if node.protocol != protocol:
         return VersionMismatch(
             f"node {node.node_id} on {node.host} (dataplane {node.version}) speaks protocol "

@@ -2,11 +2,11 @@
 
 Invariants:
 1. A place (dp_rank, rank) has any number of members, each with a lease of its own: a rank and its
-   DataLoader workers, or a process and the one that replaces it. Nobody changes places.
-2. A dp rank is missing while none of its members is joined, unless the last that went had left on
-   purpose.
-3. Members that are gone are bounded: the oldest are forgotten first, but never the last that went
-   of a dp rank, of which 2 speaks. Who is joined is bounded by leases.
+   DataLoader workers, or a process and the one that replaces it. A member never changes its place.
+2. A dp rank is missing while none of its members is joined, unless the last one to go left on
+purpose.
+3. The number of members that are gone is bounded: the oldest are forgotten first, but never the
+last one to go of a dp rank, which 2 needs. The number of joined members is bounded by leases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.incomplete_since = now
         self._incarnations = {seen.name: seen.generation for seen in incarnations}
-        # Ids in the order of coming and going; the last that went and the joined ones by dp rank.
+        # Ids in the order of coming and going; the last one to go, and the joined ones, by dp rank.
         self._joined: dict[str, None] = {}
         self._gone: dict[str, None] = {}
         self._last_gone: dict[int, str] = {}
@@ -53,15 +53,15 @@ class Roster:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is joined."""
+        """Whether no member is joined."""
         return not self._joined
 
     def joined(self) -> Iterator[Member]:
-        """Who is joined, in the order of coming."""
+        """The joined members, in the order of joining."""
         return (self.members[member_id] for member_id in self._joined)
 
     def missing_dp_ranks(self) -> tuple[int, ...]:
-        """Data-parallel ranks of which nobody came, or the last one was lost."""
+        """Data-parallel ranks that never joined, or whose last member was lost."""
         if self._missing is None:
             ranks = range(self.job.dp_size)
             complete = self.is_complete
@@ -69,12 +69,12 @@ class Roster:
         return self._missing
 
     def is_superseded(self, incarnation: str) -> bool:
-        """Whether a newer launch than this one has taken over, and somebody of it is joined."""
+        """Whether a newer launch has taken over and has joined members."""
         older = incarnation != self.job.incarnation and incarnation in self._incarnations
         return older and not self.is_idle
 
     def begin(self, job: Job, now: float) -> list[Write]:
-        """A new generation: nobody of the old one remains."""
+        """Start a new generation: no member of the old one remains."""
         writes: list[Write] = [Forget(Member, job.job_id, name) for name in self.members]
         writes.append(Keep(job))
         if job.incarnation not in self._incarnations or job.incarnation != self.job.incarnation:
@@ -105,7 +105,7 @@ class Roster:
         return writes
 
     def refresh(self, member: Member) -> None:
-        """A member that keeps its phase and place has a new lease, node or progress."""
+        """Update lease, node or progress of a member that keeps its phase and place."""
         self.members[member.member_id] = member
 
     def remove(self) -> list[Write]:

@@ -32,7 +32,8 @@ class CoordinatorServer:
         """
         self._grpc = GrpcServer(self._address, insecure_bind=self._insecure_bind)
         try:
-            # First, so that a second service is told of its address, and not of a locked file.
+            # First, so that a second service fails because of its address, and not because of a
+            # locked file.
             self._grpc.check_free()
             await self._coordinator.start()
             return await self._grpc.start(self._coordinator)
@@ -41,7 +42,7 @@ class CoordinatorServer:
             raise
 
     async def stop(self, grace_s: float = DRAIN_S) -> None:
-        """Answer what is in flight, send the rest away, write what waits; may be called twice."""
+        """Answer calls in flight, reject others, and write pending records; may be called twice."""
         if self._grpc is not None:
             await self._grpc.stop(grace_s)
         await self._coordinator.close()

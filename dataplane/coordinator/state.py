@@ -1,27 +1,28 @@
-"""Who is in which job, in which generation, until when: events in, decisions out. Pure.
+"""Jobs, their members, generations and leases: events in, decisions out. Pure.
 
 Invariants:
-1. A job has one present generation, which never goes back, not even over a restart (only a job
-   that was idle for 30 days is forgotten with its number). A launch (incarnation) that was not seen
-   before begins the next one. A launch that was superseded gets no place while anyone of the newer
-   one is joined; when nobody is, it may begin the next one again, since names of launches recur.
+1. A job has one present generation, which never goes back, not even over a restart (except that a
+job idle for 30 days is forgotten, with its number). A launch (incarnation) that was not seen before
+begins the next generation. A superseded launch gets no place while a member of the newer one is
+joined; otherwise it may begin the next generation, since names of launches recur.
 2. All joined members of a job are of its present generation and agree on the spec and on dp_size.
-   A newcomer that differs is refused while anyone has a place. Nobody having one, a differing
-   spec begins a generation and replaces the old spec, and progress starts anew.
-3. A good verdict is given only to a joined member of the present generation; LeaseExpired asks
-   everyone else to join again, and the join, which names the launch, decides. LeaseFenced is given
-   only while somebody of a newer launch is joined: whoever gets it stops.
+   A member that differs is refused while any member has a place. If none has, a different spec
+   begins a generation and replaces the old spec, and progress starts from zero.
+3. Only a joined member of the present generation is renewed. Others get LeaseExpired and have to
+join again; the join names the launch, and decides. A member gets LeaseFenced, and stops, only while
+a member of a newer launch is joined.
 4. A place (dp_rank, rank) may have any number of members of the present launch: a rank and its
    DataLoader workers, or a process and the one that replaces it. Data requests are idempotent and
-   progress is a maximum, so they harm nobody, and a dead one expires. Only a newer launch fences.
-5. The answer to a join or a leave is durable. A restart gives every joined member a whole lease,
-   so it stops nobody.
+   progress is a maximum, so several members do no harm, and a dead one expires. Only a newer launch
+   fences others.
+5. The answer to a join or a leave is durable. A restart gives every joined member a full lease, so
+it stops no member.
 6. A lease ends when its member's node says so, or after `lease_s` in which the coordinator was
-   awake: a jump of the clock, a suspended machine or a blocked disk costs nobody a lease.
+   awake: a clock jump, a suspended machine or a blocked disk never ends a lease.
 7. Within a generation, the progress of a job and of a member does not go back. (A crash may forget
    the last seconds of it; the next heartbeat brings them back.)
 8. A repeated event changes nothing but the lease.
-9. Everything is bounded: members that are gone, launches, nodes not heard of, idle jobs.
+9. Everything is bounded: members that are gone, launches, silent nodes, idle jobs.
 
 Lease time runs with the clock but takes no step longer than `lease_s / 3`; ticks make it run.
 """
@@ -65,13 +66,13 @@ from dataplane.rpc.membership import (
 NODE_KEPT_S = 24 * 3600.0
 JOB_KEPT_S = 30 * 24 * 3600.0
 _DATASET_LENGTH_MAX = 1024
-# What a member becomes that was lost, or left on purpose, and from what.
+# The phase of a member that was lost, or left on purpose, and the phases before.
 _LOST = (Phase.EXPIRED, (Phase.JOINED,))
 _LEFT = (Phase.LEFT, (Phase.JOINED, Phase.EXPIRED))
 
 
 class CoordinatorState:
-    """The whole memory of a coordinator, with one door: `decide`."""
+    """The whole memory of a coordinator. `decide` is the only entry point."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class CoordinatorState:
         self._writes: list[Write] = []
 
     def decide(self, event: Event, now: float) -> Decision:
-        """What follows from this event at this time: an answer or a refusal, and what to store."""
+        """The decision for this event at this time: an answer or a refusal, and what to store."""
         self._clock += min(max(now - self._now, 0.0), self._lease_s / 3)
         self._now = now
         self._writes = []
@@ -147,7 +148,7 @@ class CoordinatorState:
         return JoinResponse(roster.job.generation, self._lease_s)
 
     def _admit(self, roster: Roster, request: JoinRequest) -> None:
-        """Refuse a launch or a spec that does not fit, or begin a generation where it may."""
+        """Refuse a launch or spec that does not match, or begin a generation if it may."""
         job = roster.job
         if roster.is_superseded(request.incarnation):
             raise refusals.superseded(job, request.member_id)
@@ -219,7 +220,9 @@ class CoordinatorState:
         return MemberVerdict(progress.member_id, None, missing, missing_for_s)
 
     def _advanced(self, roster: Roster, member: Member, progress: MemberProgress) -> Member:
-        """The member with this progress, unless it was further before; the job goes along."""
+        """The member with this progress, unless it was further already; the job's progress
+        follows.
+        """
         reported = (progress.epoch, progress.cursor)
         if reported > (roster.job.epoch, roster.job.cursor):
             roster.job = replace(roster.job, epoch=progress.epoch, cursor=progress.cursor)
@@ -304,7 +307,7 @@ def _first_generation(request: JoinRequest, now: float) -> Job:
 def _differences(job: Job, request: JoinRequest) -> list[refusals.Difference]:
     """(field, the job's value, the newcomer's); a new launch may have another world and batch."""
     found = list(job.spec.differences(request.spec))
-    # A job that was stored by an older version does not tell.
+    # A job stored by an older version does not have it.
     if job.pixels and request.pixels and job.pixels != request.pixels:
         found.append(("pixels", job.pixels, request.pixels))
     if request.incarnation != job.incarnation:
@@ -315,7 +318,7 @@ def _differences(job: Job, request: JoinRequest) -> list[refusals.Difference]:
 
 
 def _restored(records: Iterable[Record], now: float, deadline: float) -> dict[str, Roster]:
-    """The jobs of a store. Whoever had a place keeps it for a whole lease from now on."""
+    """The jobs of a store. Every member with a place keeps it for a full lease from now on."""
     jobs: dict[str, Job] = {}
     members: dict[str, list[Member]] = {}
     incarnations: dict[str, list[Incarnation]] = {}

@@ -1,10 +1,10 @@
 """The coordinator's memory on disk: SQLite, one connection, one writer.
 
-One connection and a rollback journal, since SQLite before 3.51.3 can corrupt a WAL database that
-has two. The file is locked for as long as it is open: of two coordinators on one file the second
-is refused. After a SIGKILL the kernel drops the lock and SQLite rolls back what was half written.
+It uses one connection and a rollback journal, since SQLite before 3.51.3 can corrupt a WAL database
+with two connections. The file is locked as long as it is open: a second coordinator on the same
+file is refused. After a SIGKILL, the kernel drops the lock and SQLite rolls back incomplete writes.
 
-Calls block; journal.py makes them from one thread.
+Calls block, so journal.py makes them from a thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dataplane.model import ColumnOptions
 
 SCHEMA_VERSION = 1
 MEMORY = ":memory:"
-_APPLICATION_ID = 0x44504C43  # "DPLC": tells our files from other SQLite databases
+_APPLICATION_ID = 0x44504C43  # "DPLC": distinguishes our files from other SQLite databases
 _LOCK_TIMEOUT_S = 3.0
 _SCHEMA = """
 CREATE TABLE jobs (job TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL,
@@ -54,7 +54,7 @@ _TABLES: dict[type[Record], str] = {
 
 
 class JobStore:
-    """One database file, or ":memory:" for a coordinator that lives in a node."""
+    """One database file, or ":memory:" for a coordinator inside a node."""
 
     def __init__(self, path: str) -> None:
         """Open or create the database, and lock it.
@@ -95,7 +95,7 @@ class JobStore:
         return records
 
     def write(self, writes: Iterable[Write]) -> None:
-        """All of these or none, on disk when this returns.
+        """Write all of these or none; they are on disk when this returns.
 
         Raises:  ConfigError: the disk is full or failed; nothing was changed.
         """
@@ -134,13 +134,13 @@ class JobStore:
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif application != _APPLICATION_ID:
                 raise ConfigError(
-                    f"{self.path} is the database of another program: name another file",
+                    f"{self.path} is the database of another program: use another file",
                     path=self.path,
                 )
             elif version != SCHEMA_VERSION:
                 raise ConfigError(
                     f"{self.path} was written by another version of Dataplane (schema {version}; "
-                    f"this one has {SCHEMA_VERSION}): use that version, or name another file",
+                    f"this one has {SCHEMA_VERSION}): use that version, or use another file",
                     path=self.path,
                     expected=SCHEMA_VERSION,
                     found=version,
@@ -166,15 +166,15 @@ class JobStore:
             pid = lock_holder(Path(self.path))
             who = "another coordinator" + (f" (process {pid})" if pid else "")
             return ConfigError(
-                f"{self.path} is locked: {who} uses it. Stop that one, or name another folder "
+                f"{self.path} is locked: {who} uses it. Stop that process, or use another folder "
                 "(--state-dir, DATAPLANE_STATE_DIR)",
                 path=self.path,
             )
         if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
             return self._damaged(str(error))
         return ConfigError(
-            f"{self.path} cannot be used: {error}. It needs a local disk with free space, and a "
-            "file and folder that this user may write",
+            f"{self.path} cannot be used: {error}. It needs a local disk with free space, and "
+            "write permission for file and folder",
             path=self.path,
         )
 
@@ -206,7 +206,7 @@ class _Transaction:
             self._roll_back()
 
     def _roll_back(self) -> None:
-        # Some failures (a full disk, for one) have rolled back already.
+        # Some failures (such as a full disk) have already rolled back.
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
@@ -218,8 +218,8 @@ def _make_private(path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be opened: {error.strerror}. The coordinator's database needs a file "
-            "and folder that this user may write",
+            f"{path} cannot be opened: {error.strerror}. The coordinator's database needs write "
+            "permission for file and folder",
             path=str(path),
         ) from error
 
@@ -246,8 +246,8 @@ def _gather_column_options(spec: dict[str, Any]) -> None:
 
 
 def _restored(hint: Any, plain: Any) -> Any:
-    """The value of this type that JSON keeps as `plain`: dataclasses as objects, tuples as lists,
-    enums as their values.
+    """The value of this type, from its JSON form `plain`: dataclasses are objects, tuples lists,
+    and enums their values.
     """
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = _hints(hint)

@@ -1,4 +1,4 @@
-"""The coordinator's memory as people want to see it."""
+"""The coordinator's memory as shown to people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def status(
     clock: float,
     now: float,
 ) -> StatusResponse:
-    """One job, or with "" all of them, sorted by name; and all nodes.
+    """One job (or all jobs, sorted by name, for "") and all nodes.
 
     Raises:  ConfigError: no job has that name.
     """

@@ -129,7 +129,7 @@ def messages_of(source: Source, at: int, end: int, *, file: bool) -> Iterator[Me
             raise corrupt(
                 url,
                 at,
-                "the Arrow IPC stream is truncated: it was not closed, or not uploaded whole",
+                "the Arrow IPC stream is truncated: it was not closed, or not uploaded completely",
                 expected="a message or the end-of-stream mark",
                 found="the end of the shard",
             )

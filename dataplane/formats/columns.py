@@ -65,8 +65,9 @@ def offsets_of(lengths: np.ndarray, url: str, field: str) -> np.ndarray:
     np.cumsum(lengths, out=offsets[1:])
     if int(offsets[-1]) > _INT32_MAX:
         raise CorruptShard(
-            f"{url}: column {field!r} holds {offsets[-1]} bytes or values in one block; the most "
-            f"is {_INT32_MAX}. A compressed shard is one block: write smaller or plain shards",
+            f"{url}: column {field!r} holds {offsets[-1]} bytes or values in one block; the "
+            f"maximum is {_INT32_MAX}. A compressed shard is one block: write smaller or "
+            "uncompressed shards",
             shard=url,
             offset=0,
             expected=_INT32_MAX,

@@ -337,8 +337,8 @@ def _check_types(url: str, line: JsonLine, schema: pa.Schema | None) -> None:
             ) from fault
         raise SchemaMismatch(
             f"{url}: byte {line.offset}, {line.where}: does not fit the dataset's schema, which "
-            f"the first lines of the first shard set ({reason}). Name a shard first whose lines "
-            "show every field and fractions, or rewrite this line",
+            f"the first lines of the first shard set ({reason}). List a shard first whose lines "
+            "have every field, and fractions where they occur, or rewrite this line",
             shard=url,
             offset=line.offset,
             line=line.where,

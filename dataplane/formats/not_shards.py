@@ -16,7 +16,7 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
      ".jp2", ".ppm"): (
         "an image",
         ("load a folder of them with DataLoader(torchvision.datasets.ImageFolder(folder, "
-        "transform)), since any torch Dataset is taken; or pack them into tar files of a few "
+        "transform)), since any torch Dataset works; or pack them into tar files of a few "
         'hundred MB (name.jpg beside name.cls) and pass those with transforms={"jpg": [...]}'),
     ),
     (".mds", ".mds.zstd", ".mds.zst"): (
@@ -34,24 +34,24 @@ _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     ),
     (".npy", ".npz", ".h5", ".hdf5", ".mat"): ("an array", f"{_AS_DATASET}, or {_CONVERT}"),
     (".pt", ".pth", ".pkl", ".pickle", ".safetensors"): (
-        "Python objects, which no node unpickles", f"{_AS_DATASET}, or {_CONVERT}"
+        "Python objects, which nodes do not unpickle", f"{_AS_DATASET}, or {_CONVERT}"
     ),
     (".jsonl.zst", ".jsonl.xz", ".jsonl.bz2", ".ndjson.zst", ".json.zst"): (
-        "JSON in a compression that is not read", "use gzip (.jsonl.gz), or none"
+        "JSON in an unsupported compression", "use gzip (.jsonl.gz), or none"
     ),
     (".tar.zst", ".tar.xz", ".tar.bz2", ".tzst"): (
-        "a tar file in a compression that is not read",
+        "a tar file in an unsupported compression",
         "use none (images are compressed already), or gzip (.tar.gz)",
     ),
     (".json",): (
-        "JSON, of which one object a line is read",
-        'write one object a line; if it has that, name it .jsonl or pass format="jsonl"',
+        "JSON, which must have one object per line",
+        'write one object per line; if it has that, rename it to .jsonl or pass format="jsonl"',
     ),
-    (".zip", ".7z", ".rar"): ("an archive that is not read", "pack its files into tar files"),
+    (".zip", ".7z", ".rar"): ("an archive of an unsupported kind", "pack its files into tar files"),
     (".beton",): ("one of FFCV's files", "write its samples from their source as tar or Parquet"),
     (".mdb", ".lmdb", ".sqlite", ".db"): ("a database", f"{_AS_DATASET}, or {_CONVERT}"),
     (".orc", ".avro", ".lance", ".vortex", ".rec", ".bin", ".txt", ".txt.gz", ".xml"): (
-        "of a format that is not read", _CONVERT
+        "of an unsupported format", _CONVERT
     ),
 }  # fmt: skip
 _INDEXES: Final = {"index.json", "dataset_info.json", "state.json"}
@@ -69,8 +69,8 @@ def said_of(url: str, urls: Sequence[str]) -> str:
     if shard is not None:
         ending, folder = suffix_of(shard), posixpath.dirname(shard)
         return (
-            f"this is not a shard, but {posixpath.basename(shard)} in the same dataset is: name "
-            f"the shards alone, as by {folder}/*{ending}"
+            f"this is not a shard, but {posixpath.basename(shard)} in the same dataset is: list "
+            f"only the shards, for example {folder}/*{ending}"
         )
     found, is_it = _known(url), True
     if posixpath.basename(path_of(url)) in _INDEXES or found is None:
@@ -80,7 +80,7 @@ def said_of(url: str, urls: Sequence[str]) -> str:
     if found is None:
         return ""
     what, to_do = found
-    return f"this is {what}: {to_do}" if is_it else f"beside it lies {what}: {to_do}"
+    return f"this is {what}: {to_do}" if is_it else f"beside it is {what}: {to_do}"
 
 
 def _known(url: str) -> tuple[str, str] | None:

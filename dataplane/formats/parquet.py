@@ -211,7 +211,7 @@ def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
     each = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9.0, 9.0)
     each = np.where(is_open, each, np.abs(widths + 1.0))
     if (values * each + np.where(is_open, decoded, 0.0) + 9.0 * rows).sum() > _ESTIMATE_MAX:
-        raise ValueError("its row groups cannot be as large as it says")
+        raise ValueError("its row groups cannot be as large as they claim")
     each = np.where(has_dictionary, np.maximum(columns[:, LONGEST_BOUND], 16) + 9, 9)
     sizes = np.where(is_open, values * each + decoded, values * (widths + 1))
     return 9 * rows + sizes

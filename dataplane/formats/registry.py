@@ -119,10 +119,11 @@ def dataset_format(urls: Iterable[str]) -> Format:
         format_ = format_of_url(url)
         if format_ is None:
             why = not_shards.said_of(url, urls) or (
-                f"the name tells no format; known endings are {', '.join(shard_suffixes())}"
+                "the format cannot be told from the name; known suffixes are "
+                f"{', '.join(shard_suffixes())}"
             )
             raise ConfigError(
-                f'{url}: {why}. If it is a shard all the same, pass its format="…" (or --format)',
+                f'{url}: {why}. If it is a shard, pass its format="…" (or --format)',
                 field="format",
                 shard=url,
             )

@@ -88,8 +88,8 @@ def members(source: Source, at: int, end: int | None) -> Iterator[TarMember]:
             raise corrupt(
                 source.url,
                 start,
-                f"member {name.decode('utf-8', 'replace')!r} is a {what}, its bytes are not here; "
-                "write the archive with tar --dereference --hard-dereference",
+                f"member {name.decode('utf-8', 'replace')!r} is a {what}, and its bytes are "
+                "elsewhere; write the archive with tar --dereference --hard-dereference",
             )
         start, extended = at, {}
 

@@ -69,7 +69,7 @@ def refusal(
     where that is known.
     """
     told = ", ".join(f"column {name!r} {reason}" for name, reason in reasons.items())
-    way = "name the others with columns=[…]"
+    way = "select the others with columns=[…]"
     if others is not None:
         some = ", ".join(others[:_NAMES_SHOWN]) + (", …" if len(others) > _NAMES_SHOWN else "")
         way = f"{way}: {some}" if others else "there are no others"

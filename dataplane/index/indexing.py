@@ -117,11 +117,11 @@ def open_dataset(
             index_shard=index_shard,
         )
     if len(names) > 1:
-        raise ConfigError(f"{saved[0]} is a whole dataset: name it alone, or name the shards")
+        raise ConfigError(f"{saved[0]} is a whole dataset: pass only it, or pass the shards")
     store = connect(saved[0])
     listed = store.head(saved[0])
     if listed.size_bytes > MANIFEST_BYTES_MAX:
-        raise ConfigError(f"{saved[0]} has {listed.size_bytes} bytes: that is no manifest")
+        raise ConfigError(f"{saved[0]} has {listed.size_bytes} bytes: that is not a manifest")
     content = store.read(saved[0], 0, listed.size_bytes, listed.etag) if listed.size_bytes else b""
     return Manifest.from_bytes(content, saved[0])
 
@@ -198,13 +198,13 @@ def choose_shards(
     if not shards:
         urls = [s.url for s in listed]
         why = not_shards.said_of(urls[0], urls) or (
-            f"known endings are {', '.join(registry.shard_suffixes())}; name the format if yours "
-            "are others"
+            f"known suffixes are {', '.join(registry.shard_suffixes())}; pass the format if your "
+            "files have others"
         )
         raise ConfigError(
-            f"none of the {len(listed)} objects has the name of a shard "
-            f"({', '.join(urls[:_NAMES_SHOWN])}{', …' if len(urls) > _NAMES_SHOWN else ''}); "
-            f"of the first one: {why}",
+            f"none of the {len(listed)} objects has a suffix of shards "
+            f"({', '.join(urls[:_NAMES_SHOWN])}{', …' if len(urls) > _NAMES_SHOWN else ''}); the "
+            f"first one: {why}",
             field="format",
             shard=urls[0],
         )

@@ -135,8 +135,8 @@ def cache_faults(folder: Path) -> Iterator[None]:
         yield
     except OSError as fault:
         raise ConfigError(
-            f"the cache folder {folder} cannot be used ({fault.strerror or fault}); name another "
-            "one with cache_dir",
+            f"the cache folder {folder} cannot be used ({fault.strerror or fault}); choose "
+            "another one with cache_dir",
             field="cache_dir",
         ) from fault
 

@@ -1,1 +1,1 @@
-"""The cache node: fetch, cache, decode, assemble."""
+"""The node process: it fetches, caches, decodes and assembles, as the scheduler decides."""

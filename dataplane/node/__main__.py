@@ -1,4 +1,4 @@
-"""The processes of a node, started by exec: an embedded node, or one that works for a node.
+"""The processes of a node, started by exec: an embedded node, a worker or an indexer.
 
 python -m dataplane.node --listener-fd N     an embedded node on an inherited listening socket
 python -m dataplane.node --worker-fd N       a worker on an inherited socket
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit status 0: it ended as it should."""
+    """Exit status 0: it ended normally."""
     parser = argparse.ArgumentParser(prog="python -m dataplane.node")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--listener-fd", type=int)
@@ -47,14 +47,14 @@ def main() -> int:
 
 
 async def _to_the_end(descriptor: int, stderr_fd: int | None) -> None:
-    """Be a node, then end at once: a thread may be stuck in a read from a store that hangs."""
+    """Run a node, then exit at once: a thread may be stuck in a read from a store that hangs."""
     status = await _embedded(descriptor, stderr_fd)
     sys.stderr.flush()
     os._exit(status)
 
 
 def _started(stderr_fd: int | None) -> None:
-    """While it starts, stderr is a file of the trainer that waits for it and tells its errors."""
+    """During the start, stderr is a file, from which the waiting trainer reads errors."""
     from dataplane import collector
 
     collector.settle()
@@ -76,13 +76,13 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    # Ctrl-C at a terminal is for the trainer; the node ends when its last trainer has.
+    # Ctrl-C at a terminal is meant for the trainer; the node exits after its last trainer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         config = dataclasses.replace(default_node_config(), embedded=True)
         configure(config.log_level, config.log_format)
-        # Workers import what they need while this process does: as many as there are cores beside
-        # its own, since more would only make all of them late.
+        # Workers import their modules while this process does: one for each other core, since more
+        # would only delay all of them.
         pool = WorkerPool.of(config, Trace("node"), stderr_fd)
         pool.start(max(1, len(os.sched_getaffinity(0)) - 1))
         try:

@@ -1,13 +1,13 @@
-"""The values of columns that come as codes: read once a dataset, by the node's own workers.
+"""The distinct values of columns that come as codes, read once per dataset by the node's workers.
 
-The node reads such a column as a trainer would, from its first row to its last, and keeps what is
-different. Fetching, decoding in workers and budgets are those of any job.
+The node reads such a column as a trainer would, from its first row to its last, and keeps the
+distinct values. Fetching, decoding and budgets are the same as for any job.
 
 Invariants:
-1. A column of a dataset is read once at a time, however many trainers wait for it; it is given up
-   when the last of them has gone.
-2. What was found is remembered in the cache folder, under the dataset's fingerprint. A manifest may
-   know it, too.
+1. A column of a dataset is read once at a time, however many trainers wait for it; reading stops
+when the last of them has gone.
+2. The values are stored in the cache folder, under the dataset's fingerprint. A manifest may
+contain them too.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class CategoryReader:
         self._passes: dict[tuple[str, tuple[str, ...]], _Pass] = {}
 
     async def of_job(self, manifest: Manifest, spec: JobSpec, check: Check) -> Categories:
-        """The values of the columns that a job wants as codes; what else is wrong with its columns
-        is told before any is read.
+        """The values of the columns that a job wants as codes. Other errors in its columns are
+        raised before any column is read.
         """
         codes = coded_columns(spec.column_options)
         if not codes:
@@ -109,7 +109,7 @@ class CategoryReader:
         finally:
             shared.waiting -= 1
             if not shared.waiting and not shared.result.done() and shared.task is not None:
-                self._forget(key, shared)  # at once: whoever comes next begins anew
+                self._forget(key, shared)  # at once: the next caller starts again
                 shared.task.cancel()
 
     async def _run(
@@ -122,7 +122,7 @@ class CategoryReader:
             shared.result.set_result(found)
         except DataplaneError as error:
             shared.result.set_exception(error)
-            shared.result.exception()  # seen, also where nobody waits any more
+            shared.result.exception()  # mark it as retrieved, even if no caller waits any more
         finally:
             self._forget(key, shared)
             shared.result.cancel()
@@ -219,7 +219,7 @@ class CategoryReader:
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One reading of columns, and how many wait for it."""
+    """One pass over columns, and how many callers wait for it."""
 
     result: asyncio.Future[Categories]
     task: asyncio.Task[None] | None = None
@@ -228,7 +228,7 @@ class _Pass:
 
 @dataclass(slots=True, eq=False)
 class DistinctValues:
-    """The different values of one column, as they come.
+    """Collects the distinct values of one column.
 
     Raises:  ConfigError: there are more than VALUES_MAX, or than BYTES_MAX of them.
     """
@@ -246,7 +246,7 @@ class DistinctValues:
         some = pc.unique(values)
         self._found.append(some)
         self._new_count += len(some)
-        # So that merging costs no more than the rows that led to it.
+        # So that merging costs no more than reading the rows before it.
         if self._new_count > max(_ROWS_MAX, self._merged_count):
             self._merge()
 
@@ -264,9 +264,10 @@ class DistinctValues:
         self._found, self._merged_count, self._new_count = [merged], len(merged), 0
         if len(merged) > VALUES_MAX or merged.nbytes > BYTES_MAX:
             raise ConfigError(
-                f"codes: column {self.column!r} has too many different values: {len(merged)} of "
-                f"{merged.nbytes} bytes were found, and {VALUES_MAX} of {BYTES_MAX} bytes may be. "
-                "Codes are for columns of few values: leave it out of codes=[…]",
+                f"codes: column {self.column!r} has too many distinct values: {len(merged)} of "
+                f"{merged.nbytes} bytes were found, and {VALUES_MAX} of {BYTES_MAX} bytes are "
+                "allowed. Codes are for columns with few distinct values: leave it out of "
+                "codes=[…]",
                 field="codes",
             )
         return merged

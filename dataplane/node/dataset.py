@@ -1,4 +1,4 @@
-"""A dataset as one job reads it: manifest, columns, and what each block costs in memory."""
+"""A dataset as one job reads it: manifest, columns, and the memory that each block takes."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.row_layout import plan_row_layout
 from dataplane.worker.stacking import StackedPlan, plan_stacked
 
-# Blocks that would need no memory as they lie are packed if those of open windows take no more than
-# this part of the arena, and what is copied along with packed rows is at most so much larger.
+# Blocks that could be used in place, without arena memory, are packed only if those of open windows
+# take at most this part of the arena, and if the other columns copied along are at most this many
+# times larger.
 _ROOM_PARTS = 2
 _OTHERS_MAX = 4
-# Of the arena, that blocks which stay may fill with their trails.
+# The part of the arena that blocks which stay may fill, together with their trails.
 _STAYING_SHARE = 0.9
-# What an Arrow stream adds to its columns: a schema message, headers and padding.
+# Bytes that an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Dataset:
-    """One manifest read in one way. Two jobs that read it alike share its blocks.
+    """One manifest, read with one set of options. Jobs with the same options share its blocks.
 
-    `direct`: a zero-copy block is in canonical form as it lies, so that it needs no decoding. It is
-    decoded all the same where its small columns are packed. `blocks` is what the scheduler knows of
-    it; `largest_block` the one that takes most of the arena, raw and decoded together; `row_bytes`
-    about what one sample takes in a slab, at least one. `has_bytes`: a column may hold images.
+    `direct`: a zero-copy block is already in canonical form and needs no decoding; if its small
+    columns are packed, it is decoded anyway. `blocks` is the scheduler's view of it;
+    `largest_block` the one that takes most of the arena, raw and decoded together; `row_bytes` the
+    approximate size of one sample in a slab, at least one. `has_bytes`: a column may hold images.
     `categories` are the values of columns that come as codes.
 
     Shapes:  row_starts: int64[blocks + 1], the samples before each block.
@@ -65,12 +66,12 @@ class Dataset:
     categories: Mapping[str, pa.Array]
 
     def path(self, block: int) -> str | None:
-        """The local file that holds the block, if it is one."""
+        """The local file with the block, if the shard is one."""
         is_remote = self.blocks.marks.is_remote.item(block)
         return None if is_remote else self.url(block)[len(FILE_PREFIX) :]
 
     def raw_block(self, block: int, arena: Region | None) -> tasks.RawBlockRef:
-        """The block's bytes as a worker finds them."""
+        """Where a worker finds the block's bytes."""
         manifest, shard = self.manifest, self._shard(block)
         shards = manifest.shards
         place = Region(manifest.block_offset.item(block), manifest.block_length.item(block))
@@ -88,11 +89,11 @@ class Dataset:
         )
 
     def is_decoded(self, block: int) -> bool:
-        """By a worker; otherwise rows are gathered from the bytes of the block as they lie."""
+        """Whether a worker decodes the block; otherwise rows are gathered from its raw bytes."""
         return self.blocks.needs_decode(block)
 
     def origin(self, block: int) -> tasks.Origin | None:
-        """Which samples it has; of interest only where they may be images."""
+        """Which samples the block has; needed only if they may be images."""
         if not self.has_bytes:
             return None
         shard = self._shard(block)
@@ -104,7 +105,7 @@ class Dataset:
         return WorkerPlace(self.url(block), index, first_row=self._first_row(block))
 
     def _first_row(self, block: int) -> int:
-        """Of the samples of its shard."""
+        """The index within its shard of the block's first sample."""
         first = self.manifest.shards.block_starts.item(self._shard(block))
         return self.row_starts.item(block) - self.row_starts.item(first)
 
@@ -117,7 +118,7 @@ class Dataset:
 
 
 def _fixed_bytes(schema: pa.Schema) -> int:
-    """What a row takes of all columns whose rows have one size."""
+    """Bytes of a row over all columns with rows of fixed size."""
     of_id: dict[int, int] = {}
     size = 0
     for kind in schema.types:
@@ -144,7 +145,7 @@ def _sample_bytes(manifest: Manifest, columns: Columns, projection: Projection |
 
 
 def _projection(manifest: Manifest, columns: StackedPlan) -> Projection | None:
-    """What need not be read, if not all columns are."""
+    """The bytes that need not be read, if not all columns are wanted."""
     places = manifest.column_places
     names = pa.ipc.read_schema(pa.py_buffer(manifest.schema)).names
     wanted = set(columns.leaves.top_level)
@@ -155,7 +156,9 @@ def _projection(manifest: Manifest, columns: StackedPlan) -> Projection | None:
 
 
 def _whole_bytes(manifest: Manifest, projection: Projection | None) -> Ints:
-    """What the index thinks of each block: of its wanted columns, if it knows them apart."""
+    """The size of each block from the index; of only the wanted columns, if the index knows their
+    sizes.
+    """
     return manifest.block_decoded if projection is None else projection.decoded
 
 
@@ -165,7 +168,7 @@ def _decoded_bytes(
     row_layout: RowLayout | None,
     projection: Projection | None = None,
 ) -> Ints:
-    """What each block takes once decoded, as far as the index knows."""
+    """Bytes of each block once decoded, as far as the index knows."""
     size = _whole_bytes(manifest, projection)
     if row_layout is not None and columns.is_fixed:
         size = manifest.block_rows * columns.fixed_bytes  # not of what nobody asked for
@@ -178,7 +181,8 @@ def _marks(
     manifest: Manifest, decoded: Ints, projection: Projection | None, *, direct: bool
 ) -> Marks:
     shards = manifest.shards
-    # Of each shard: what is fetched with every block, -1 where nothing is; whether it is decoded.
+    # For each shard: the bytes fetched with every block, -1 for a local file; whether blocks are
+    # decoded.
     is_local = shards.urls.starting_with(FILE_PREFIX.encode())
     preamble = np.where(is_local, -1, shards.preamble_length)
     is_decoded = ~shards.zero_copy if direct else np.ones(len(shards), np.bool_)
@@ -189,16 +193,17 @@ def _marks(
 
 
 def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
-    """The dataset's, with what the job needs to know beside types."""
+    """The dataset's schema, with what the job needs to know besides types."""
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
     return annotated(schema, spec.column_options, manifest.nulls)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a dataset as a job reads them, `schema` that of the shards. `is_canonical`:
-    zero-copy blocks have them in canonical form. `is_fixed`: all rows have one size, `fixed_bytes`,
-    which is otherwise that of the columns whose rows have. `row_layout`: how they would be packed.
+    """The columns of a dataset as a job reads them; `schema` is that of the shards. `is_canonical`:
+    zero-copy blocks have them in canonical form. `is_fixed`: all rows have the same size.
+    `fixed_bytes` is the size of a row over the columns of fixed size. `row_layout`: the layout of
+    packed rows.
     """
 
     schema: pa.Schema
@@ -234,8 +239,8 @@ def _has_all(schema: pa.Schema, wanted: pa.Schema) -> bool:
 def can_pack(
     manifest: Manifest, spec: JobSpec, arena_bytes: int, known: Columns | None = None
 ) -> bool:
-    """Whether a job's blocks are better packed: its rows are shuffled; and if its blocks would need
-    no memory as they lie, what is packed can stay until it was used, and not much else is copied.
+    """Whether packing a job's blocks pays: its rows are shuffled. If blocks could be used in place,
+    packed blocks must also fit until they were used, and little else may be copied.
 
     Raises:  ConfigError: a column that is not there.
     """

@@ -1,7 +1,7 @@
 """The datasets that the jobs of a node read, each planned once.
 
-A table of 100,000 columns takes seconds to plan, so that is done in threads: the event loop, and
-with it every other trainer, goes on meanwhile.
+Planning a table of 100,000 columns takes seconds, so it is done in threads, and the event loop
+keeps serving other trainers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PlanKey = tuple[JobSpec, _Signed]
 
 
 class Datasets:
-    """What is read now, by what jobs must be equal in to share blocks; and what was planned, for as
-    long as somebody has it.
+    """The datasets being read, keyed by what jobs must agree on to share blocks; and planned
+    datasets, as long as a job uses them.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -45,7 +45,7 @@ class Datasets:
         return len(self._read)
 
     def new_id(self) -> int:
-        """A name for a dataset in the workers, that no other has."""
+        """A unique name for a dataset, used with the workers."""
         return next(self._numbers)
 
     async def check(self, manifest: Manifest, spec: JobSpec) -> None:
@@ -53,9 +53,9 @@ class Datasets:
         await asyncio.to_thread(self._plan, 0, manifest, spec, {})
 
     async def open(self, manifest: Manifest, spec: JobSpec, categories: Categories) -> Dataset:
-        """How a job with this spec reads the manifest; codes are of these categories.
+        """The dataset as a job with this spec reads it. `categories` are the values of codes.
 
-        Raises:  ConfigError: whatever is wrong with the columns.
+        Raises:  ConfigError: the columns are wrong.
         """
         key = (spec, _signed(manifest))
         dataset = self._planned.get(key)
@@ -71,13 +71,13 @@ class Datasets:
         return dataset
 
     def keep(self, dataset: Dataset, spec: JobSpec) -> Dataset:
-        """The dataset that is read for this one: itself, unless an equal one is read already."""
+        """The dataset to read: this one, unless an equal one is read already."""
         manifest = dataset.manifest
         key = (spec.fingerprint, spec.column_options, _signed(manifest), dataset.message.pack)
         return self._read.setdefault(key, dataset)
 
     def forget(self, dataset: Dataset) -> None:
-        """Nobody reads it any more."""
+        """The dataset has no readers left."""
         self._read = {key: each for key, each in self._read.items() if each is not dataset}
 
     def _plan(
@@ -104,16 +104,18 @@ class Datasets:
     def _end_planning(self, key: _PlanKey, done: asyncio.Future[Dataset]) -> None:
         del self._planning[key]
         if not done.cancelled():
-            done.exception()  # whoever waited has it; if nobody did, it is no news
+            done.exception()  # callers that waited have it; without callers it does not matter
 
 
 def _signed(manifest: Manifest) -> _Signed:
-    """Jobs whose urls were signed apart share no blocks: one signature ends before the other."""
+    """Jobs with differently signed urls share no blocks, since the signatures expire at different
+    times.
+    """
     return tuple(url for url in manifest.urls[:_URLS_SHOWN_MAX] if unsigned(url) != url)
 
 
 def shown(urls: Sequence[str]) -> str:
-    """A dataset's urls as people see them."""
+    """A dataset's urls for display."""
     shown = ", ".join(map(redacted, urls[:_URLS_SHOWN_MAX]))
     more = len(urls) - _URLS_SHOWN_MAX
     return f"{shown}, and {more} more" if more > 0 else shown

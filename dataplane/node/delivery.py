@@ -1,4 +1,4 @@
-"""The delivery arena of one dp_rank of a job, as the node has it."""
+"""The node's record of the delivery arena of one dp_rank of a job."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataplane.node.dataset import Dataset
 
 @dataclass(slots=True, eq=False)
 class DeliveryArena:
-    """The memory, and how many members use it. Orders of its streams are over `datasets`, whose
-    blocks they number through, and whose columns are alike. `group` names those whose slabs are
-    equal where their steps are, None if slabs are made for this arena alone.
+    """The memory, and how many members use it. The orders of its streams cover `datasets`, number
+    their blocks consecutively, and need datasets with equal columns. Deliveries of one `group` have
+    equal slabs for equal steps; None if slabs are made only for this arena.
     """
 
     delivery_id: int

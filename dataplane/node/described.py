@@ -1,4 +1,4 @@
-"""What the columns of a job are made of, and what their codes stand for: told when it is asked."""
+"""Answers requests for the types of a job's columns and the values of their codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dataplane.transforms.leaves import Leaf, value_type
 from dataplane.transforms.lists import AS_THEY_ARE
 from dataplane.worker.stacking import StackedPlan
 
-# An answer is one packet, far below what a packet may have.
+# An answer is one packet, far smaller than the limit.
 _TEXT_BYTES_MAX = 64 << 10
 _TYPE_LENGTH_MAX = 2000
 _COLUMN_BYTES = 64
@@ -35,7 +35,7 @@ _COLUMN_BYTES = 64
 async def describe(
     member: ServedMember, asked: DescribeColumns | ReadCategories
 ) -> ColumnsDescribed | CategoriesRead:
-    """As much as fits into one answer, from the first that was asked for on.
+    """As many entries as fit into one answer, from the requested first one on.
 
     Raises:  ConfigError: a column does not come as codes.
     """
@@ -56,7 +56,7 @@ def _categories(dataset: Dataset, asked: ReadCategories) -> CategoriesRead:
     values = dataset.categories.get(asked.column)
     if values is None:
         raise ConfigError(
-            f"column {asked.column!r} does not come as codes; those that do: "
+            f"column {asked.column!r} does not come as codes; the columns that do: "
             f"{shown(dataset.categories) or 'none'}. Name it in codes=[…]",
             field=asked.column,
         )
@@ -69,7 +69,7 @@ def _categories(dataset: Dataset, asked: ReadCategories) -> CategoriesRead:
 
 
 def described_columns(dataset: Dataset, spec: JobSpec) -> tuple[DescribedColumn, ...]:
-    """All columns of batches, in their order."""
+    """All columns of a batch, in order."""
     return tuple(_described(dataset.columns, spec, dataset.categories))
 
 

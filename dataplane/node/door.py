@@ -1,11 +1,12 @@
-"""The node's listening socket: who is let in, and how many at once.
+"""The node's listening socket: which connections are accepted, and how many at once.
 
 Invariants:
-1. Connections never take the descriptors that logs, imports, workers and shards need: there are at
-   most `count_max`, and a process has at most half of them.
-2. Who does not say Hello within `_HELLO_S` is sent away; the one that has been silent longest goes
-   at once where a newcomer finds no room. So idle connections keep nobody out.
-3. Where descriptors are short all the same, nobody is let in for a second: nothing spins.
+1. Connections never use up the descriptors that logs, imports, workers and shards need: there are
+at most `count_max`, and one process has at most half of them.
+2. A connection that sends no Hello within `_HELLO_S` is closed. If there is no room for a new one,
+the one that has been silent longest is closed at once. So idle connections keep no trainer out.
+3. If descriptors run short anyway, no connection is accepted for a second, so that the loop does
+not spin.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from dataplane.trace import Trace
 
 _HELLO_S = 15.0
 _SILENT_MAX = 16
-"""Of one process: a trainer says Hello at once."""
+"""Silent connections allowed per process; a trainer says Hello at once."""
 _PAUSE_S = 1.0
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}
 
 
 class Visitor(Protocol):
-    """A connection that was let in. It tells the door of its first words, and of its end."""
+    """An accepted connection. It reports its Hello and its end to the door."""
 
     def close(self) -> None:
         """Hang up."""
@@ -58,13 +59,13 @@ class Door:
         self._pausing: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Let people in from now on."""
+        """Start accepting connections."""
         self._pausing = None
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener.fileno(), self._on_connection)
 
     def close(self) -> None:
-        """Let nobody in any more; those who are in stay. May be called twice."""
+        """Stop accepting connections; open ones stay. May be called twice."""
         if self._pausing is not None:
             self._pausing.cancel()
         if self._listener.fileno() >= 0:
@@ -72,7 +73,7 @@ class Door:
         self._listener.close()
 
     def look(self, now: float | None = None) -> None:
-        """Send away those who have been silent for too long."""
+        """Close connections that have been silent for too long."""
         now = time.monotonic() if now is None else now
         while self._silent and now - next(iter(self._silent.values())) > _HELLO_S:
             visitor = next(iter(self._silent))
@@ -81,18 +82,18 @@ class Door:
             visitor.close()
 
     def greeted(self, visitor: Visitor) -> None:
-        """It has said Hello.
+        """The visitor has said Hello.
 
         Raises:  ConfigError: its process has too many connections.
         """
         if visitor not in self._silent:
-            return  # it said so before
+            return  # it said Hello before
         pid, most = self._pids[visitor], max(1, self._count_max // 2)
-        # In containers with processes of their own all of them are 0 to us.
+        # For processes in other pid namespaces, the kernel reports pid 0.
         if pid and self._greeted_of[pid] >= most:
             raise ConfigError(
-                f"process {pid} has {most} connections to this node, and gets no more: close() "
-                "loaders that are not used any longer, or allow the node more open files "
+                f"process {pid} has {most} connections to this node, the most for one process: "
+                "close() loaders that are no longer used, or allow the node more open files "
                 "(ulimit -n, LimitNOFILE=)",
                 field="connections",
             )
@@ -100,7 +101,7 @@ class Door:
         self._greeted_of[pid] += 1
 
     def left(self, visitor: Visitor) -> None:
-        """It is gone."""
+        """The visitor is gone."""
         pid = self._pids.pop(visitor, None)
         if pid is None:
             return
@@ -135,9 +136,9 @@ class Door:
         self._silent_of[pid] += 1
 
     def _refusal(self, pid: int) -> str:
-        """Why there is no room for one more of this process, or ""."""
+        """Why another connection of this process is refused, or ""."""
         if pid and self._silent_of[pid] >= _SILENT_MAX:
-            return f"{_SILENT_MAX} others of this process have said nothing yet"
+            return f"{_SILENT_MAX} other connections of this process have sent nothing yet"
         if len(self._pids) < self._count_max:
             return ""
         if not self._silent:

@@ -1,13 +1,13 @@
 """Carries out what the scheduler decides: plans, fetches, tasks of workers, memory, answers.
 
-It decides nothing itself. One thread, no waiting: everything here is called by the event loop, and
-every end of a plan, a fetch, a decoding or an assembly is an event for the scheduler.
+It decides nothing itself. Everything here runs on the event loop and never waits. The end of each
+plan, fetch, decoding or assembly becomes an event for the scheduler.
 
 Invariants:
-1. Events are decided one after the other, and the effects of each are carried out, in their order,
-   before the next is decided.
-2. Memory is reserved before anybody writes into it. Where the machine refuses it, what needed it
-   ends with that error.
+1. Events are handled one after the other: the effects of one are carried out, in order, before the
+next is passed to the scheduler.
+2. Memory is reserved before anything writes into it. If the machine refuses it, the task that
+needed it fails with that error.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Make nothing more."""
+        """Stop all work."""
         self._planner.shutdown(wait=False, cancel_futures=True)
 
     # -- what happens ----------------------------------------------------------------------------
 
     def open_delivery(self, delivery: DeliveryArena) -> None:
-        """Slabs may be made in this arena from now on."""
+        """Allow slabs to be made in this arena."""
         self._datasets |= {dataset.dataset_id: dataset for dataset in delivery.datasets}
         self._deliveries[delivery.delivery_id] = delivery
         number, layout, group = delivery.delivery_id, delivery.layout, delivery.group
@@ -106,11 +106,11 @@ class Engine:
         self._tell(events.DeliveryOpened(number, layout, datasets, group, delivery.is_declared))
 
     def close_delivery(self, delivery: DeliveryArena) -> None:
-        """Nobody here uses this arena any more: it is closed when no worker writes into it."""
+        """The arena has no users left: close it when no worker writes into it."""
         self._tell(events.DeliveryClosed(delivery.delivery_id))
 
     def forget_dataset(self, dataset: Dataset) -> None:
-        """Nobody reads this dataset any more: its blocks go as soon as they are not in use."""
+        """The dataset has no readers left: drop its blocks as soon as they are not in use."""
         self._tell(events.DatasetForgotten(dataset.blocks))
 
     def open_stream(
@@ -121,8 +121,8 @@ class Engine:
         holder: int,
         after: ServedStream | None = None,
     ) -> ServedStream:
-        """A consumer starts to walk; `holder` will have its slabs. Until `after` is closed it comes
-        last: what it would have is made of what that one leaves.
+        """Open a consumer's stream; `holder` will hold its slabs. Until the stream `after` is
+        closed, it has the lowest priority: it gets only resources that the other leaves.
         """
         stream = ServedStream(next(self._stream_ids), walk, send)
         self._streams[stream.stream_id] = stream
@@ -133,7 +133,7 @@ class Engine:
         return stream
 
     def adopt_stream(self, stream: ServedStream) -> None:
-        """A stream that came after another is the one that its consumer reads."""
+        """The consumer now reads a stream that was opened ahead."""
         self._tell(events.StreamAdopted(stream.stream_id))
 
     def close_stream(self, stream: ServedStream) -> None:
@@ -143,11 +143,11 @@ class Engine:
             self._tell(events.StreamClosed(stream.stream_id))
 
     def refuse_stream(self, stream: ServedStream, error: DataplaneError) -> None:
-        """The consumer gets this error if it waits for a slab."""
+        """Answer the consumer's requests with this error."""
         self._tell(events.StreamRefused(stream.stream_id, error))
 
     def when_planned(self, stream: ServedStream, call: Callable[[], None]) -> None:
-        """Have it called, once, when the last step of a stream is planned; at once if it is."""
+        """Call it once, when the last step of a stream is planned; at once if it already is."""
         stream.on_planned = call
         if stream.is_planned:
             _tell_planned(stream)
@@ -157,15 +157,15 @@ class Engine:
         self._tell(events.Requested(stream.stream_id, request_id))
 
     def release(self, delivery: DeliveryArena, slab_ids: Sequence[int]) -> None:
-        """Nobody at that trainer holds these slabs any more; unknown ones were released before."""
+        """The trainer released these slabs; unknown ones were released before."""
         self._tell(events.Released(delivery.delivery_id, slab_ids))
 
     def release_all(self, delivery: DeliveryArena, holder: int) -> None:
-        """A holder is gone: whatever it had is free."""
+        """A holder is gone: free everything it held."""
         self._tell(events.HolderGone(delivery.delivery_id, holder))
 
     def tick(self) -> None:
-        """Time has passed: to be called twice a second or so."""
+        """Time has passed; call it about twice a second."""
         busy, bytes_per_s = self._pool.look()
         self._tell(events.Ticked(busy, bytes_per_s))
 
@@ -280,7 +280,7 @@ class Engine:
         self._without_trails.discard(effect.key)
 
     def _source(self, key: int) -> tasks.BlockSource:
-        """What a worker must know to gather from the block with this key, which is ready."""
+        """What a worker needs to know to gather from the ready block with this key."""
         source = self._sources.get(key)
         if source is None:
             block = self._scheduler.block(key)

@@ -1,9 +1,9 @@
-"""Blocks' bytes from the store into the block arena, several at a time.
+"""Reads blocks from the store into the block arena, several at a time.
 
-A raw region has room for the shard's preamble, then come the block's own bytes, as far as they are
-needed. Preambles are needed by every block of a shard: they are read once and kept apart
-(`preambles.py`). One is copied into the raw region of a block that is gathered from there, and read
-into it where there is no room to keep it; otherwise nothing is there.
+A raw region has room for the shard's preamble, followed by the needed bytes of the block. Every
+block of a shard needs the preamble, so it is read once and kept separately (`preambles.py`). It is
+copied into the raw region only if rows are gathered from there, and read into it if there is no
+room to keep it; otherwise its room stays empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GIVEN_UP_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The bytes of a block, and the preamble of its shard where that is kept."""
+    """The bytes of a block, and the preamble of its shard if that is kept."""
 
     raw: tasks.RawBlockRef
     kept: KeptPreamble | None
@@ -47,8 +47,8 @@ class _Wanted:
 
 
 class Fetcher:
-    """At most `count_max` blocks on their way at once; the caller keeps to that. `trouble` says why
-    the store lets calls for a url wait, if it does. Preambles are kept in an arena of
+    """Fetches at most `count_max` blocks at once; the caller must respect this. `trouble` says why
+    the store delays calls for a url, if it does. Preambles are kept in an arena of
     `preamble_bytes`.
     """
 
@@ -65,13 +65,13 @@ class Fetcher:
         self._trouble = trouble
         self._given_up: OrderedDict[str, StoreError] = OrderedDict()
         self._threads = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-fetch")
-        # Others than those that wait for what these read.
+        # Separate from the threads that wait for these reads.
         self._aside = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-preamble")
         self._lock = threading.Lock()
 
     @classmethod
     def of(cls, config: NodeConfig, stores: Stores) -> Self:
-        """That of a node.
+        """The fetcher of a node.
 
         Raises:  BudgetTooSmall: the machine refuses the arena.
         """
@@ -85,9 +85,9 @@ class Fetcher:
     def fetch(
         self, key: int, raw: tasks.RawBlockRef, into: memoryview, report: Report, *, is_copied: bool
     ) -> None:
-        """Fill `into` with the bytes of a block; `report` is called in the event loop when nobody
-        writes them any more. `is_copied`: with the preamble before them. Otherwise that is held
-        for the block with this key, until `let_go`.
+        """Fill `into` with the bytes of a block; `report` is called on the event loop when the
+        region is no longer written. `is_copied`: put the preamble before them. Otherwise the
+        preamble is held for the block with this key, until `let_go`.
 
         Shapes:  into: uint8[length of the preamble + length of all pieces].
         """
@@ -106,28 +106,30 @@ class Fetcher:
             try:
                 loop.call_soon_threadsafe(end, error)
             except RuntimeError:
-                return  # the loop is closed: nobody waits any more
+                return  # the loop is closed: no caller waits any more
 
         background.watch("fetch", self._threads.submit(work))
 
     def for_worker(
         self, key: int, raw: tasks.RawBlockRef
     ) -> tuple[tasks.RawBlockRef, tuple[tuple[int, int], ...]]:
-        """How a worker finds a block that was fetched, and in which arenas but the block arena."""
+        """Where a worker finds a fetched block, and which arenas it needs besides the block
+        arena.
+        """
         return self._preambles.for_worker(key, raw)
 
     def let_go(self, key: int) -> None:
-        """The preamble that is held for this block, if one is, is no longer needed by it."""
+        """Release the preamble that is held for this block, if there is one."""
         self._preambles.let_go(key)
 
     def trouble(self, url: str) -> StoreError | None:
-        """Why bytes of this shard do not come; None if nothing is wrong as far as is known."""
+        """Why reads of this shard are delayed; None if no reason is known."""
         now = self._trouble(url)
         with self._lock:
             return now or self._given_up.get(url)
 
     def close(self) -> None:
-        """Start nothing more; what is under way ends by itself."""
+        """Start no more reads; running ones end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._aside.shutdown(wait=False)
         self._preambles.close()
@@ -148,7 +150,7 @@ class Fetcher:
         try:
             store = self._connect(url)
             with into[:length] as head, into[length:] as body:
-                # Asked for beside the block, so that both take one round trip.
+                # Requested in parallel with the block, so that both take one round trip.
                 coming = self._preamble(store, wanted, head) if length else None
                 try:
                     self._fill_pieces(store, url, raw.etag, raw.pieces or (raw.place,), body)
@@ -160,13 +162,15 @@ class Fetcher:
                 if kept is not None and wanted.is_copied:
                     copy_into(head, kept.view)
         except DataplaneError as error:
-            return type(error)(str(error), **error.nouns)  # without what its traceback holds
+            return type(error)(
+                str(error), **error.nouns
+            )  # without the objects that its traceback keeps alive
         except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits
             return StoreError(f"{url}: {type(error).__name__}: {error}", shard=url)
         return None
 
     def _preamble(self, store: Store, wanted: _Wanted, head: memoryview) -> Future[None]:
-        """Asked for once, also by blocks that start together."""
+        """Read once, even if several blocks start together."""
         url, etag, at = wanted.raw.url, wanted.raw.etag, wanted.raw.preamble_place.offset
         if wanted.kept is None:
             return self._aside.submit(fill, store, url, at, etag, head)
@@ -179,7 +183,7 @@ class Fetcher:
     def _fill_pieces(
         self, store: Store, url: str, etag: str, pieces: Sequence[Region], body: memoryview
     ) -> None:
-        """All at once, so that they take one round trip."""
+        """Read all pieces in parallel, so that they take one round trip."""
         reads: list[Callable[[], None]] = []
         with contextlib.ExitStack() as views:
             at = 0

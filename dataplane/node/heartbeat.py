@@ -1,6 +1,6 @@
-"""What a node tells the coordinator, and what follows from the answers.
+"""The node's heartbeat to the coordinator, and its reaction to the answers.
 
-A coordinator that does not answer stops nothing: data keeps flowing, and the next beat tries again.
+If the coordinator does not answer, data keeps flowing, and the next beat tries again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataplane.trace import Trace
 
 # A lease survives two lost beats.
 _BEATS_A_LEASE = 3
-# How often progress is told, whatever the lease: people watch it.
+# How often progress is reported, whatever the lease: people watch it.
 _BEAT_S_MAX = 2.0
-# What a beat tells of stores that are away.
+# Limit on the outages of stores that a beat reports.
 _OUTAGES_MAX = 16
 _TEXT_MAX = 300
 
@@ -63,7 +63,7 @@ class Heartbeat:
         )
 
     async def register(self) -> None:
-        """Say that the node is there, as soon as the coordinator is: it may be started later.
+        """Register the node as soon as the coordinator answers; it may start later than the node.
 
         Raises:  VersionMismatch.
         """
@@ -80,13 +80,13 @@ class Heartbeat:
 
     @property
     def awaited(self) -> str:
-        """Whom jobs have to wait for; "" if nobody."""
+        """The process that jobs have to wait for; "" if none."""
         if self._registered.is_set() or self._is_embedded:
             return ""
         return f"the coordinator at {self._coordinator}"
 
     async def wait_registered(self, job: str) -> None:
-        """Until the coordinator knows this node, on behalf of a rank that opens this job.
+        """Wait until this node is registered, on behalf of a rank that opens this job.
 
         Raises:  DataStallError: not within the stall timeout.
         """
@@ -145,7 +145,8 @@ class Heartbeat:
         if self._is_embedded:
             advice = (
                 "start all of them with one launcher or from one process, or set MASTER_ADDR and "
-                "MASTER_PORT alike for all of them, or run `dataplane serve` and pass service="
+                "MASTER_PORT to the same values for all of them, or run `dataplane serve` and "
+                "pass service="
             )
         return ConfigError(
             f"job {member.job_id!r}: dp ranks {ranks} of {member.request.topology.dp_size} have "
@@ -161,7 +162,7 @@ class Heartbeat:
     def _end(self, member: ServedMember, error: DataplaneError) -> None:
         """The member gets this error at its next request, and at those that wait."""
         member.error = error
-        # A copy: to send may find the trainer gone, which closes its streams.
+        # A copy: sending may find that the trainer is gone, which closes its streams.
         for stream in list(member.streams.values()):
             self._engine.refuse_stream(stream, error)
 

@@ -1,12 +1,11 @@
-"""From what a rank asks for to a job that runs: dataset, spec, place at the coordinator, memory.
+"""Opens jobs for ranks: dataset, spec, place at the coordinator, memory.
 
 Invariants:
 1. The ranks of one launch of a job see one manifest: it is opened once.
 2. A member that was admitted is renewed until it leaves, its process ends, or its lease is lost.
 3. A delivery arena lives as long as a member uses it; two members with one dp_rank share it.
-4. Slabs are shared by the members of one delivery, and by jobs that named one group and are equal
-   in spec and place: only where making a slab costs more than copying it, where there are
-   transforms.
+4. Slabs are shared by the members of one delivery, and by jobs of one group with equal spec and
+place, but only with transforms, where making a slab costs more than copying it.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ _ManifestKey = tuple[messages.DatasetSource, str, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Opened:
-    """A dataset as it lies, with what takes a look at each of its blocks: that is done in a thread.
-    `lanes` and `window` are those of a job that names none.
+    """An opened dataset, with values that need a pass over its blocks, which runs in a thread.
+    `lanes` and `window` are the defaults for jobs that set neither.
     """
 
     manifest: Manifest
@@ -67,7 +66,7 @@ class _Opened:
 
 
 class Jobs:
-    """All that the members of this node share."""
+    """Everything that the members on this node share."""
 
     def __init__(
         self,
@@ -93,8 +92,8 @@ class Jobs:
     async def open(self, request: messages.OpenJob) -> tuple[ServedMember, messages.JobOpened]:
         """Admit a rank.
 
-        Raises:  ConfigError and its kin: whatever is wrong with the dataset, the spec, the place or
-        the budgets.  DataStallError: the coordinator does not answer within the stall timeout.
+        Raises:  ConfigError and its subclasses: the dataset, the spec, the place or a budget is
+        wrong.  DataStallError: the coordinator does not answer within the stall timeout.
         """
         _check_names(request)
         began, place = time.monotonic(), request.topology
@@ -104,7 +103,7 @@ class Jobs:
         dataset = await self._datasets.open(manifest, spec, categories)
         try:
             member = await self._admit(request, dataset, spec, await _pixels_of(spec))
-        except BaseException:  # also of a trainer that went away while it joined
+        except BaseException:  # also if the trainer went away while it joined
             self._forget_unread(dataset)
             raise
         self.members[member.member_id] = member
@@ -150,7 +149,7 @@ class Jobs:
             coordinator=self._config.coordinator,
             node=self._node_id,
         )
-        # Its last reader may have left meanwhile.
+        # The dataset's last reader may have left meanwhile.
         dataset = self._datasets.keep(dataset, spec)
         sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
         try:
@@ -164,7 +163,7 @@ class Jobs:
         )
 
     def close(self, member: ServedMember) -> None:
-        """The rank is gone: free what only it used. May be called twice."""
+        """The rank is gone: free everything that only it used. May be called twice."""
         if self.members.get(member.member_id) is member:
             del self.members[member.member_id]
         if member.closed:
@@ -181,7 +180,9 @@ class Jobs:
                 self._forget_unread(dataset)
 
     def forget_manifest(self, job_id: str) -> None:
-        """The last rank has closed this job: whoever opens it again sees the dataset anew."""
+        """The last rank has closed this job: the next rank that opens it lists the dataset
+        again.
+        """
         if not any(member.job_id == job_id for member in self.members.values()):
             for key in [key for key in self._manifests if key[1] == job_id]:
                 del self._manifests[key]
@@ -193,7 +194,7 @@ class Jobs:
             self._datasets.forget(dataset)
 
     async def leave(self, member: ServedMember, *, lost: bool) -> None:
-        """Tell the coordinator; it learns by itself if it does not answer now."""
+        """Tell the coordinator. If it does not answer now, it finds out when the lease ends."""
         _trace.noted(
             "rank lost" if lost else "job closed",
             job=member.job_id,
@@ -215,7 +216,7 @@ class Jobs:
             await self._coordination.leave(leaving)
         except PeerLost:
             return
-        except DataplaneError as error:  # a full disk, say
+        except DataplaneError as error:  # such as a full disk
             _trace.failed("leave", job=request.job_id, error=error)
 
     async def rejoin(self, member: ServedMember) -> None:
@@ -241,7 +242,7 @@ class Jobs:
         return await asyncio.shield(future)
 
     def _forget_failed(self, key: _ManifestKey, done: asyncio.Future[_Opened]) -> None:
-        """Whoever opens this dataset again has it tried again."""
+        """Opening failed: let the next rank that opens this dataset try again."""
         if (done.cancelled() or done.exception()) and self._manifests.get(key) is done:
             del self._manifests[key]
 
@@ -260,7 +261,7 @@ class Jobs:
             raise budgets.block_too_large(url, need, budget)
 
     def _check_delivery(self, layout: SlotLayout, sizes: SlabSizes) -> None:
-        """What is reserved for one rank has a bound, however large a batch it asks for."""
+        """Limit the memory reserved for one rank, however large its batches are."""
         config = self._config
         budget = max(config.delivery_bytes_per_rank, 2 * config.block_arena_bytes)
         if layout.arena_bytes > budget:
@@ -295,7 +296,8 @@ class Jobs:
             self._check_delivery(layout, sizes)
             arena = Arena.create("dataplane-delivery", layout.arena_bytes)
             try:
-                # The others when they are used: all of them take a quarter of a second.
+                # The other slots when they are used: mapping all of them takes a quarter of a
+                # second.
                 arena.reserve(layout.slot_bytes)
             except BudgetTooSmall:
                 arena.close()
@@ -315,9 +317,8 @@ class Jobs:
 
 
 def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
-    """The name of those who share slabs with this rank: all of a declared group that are equal in
-    spec and place, or those of its delivery alone; None where making a slab costs no more than
-    copying it.
+    """The group with which this rank shares slabs: all members of a declared group with equal spec
+    and place, or only those of its delivery; None if making a slab costs no more than copying it.
     """
     place = request.topology
     if not spec.transforms:
@@ -326,7 +327,9 @@ def _group(request: messages.OpenJob, spec: JobSpec, *, alone: int) -> object:
 
 
 def _check_names(request: messages.OpenJob) -> None:
-    """They are kept and logged. (Urls and columns are as many as one packet holds.)"""
+    """Names are stored and logged, so their lengths are limited. (Urls and columns are limited by
+    the packet.)
+    """
     check_name("job_id", request.job_id)
     check_name("incarnation", request.incarnation)
     check_name("member_id", request.member_id)
@@ -335,7 +338,7 @@ def _check_names(request: messages.OpenJob) -> None:
 
 
 def _spec_of(opened: _Opened, request: messages.OpenJob) -> JobSpec:
-    """With every default filled in."""
+    """The spec with every default filled in."""
     return JobSpec(
         fingerprint=opened.manifest.fingerprint,
         seed=request.seed,
@@ -350,12 +353,12 @@ def _spec_of(opened: _Opened, request: messages.OpenJob) -> JobSpec:
 
 
 async def _pixels_of(spec: JobSpec) -> str:
-    """The name of what makes this job's pixels on this host; "" if it has no images."""
+    """The name of the software that decodes this job's images on this host; "" without images."""
     return await asyncio.to_thread(_maker_name) if spec.transforms else ""
 
 
 def _maker_name() -> str:
-    # Pillow is imported for it, which a node without images does not need.
+    # This imports Pillow, which a node without images does not need.
     from dataplane.transforms.pixels_library import maker
 
     return maker().name

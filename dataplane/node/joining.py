@@ -16,14 +16,14 @@ _PAUSE_S_MAX = 1.0
 
 
 async def pause() -> None:
-    """Between two attempts of which each has waited by itself."""
+    """The pause between two attempts, each of which has already waited."""
     await asyncio.sleep(random.uniform(0, _PAUSE_S_MAX))  # noqa: S311 - jitter is no secret
 
 
 async def patiently(
     ask: Callable[[], Awaitable[T]], timeout_s: float, *, job: str, coordinator: str, node: str
 ) -> T:
-    """What `ask` answers. It is called again for as long as nobody answers.
+    """The answer of `ask`, which is called again until the coordinator answers.
 
     Raises:  DataStallError: not within `timeout_s`.  DataplaneError: as `ask`.
     """

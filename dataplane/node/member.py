@@ -17,12 +17,12 @@ from dataplane.scheduler.walk import SlabSizes
 
 @dataclass(slots=True, eq=False)
 class ServedMember:
-    """One rank of one job, as this node serves it. `dataset` is what it reads. `error` ends it: its
-    requests get it. `holder` is what has its slabs. `pixels` names what makes them here; "" without
-    images. `is_leaving`: its process ends in order.
+    """One rank of one job, as this node serves it. `dataset` is the one it reads. If `error` is
+    set, its requests get that error. `holder` holds its slabs. `pixels` names the software that
+    decodes images here; "" without images. `is_leaving`: its process is exiting normally.
 
-    `next_epoch` is what its only stream will be followed by, if all goes on as it does: it is made
-    while the last slabs of this epoch are consumed.
+    `next_epoch` is the stream expected to follow its only stream. It is prepared while the last
+    slabs of this epoch are consumed.
     """
 
     request: messages.OpenJob
@@ -57,12 +57,12 @@ class ServedMember:
         return self.request.member_id
 
     def reached(self, epoch: int, cursor: int) -> None:
-        """All ranks have consumed so many samples, as its trainer says. Never goes back."""
+        """The samples that all ranks have consumed, as reported by its trainer. Never goes back."""
         self.epoch, self.cursor = max((self.epoch, self.cursor), (epoch, cursor))
 
 
 def progress_of(member: ServedMember) -> MemberProgress:
-    """How far this member came, and how fast it was since it was asked last."""
+    """The progress of a member, and its rate since the last call."""
     now = time.monotonic()
     then, epoch, cursor = member.seen
     if then and epoch == member.epoch and now > then:

@@ -1,18 +1,20 @@
-"""The worker processes of a node: started by exec, one task at a time each, replaced when they die.
+"""The worker processes of a node: started by exec, each with one task at a time, replaced when they
+die.
 
 Invariants:
-1. A task is reported once: done, or failed.
-2. A task whose worker died, or ran out of memory, is given to one that is started then, so that
-   whoever kills all workers at once hits a task once; the second death is blamed on the task. A
-   worker that is stuck is killed; a task that cannot say more about it gets no second one.
-3. Before a task a worker is told all it needs and was not told yet; a new worker knows nothing.
-4. A worker that was told to open a block is told to forget it before it sees anything else of a
-   node that has reused its memory.
-5. Workers that are too many end once they have nothing to do; what is one more has to be up before
-   it gets a task.
-6. Nothing on the event loop waits for a process to die: one that sleeps in the kernel, in a read
-   from a file server that is away, dies only when that ends. Until then it keeps its place and its
-   task, since it might still write into the task's memory.
+1. Each task is reported exactly once, as done or failed.
+2. If a worker died or ran out of memory, its task is given to a worker started afterwards, so that
+killing all workers at once hits each task only once. The second death is blamed on the task. A
+stuck worker is killed; its task is tried again only if that can tell which block is to blame.
+3. Before a task, a worker is told everything it needs and does not know yet; a new worker knows
+nothing.
+4. A worker that has opened a block is told to forget it before it gets any other message after the
+block's memory was reused.
+5. Surplus workers exit once they are idle; an additional worker gets tasks only after it has
+started up.
+6. Nothing on the event loop waits for a process to die: a process blocked in the kernel, in a read
+from an unreachable file server, dies only when that read ends. Until then it keeps its place and
+its task, since it might still write into the task's memory.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ _WATCH_S = 0.5
 
 
 class WorkerPool:
-    """`worker_count` processes and one queue. Each process may take `memory_bytes` of its own, more
-    where the dataset of its task says so; a task may keep one busy for `task_timeout_s`.
+    """`worker_count` processes and one queue. Each process may take `memory_bytes` of private
+    memory, more if the dataset of its task allows it; a task may keep a worker busy for
+    `task_timeout_s`.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class WorkerPool:
 
     @classmethod
     def of(cls, config: NodeConfig, trace: Trace, stderr_fd: int | None = None) -> Self:
-        """The pool of a node."""
+        """Create the pool of a node."""
         return cls(
             config.worker_count,
             trace,
@@ -81,7 +84,7 @@ class WorkerPool:
         )
 
     def start(self, count: int | None = None) -> None:
-        """See that so many processes were started, all by default; does not wait for them. May be
+        """Start processes until there are this many, by default all; does not wait for them. May be
         called again.
         """
         self._loop = asyncio.get_running_loop()
@@ -96,11 +99,11 @@ class WorkerPool:
 
     @property
     def worker_count(self) -> int:
-        """How many there are, when none has just died."""
+        """The number of workers, including those that are being replaced."""
         return self._worker_count
 
     def resize(self, count: int) -> None:
-        """Have so many workers: more are started, and those that are too many end when idle."""
+        """Change the number of workers: start more, or let surplus ones exit when idle."""
         self._worker_count = count
         while self._loop is not None and len(self._workers) < count:
             worker = self._spawn()
@@ -109,8 +112,8 @@ class WorkerPool:
         self._retire()
 
     def look(self) -> tuple[float, float]:
-        """Since it was asked last: how many workers were at work on average, and how many bytes of
-        slabs they made a second.
+        """Since the last call: how many workers were busy on average, and how many bytes of slabs
+        they made per second.
         """
         now, made = time.monotonic(), self._made_bytes
         under_way_s = sum(now - worker.task.started for worker in self._workers if worker.task)
@@ -120,22 +123,22 @@ class WorkerPool:
         return (busy_s - before_s) / seconds, (made - made_before) / seconds
 
     def submit(self, task: PoolTask, urgency: int) -> None:
-        """Queue a task; the smallest urgency goes first, then the oldest, but for tasks that take
-        long: see TaskQueue.
+        """Queue a task. The smallest urgency goes first, then the oldest, except for long tasks:
+        see TaskQueue.
         """
         self._queue.add(task, urgency, time.monotonic())
         self._refill()
         self._dispatch()
 
     def forget_block(self, key: int) -> None:
-        """The memory of this block is about to hold another one."""
+        """The memory of this block is about to be reused."""
         for worker in self._workers:
             if key in worker.blocks:
                 worker.blocks.remove(key)
                 worker.forget.append(key)
 
     def detach_arena(self, arena_id: int) -> None:
-        """Nobody needs this arena any more."""
+        """The arena is no longer needed."""
         for worker in list(self._workers):
             if arena_id in worker.arenas:
                 worker.arenas.remove(arena_id)
@@ -158,7 +161,7 @@ class WorkerPool:
         self._retired.clear()
 
     def _refill(self) -> None:
-        """Try workers again, if the last ones were given up."""
+        """Start workers again, if the last ones were given up."""
         if self._loop is None or self._closed:
             return
         self.start()
@@ -195,7 +198,7 @@ class WorkerPool:
         self._watch_soon()
 
     def _send_next(self, worker: PoolWorker) -> None:
-        """Send the first packet, unless the worker still owes the answer to it."""
+        """Send the first queued packet, unless the worker still owes an answer."""
         if worker.waiting or worker.is_ending:
             return
         worker.waiting = True
@@ -212,7 +215,7 @@ class WorkerPool:
             result, descriptors = local.receive(worker.process.sock, tasks.Result)
         except BlockingIOError:
             return
-        except DataplaneError:  # it is gone, or speaks nonsense
+        except DataplaneError:  # it is gone, or sent an invalid message
             self._on_death(worker)
             return
         for fd in descriptors:
@@ -228,8 +231,8 @@ class WorkerPool:
             self._on_result(worker, result.body)
 
     def _on_result(self, worker: PoolWorker, body: tasks.ResultBody) -> None:
-        """The answer to the last packet: the task itself, or what prepares it. An arena that was
-        detached meanwhile may be queued behind the task: its answer is not the task's.
+        """The answer to the last packet: the task, or a packet that prepares it. The message to
+        detach an arena may be queued behind the task; its answer is not the task's.
         """
         worker.waiting, worker.is_up = False, True
         done, _ = worker.packets.popleft()
@@ -256,7 +259,7 @@ class WorkerPool:
         task.report(body)
 
     def _on_death(self, worker: PoolWorker) -> None:
-        """It hung up, speaks nonsense, or cannot go on: see it to its end."""
+        """The worker closed its connection, sent an invalid message or cannot continue: end it."""
         if not worker.is_ending:
             self._end(worker)
 
@@ -277,7 +280,7 @@ class WorkerPool:
         task = worker.task
         if not worker.jobs_done:
             self._quick_deaths += 1
-        # A worker that dies before its first answer never came to the task.
+        # A worker that dies before its first answer never reached the task.
         if task is not None and worker.is_up and self._is_blamed(task, worker, end):
             task = None
         if self._quick_deaths > _QUICK_DEATHS_MAX * self._worker_count:
@@ -298,7 +301,9 @@ class WorkerPool:
         self._trace.failed("worker ended", pid=worker.process.pid, how=end.words, **doing, **at)
 
     def _is_blamed(self, task: PoolTask, worker: PoolWorker, end: ProcessEnd) -> bool:
-        """Report a task at which enough workers have ended; or else prepare it for another one."""
+        """Report a task if enough workers have ended at it; otherwise prepare it for another
+        worker.
+        """
         task.ends.append(end)
         most = task.attempt_count if end.cause is Cause.STUCK else _DEATHS_MAX
         if len(task.ends) < most:
@@ -308,7 +313,7 @@ class WorkerPool:
         return True
 
     def _watch_soon(self) -> None:
-        """Look at the workers now and then, while any has a task."""
+        """Check the workers periodically while any of them has a task."""
         if self._loop is not None and self._watching is None and self._task_timeout_s < math.inf:
             self._watching = self._loop.call_later(_WATCH_S, self._watch)
 
@@ -323,7 +328,7 @@ class WorkerPool:
             self._watch_soon()
 
     def _fail_all(self, task: PoolTask | None, end: ProcessEnd) -> None:
-        """Report this task and all that wait."""
+        """Report this task and all waiting ones as failed."""
         self._quick_deaths = 0
         failed = [] if task is None else [task]
         while (task := self._queue.take_any()) is not None:

@@ -1,7 +1,7 @@
-"""One worker as the pool sees it: what it was told, what it is told next, and what it is at.
+"""The pool's record of one worker: what it knows, the packets to send next, and its current task.
 
-Before a task a worker is told whatever it needs and does not know yet: arenas, the dataset, the
-blocks. It is sent one packet at a time, and answers each.
+Before a task, a worker is told everything it needs and does not know yet: arenas, the dataset, the
+blocks. It gets one packet at a time, and answers each.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Report = Callable[[tasks.ResultBody], None]
 
 _DOING: dict[type, str] = {
     tasks.Decode: "decoding it",
-    tasks.Assemble: "reading rows of it",
-    tasks.CopySlab: "copying a slab that starts with rows of it",
+    tasks.Assemble: "reading its rows",
+    tasks.CopySlab: "copying a slab that starts with its rows",
 }
 
 
 @dataclass(slots=True, eq=False)
 class PoolTask:
-    """One order to a worker, and what the worker must know for it.
+    """One task for a worker, and what the worker needs to know for it.
 
-    `dataset` says what its columns are. `arenas` are (arena id, descriptor); `source` tells of a
-    block that `body` names by key, `dataset_of` of which dataset it is. `place` tells which block
-    it is about, or the first of several, and `place_of` tells it by key.
+    `dataset` describes the columns. `arenas` are (arena id, descriptor). `source` gives the source
+    of a block that `body` names by key, and `dataset_of` its dataset. `place` names the block that
+    the task is about, or the first of several; `place_of` names a block by key.
     """
 
     body: tasks.Decode | tasks.Assemble | tasks.CopySlab
@@ -51,30 +51,32 @@ class PoolTask:
     dataset_of: Callable[[int], tasks.OpenDataset] | None = None
     place_of: Callable[[int], WorkerPlace] | None = None
     ends: list[ProcessEnd] = field(default_factory=list)
-    """How workers ended at it."""
+    """How workers ended during this task."""
     started: float = 0.0
-    """When a worker began with it."""
+    """When a worker started the task."""
 
     @property
     def block_keys(self) -> tuple[int, ...]:
-        """The blocks that it gathers from."""
+        """The blocks that the task gathers from."""
         return self.body.block_keys if isinstance(self.body, tasks.Assemble) else ()
 
     @property
     def doing(self) -> str:
-        """What a worker does with its place, in words."""
+        """What a worker does with the block at `place`, in words."""
         if isinstance(self.body, tasks.Assemble) and self.body.render is not None:
-            return "decoding images of it"
+            return "decoding its images"
         return _DOING[type(self.body)]
 
     @property
     def attempt_count(self) -> int:
-        """How many workers may be stuck at it. The first that gathers does not say where it is."""
+        """How many workers may get stuck at the task. The first one that gathers does not report
+        its block.
+        """
         return 2 if isinstance(self.body, tasks.Assemble) else 1
 
     def retried(self) -> None:
-        """Its worker has ended: the next one says which block and which image it is about to read,
-        in case that it ends as well.
+        """Its worker has ended: the next one reports each block and image before it reads it, in
+        case it ends as well.
         """
         if isinstance(self.body, tasks.Assemble):
             self.body = dataclasses.replace(self.body, say_where=True)
@@ -82,7 +84,7 @@ class PoolTask:
 
 @dataclass(slots=True, eq=False)
 class PoolWorker:
-    """A worker process, what it knows, and the packets that it is still to be sent."""
+    """A worker process, what it knows, and the packets still to be sent to it."""
 
     process: WorkerProcess
     limit_bytes: int
@@ -96,25 +98,25 @@ class PoolWorker:
     waiting: bool = False
     is_up: bool = False
     is_ending: bool = False
-    """It hung up or was killed, and is not collected yet."""
+    """It closed its connection or was killed, and its exit status was not collected yet."""
     reading: tasks.Reading | None = None
-    """What it says that it is at."""
+    """The block or image that it has reported."""
     end: ProcessEnd | None = None
-    """Why it is ended, if that is known before its exit status."""
+    """Why it is being ended, if known before its exit status."""
     _watched: tuple[PoolTask, OwnTime] | None = None
     _kill_count: int = field(default_factory=kill_count_for_memory)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do, and could do something."""
+        """Whether it is free to take a task."""
         return self.task is None and not self.packets and not self.is_ending
 
     def ask_whether_up(self) -> None:
-        """Whatever it is asked first, its answer says that it is up."""
+        """Send any request: the answer shows that it has started up."""
         self.packets.append((tasks.DetachArena(_NO_ARENA), ()))
 
     def prepare(self, task: PoolTask) -> None:
-        """Queue the packets that tell it all it needs for a task, and then the task."""
+        """Queue the packets that prepare a task, and then the task."""
         self.task, self.reading, task.started = task, None, time.monotonic()
         for arena_id, fd in task.arenas:
             if arena_id not in self.arenas:
@@ -140,7 +142,7 @@ class PoolWorker:
             self.packets.extend((part, ()) for part in _in_parts(dataset))
 
     def _open_blocks(self, task: PoolTask, dataset_id: int, keys: Sequence[int]) -> None:
-        # One by one where one of them may have ended a worker.
+        # One by one if one of these blocks may have crashed a worker.
         together = 1 if task.ends else _BLOCKS_A_PACKET
         for at in range(0, len(keys), together):
             assert task.source is not None
@@ -148,7 +150,9 @@ class PoolWorker:
             self.packets.append((tasks.OpenBlocks(dataset_id, some), ()))
 
     def undo(self, task: PoolTask, failed: tasks.TaskBody) -> None:
-        """Preparing failed (a block did not open): skip the task; trust nothing it opened."""
+        """Preparing failed (a block could not be opened): skip the task, and treat its blocks as
+        not opened.
+        """
         undone = [failed, *(body for body, _ in self.packets)]
         self.packets = deque(p for p in self.packets if isinstance(p[0], tasks.DetachArena))
         self.datasets.discard(task.dataset.dataset_id)
@@ -165,7 +169,7 @@ class PoolWorker:
 
     @property
     def place(self) -> WorkerPlace | None:
-        """What it is at, as far as is known."""
+        """The place it is working at, as far as is known."""
         task = self.task
         if task is None:
             return None
@@ -180,15 +184,15 @@ class PoolWorker:
         return task.place()
 
     def ended(self, status: int) -> ProcessEnd:
-        """How it ended, with this exit status."""
+        """How the worker ended, from this exit status."""
         is_machine_short = kill_count_for_memory() > self._kill_count
         return self.end or end_of(
             status, self.process.last_words, is_machine_short=is_machine_short
         )
 
     def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether it has been at one task for so long, not counting the time that it waited for a
-        processor. Asked every now and then: the time counts from when it was asked first.
+        """Whether it has worked on one task for this long, not counting time spent waiting for a
+        processor. Called periodically; the time counts from the first call.
         """
         task = self.task
         if task is None or self.is_ending:
@@ -204,8 +208,8 @@ class PoolWorker:
 
 
 def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
-    """The schema in pieces, then the rest. In one piece that of 100,000 columns, 12 MB, would hold
-    the node's event loop for a tenth of a second, for each worker.
+    """The schema in pieces, then the rest. Sent at once, the schema of 100,000 columns, 12 MB,
+    would block the node's event loop for a tenth of a second per worker.
     """
     schema, step = dataset.schema, _SCHEMA_PART_BYTES
     parts = [

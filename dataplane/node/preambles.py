@@ -1,14 +1,15 @@
-"""The preambles of shards that are being read: what every block of a shard needs beside its own
-bytes (a Parquet footer, Arrow dictionaries).
+"""The preambles of shards that are being read: the bytes that every block of a shard needs besides
+its own (a Parquet footer, Arrow dictionaries).
 
-They lie in an arena of their own, which workers map, so that nobody copies them for a block: it
-names its preamble by number and place.
+They lie in a separate arena that workers map, so that they need not be copied for each block. A
+block refers to its preamble by number and place.
 
 Invariants:
-1. A preamble that is held for a block stays where it is. The others go when room is needed, first
-   the one that was not held for longest.
-2. A number is never used again, so that a worker cannot take a new preamble for an old one.
-3. Where there is no room, since too many are held, none is held: the block has room for its own.
+1. A preamble that is held for a block stays in place. The others are dropped when room is needed,
+the one unheld for longest first.
+2. A number is never reused, so that a worker cannot take a new preamble for an old one.
+3. If too many are held and there is no room, the preamble is not held here, and is read into the
+block's own region.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _ShardKey = tuple[str, str, int]
 
 
 def preamble_bytes(block_arena_bytes: int) -> int:
-    """What is kept of preambles beside a block arena of this size."""
+    """The size of the preamble arena for a block arena of this size."""
     return max(BYTES_MIN, block_arena_bytes // _SHARE)
 
 
 @dataclass(slots=True, eq=False)
 class KeptPreamble:
     """One preamble: its place in the arena, its number, and for how many blocks it is held.
-    `reading` is done when it is there.
+    `reading` is done when it was read.
     """
 
     shard: _ShardKey
@@ -57,7 +58,7 @@ class KeptPreamble:
 
 
 class Preambles:
-    """An arena of `size_bytes`. All calls are the event loop's."""
+    """An arena of `size_bytes`. Call it only from the event loop."""
 
     def __init__(self, size_bytes: int) -> None:
         """Raises:  BudgetTooSmall: the machine refuses the arena."""
@@ -65,12 +66,12 @@ class Preambles:
         self._allocator = Allocator(size_bytes)
         self._kept: dict[_ShardKey, KeptPreamble] = {}
         self._idle: OrderedDict[_ShardKey, KeptPreamble] = OrderedDict()
-        """Those that are not held, the last that was at the end."""
+        """The preambles that are not held; the one released last is at the end."""
         self._held: dict[int, KeptPreamble] = {}
         self._numbers = itertools.count(1)
 
     def hold(self, key: int, url: str, etag: str, place: Region) -> KeptPreamble | None:
-        """The preamble of this shard, held for the block with this key; None where there is no room
+        """The preamble of this shard, held for the block with this key; None if there is no room
         for it.
         """
         shard = (url, etag, place.offset)
@@ -87,7 +88,7 @@ class Preambles:
         return kept
 
     def let_go(self, key: int) -> None:
-        """The block needs it no longer, if one is held for it."""
+        """Release the preamble that is held for this block, if there is one."""
         kept = self._held.pop(key, None)
         if kept is None:
             return
@@ -100,7 +101,7 @@ class Preambles:
     def for_worker(
         self, key: int, raw: tasks.RawBlockRef
     ) -> tuple[tasks.RawBlockRef, tuple[tuple[int, int], ...]]:
-        """The block as a worker finds it, and the arenas that it has to know for that: (id, fd)."""
+        """Where a worker finds the block, and the arenas that it needs for that: (id, fd)."""
         kept = self._held.get(key)
         if kept is None:
             return raw, ()
@@ -108,7 +109,7 @@ class Preambles:
         return told, ((tasks.PREAMBLE_ARENA, self._arena.fd),)
 
     def close(self) -> None:
-        """Give the memory back. May be called twice."""
+        """Release the memory. May be called twice."""
         self._arena.close()
 
     def _room(self, length: int) -> Region | None:

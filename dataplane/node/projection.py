@@ -1,4 +1,4 @@
-"""Which bytes of a block a job needs that does not read all columns."""
+"""The bytes of a block that are needed by a job that does not read all columns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dataplane.plan.column_places import ColumnPlaces
 from dataplane.worker.columns import Ints
 
 HOLE_BYTES_MIN = 256 << 10
-"""What is skipped costs one request more; of less it is cheaper to read it."""
+"""Skipping a gap costs one more request; smaller gaps are cheaper to read."""
 
-# Old writers left the dictionary's header out of a column's size, and readers know of it: they read
-# up to 100 bytes more (PARQUET-816).
+# Old writers left the dictionary's header out of a column's size, so readers read up to 100 bytes
+# more (PARQUET-816).
 _SLACK_BYTES = 128
 
 
@@ -26,7 +26,7 @@ class Projection:
 
     Shapes:  first: int64[K + 1], the holes of block k are first[k] to first[k + 1].
              start, stop: int64[holes], bytes in the block.   skipped: int64[K], bytes.
-             decoded: int64[K], bytes of what is wanted, an estimate.
+             decoded: int64[K], bytes of the wanted columns, an estimate.
     """
 
     first: Ints
@@ -43,14 +43,14 @@ class Projection:
         block_decoded: Ints,
         wanted: Sequence[bool],
     ) -> Self:
-        """What can be left out where only the `wanted` columns are read. Of a block whose columns
-        are not known, or overlap, that is nothing.
+        """The bytes to leave out if only the `wanted` columns are read: none for a block whose
+        column places are unknown or overlap.
         """
         order = np.argsort(places.offset, axis=1, kind="stable")
         offset = np.take_along_axis(places.offset, order, 1)
         stop = offset + np.take_along_axis(places.length, order, 1)
         is_clear = (offset[:, 1:] >= stop[:, :-1]).all(axis=1) & (stop[:, -1] > 0)
-        # What lies between two columns goes with the first of them.
+        # Bytes between two columns belong to the first of them.
         ends = np.concatenate([offset[:, 1:], block_length[:, None]], axis=1)
         is_spare = ~np.asarray(wanted, np.bool_)[order] & is_clear[:, None]
         edge = np.zeros((len(offset), 1), np.bool_)
@@ -69,7 +69,7 @@ class Projection:
         return cls(first, start, end, skipped, np.where(is_known, size, block_decoded))
 
     def pieces(self, block: int, place: Region) -> tuple[Region, ...]:
-        """What is left of a block's place in the shard; nothing where that is all of it."""
+        """The pieces of a block to read in the shard; empty if that is all of it."""
         holes = range(int(self.first[block]), int(self.first[block + 1]))
         starts = [0, *(int(self.stop[hole]) for hole in holes)]
         stops = [*(int(self.start[hole]) for hole in holes), place.length]

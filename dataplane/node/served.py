@@ -1,4 +1,4 @@
-"""A stream that a node serves, as those see it who open it for a trainer."""
+"""A stream that a node serves to a trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Send = Callable[[int, FromNodeBody], None]
 @dataclass(slots=True, eq=False)
 class ServedStream:
     """`send` answers a request of its consumer. `on_planned` is called once, when its last step is
-    planned; `is_planned` says that it was, `has_failed` that it could not be.
+    planned; `is_planned` says that this happened, `has_failed` that planning failed.
     """
 
     stream_id: int

@@ -1,6 +1,6 @@
-"""The node process: sockets, signals, clocks. It decides nothing: engine and jobs do.
+"""The node process: sockets, signals, clocks. It decides nothing; engine and jobs do.
 
-A trainer is one connection. Whatever it had is free as soon as the connection is gone.
+A trainer is one connection. Everything it held is freed when the connection ends.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TrainerConnection:
         self._flush()
 
     def close(self) -> None:
-        """Free whatever this trainer had. May be called twice."""
+        """Free everything this trainer held. May be called twice."""
         if self.closed:
             return
         self.closed = True
@@ -84,7 +84,7 @@ class TrainerConnection:
             task.cancel()
         for member in self._members.values():
             self._server.jobs.close(member)
-            # A node that stops leaves its members their places: they come back through another.
+            # A node that stops leaves its members their places: they rejoin through another node.
             if not self._server.stopping:
                 leaving = self._server.jobs.leave(member, lost=not member.is_leaving)
                 self._server.spawn("leave", leaving)
@@ -129,7 +129,7 @@ class TrainerConnection:
             self._answer(message.request_id, message.body)
 
     def _hung_up(self) -> None:
-        """The trainer is gone. Heed what it said last: that it leaves, and where it stood."""
+        """The trainer is gone. Process its last messages: that it leaves, and its position."""
         self._outbox.clear()
         for message in local.last_messages(self._sock, messages.ToNode):
             if isinstance(message.body, messages.CloseStream):
@@ -272,7 +272,7 @@ class TrainerConnection:
 
 
 class NodeServer:
-    """All of a node. Use: `await run(stop)`."""
+    """A whole node. Use: `await run(stop)`."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class NodeServer:
                 self.trace.noted("gather", by=kernel())
             self._pool.start()
             self.door.open()
-            # Trainers are greeted meanwhile, and wait for it before they open their jobs.
+            # Trainers are accepted meanwhile, and wait for this before they open jobs.
             if await done_before(stop, self.heartbeat.register(), self.door.look):
                 beating = background.start("heartbeat", self.heartbeat.run())
                 self._watchdog.start()
@@ -348,7 +348,7 @@ class NodeServer:
             self._arena.close()
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run something to its end beside everything else."""
+        """Run a coroutine in the background, to its end."""
         task = background.start(name, coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -383,11 +383,11 @@ async def run_node(
     ready: Callable[[], None],
     pool: WorkerPool | None = None,
 ) -> None:
-    """Be a node on this listening socket, which belongs to the node from now on. `ready` is called
-    once the coordinator knows the node, so that jobs can be opened.
+    """Run a node on this listening socket, which the node then owns. `ready` is called once the
+    node is registered with the coordinator and jobs can be opened.
 
-    `stop` drains: no new job is opened, and the node ends with its last trainer. `pool` is one that
-    was started earlier, so that workers come up while this process still imports.
+    `stop` drains: no new job is opened, and the node exits after its last trainer. `pool` may be
+    passed already started, so that workers start while this process still imports.
 
     Raises:  VersionMismatch: the coordinator is of another version.
     BudgetTooSmall: the machine refuses the arenas.

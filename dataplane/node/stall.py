@@ -23,13 +23,13 @@ def stall_error(
         if error is not None:
             return type(error)(
                 f"no batch for {waited_s:.0f} s, since {url} cannot be read: {error} "
-                f"(node {node_id}). Mend the store, or raise stall_timeout_s",
+                f"(node {node_id}). Repair the store, or raise stall_timeout_s",
                 **{**error.nouns, "shard": url, "node": node_id},
             )
     return DataStallError(
         f"no batch for {waited_s:.0f} s: the slab is {stalled.stage}"
         + (f", first of {shard}" if shard else "")
-        + f" (node {node_id}); look at the store's health, or raise stall_timeout_s",
+        + f" (node {node_id}); check the store, or raise stall_timeout_s",
         stage=stalled.stage,
         shard=shard,
         node=node_id,

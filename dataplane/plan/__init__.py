@@ -1,1 +1,1 @@
-"""Which samples, in what order, for whom. Pure: no clock, no I/O, no threads."""
+"""Computes which samples each rank reads, in which order. Pure: no clock, no I/O, no threads."""

@@ -1,7 +1,7 @@
-"""Columns between numpy and Arrow, without a copy where their form is the same.
+"""Converts columns between numpy and Arrow, without a copy if their form is the same.
 
-By hand: Arrow's own ways load its compute module, and pandas where it is installed, which takes up
-to half a second.
+Written by hand: Arrow's own conversions import its compute module, and pandas if it is installed,
+which takes up to half a second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataplane.plan.texts import Bools, Int64, Texts, fixed
 def numbers_of(array: Any) -> NDArray[Any]:
     """Shapes:  result: of the array's own type, [n].
 
-    Raises:  ValueError: one is missing.
+    Raises:  ValueError: a value is missing.
     """
     if array.null_count:
         raise ValueError("a number is missing")
@@ -38,7 +38,8 @@ def flags_of(array: Any) -> Bools:
 
 
 def starts_of_lists(array: Any) -> Int64:
-    """Where the values of each list begin, the first of them at 0; and where the last ends.
+    """Where the values of each list begin, counted from the first list's start, and where the last
+    ends.
 
     Shapes:  result: int64[n + 1].
     """
@@ -53,7 +54,7 @@ def values_of_lists(array: Any) -> NDArray[Any]:
 
 
 def texts_of(array: Any) -> Texts:
-    """The strings of an array that was validated."""
+    """The strings of a validated array."""
     _, offsets, content = array.buffers()
     stops = np.frombuffer(offsets, np.int32, array.offset + len(array) + 1)[array.offset :]
     whole = np.empty(0, np.uint8) if content is None else np.frombuffer(content, np.uint8)

@@ -1,4 +1,4 @@
-"""The values of columns that come as codes, as bytes beside a schema or in a manifest."""
+"""Serialises the values of columns that come as codes, for a schema or a manifest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow as pa
 
 
 def categories_to_bytes(categories: Mapping[str, pa.Array]) -> bytes:
-    """One Arrow stream with one row, a list for each column; nothing where there are none."""
+    """One Arrow stream with one row, a list for each column; empty without columns."""
     if not categories:
         return b""
     rows = {
@@ -23,7 +23,7 @@ def categories_to_bytes(categories: Mapping[str, pa.Array]) -> bytes:
 
 
 def categories_from_bytes(content: bytes) -> dict[str, pa.Array]:
-    """What `categories_to_bytes` was given, by column.
+    """The values that `categories_to_bytes` serialised, by column.
 
     Raises:  pa.ArrowInvalid: something else.
     """

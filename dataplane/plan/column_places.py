@@ -1,4 +1,4 @@
-"""Where the columns of each block lie in it, as far as the index of its shard says."""
+"""Where the columns of each block lie within it, as far as its shard's index knows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from dataplane.errors import ConfigError
 Int64 = NDArray[np.int64]
 
 PLACES_MAX = 1 << 25
-"""Of more columns in all, 0.75 GiB, nothing is kept: their blocks are read whole."""
+"""If there are more columns than this in total (0.75 GiB), nothing is stored, and blocks are read
+whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnPlaces:
-    """Of K blocks and the F top-level columns of the dataset's schema, in its order. What is not
-    known of a block is (0, 0) for all of its columns. The arrays are read-only.
+    """Places of the F top-level columns of the dataset's schema, in its order, in each of K blocks.
+    If a block's places are unknown, all of its columns have (0, 0). The arrays are read-only.
 
     Shapes:  offset, length: int64[K, F], bytes in the block.
              decoded: int64[K, F], bytes, an estimate.
@@ -32,8 +33,8 @@ class ColumnPlaces:
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[int]]) -> Self | None:
-        """From what formats say of each block (formats.base.Block.columns); None if they say
-        nothing.
+        """From the places that formats report for each block (formats.base.Block.columns); None if
+        they report none.
 
         Raises:  ConfigError: blocks of different numbers of columns, or impossible numbers.
         """
@@ -54,7 +55,7 @@ class ColumnPlaces:
         return int(self.offset.shape[1])
 
     def check(self, block_length: Int64) -> None:
-        """Raises:  ConfigError: they do not lie in these blocks."""
+        """Raises:  ConfigError: columns do not lie in these blocks."""
         shape = (len(block_length), self.column_count)
         columns = (self.offset, self.length, self.decoded)
         if any(each.shape != shape for each in columns):
@@ -64,8 +65,8 @@ class ColumnPlaces:
             raise ConfigError("a column lies outside of its block")
 
     def to_lists(self) -> tuple[Int64, Int64, Int64]:
-        """(gap, length, decoded), each int64[K * F]: what lies between a column and the one before
-        it is mostly nothing, which compresses to nothing.
+        """(gap, length, decoded), each int64[K * F]: the gap between a column and the one before it
+        is mostly 0, which compresses well.
         """
         gap = self.offset.copy()
         gap[:, 1:] -= self.offset[:, :-1] + self.length[:, :-1]
@@ -75,9 +76,9 @@ class ColumnPlaces:
     def from_lists(
         cls, gap: NDArray[Any], length: NDArray[Any], decoded: NDArray[Any], block_count: int
     ) -> Self | None:
-        """What `to_lists` was made of; None of nothing.
+        """The inverse of `to_lists`; None for empty lists.
 
-        Raises:  ValueError: they are not of so many blocks.
+        Raises:  ValueError: they do not match the number of blocks.
         """
         if not len(gap) + len(length) + len(decoded):
             return None

@@ -1,7 +1,7 @@
-"""What `dataplane plan` shows: what an order costs a cluster, and how well it shuffles.
+"""Computes what `dataplane plan` shows: what an order costs a cluster, and how well it shuffles.
 
-Numbers come from lanes, windows and blocks; only the shuffle's quality is sampled, at positions
-that the keyed hash chooses, so that the same question always has the same answer.
+The numbers follow from lanes, windows and blocks. Only the shuffle's quality is sampled, at
+positions chosen by the keyed hash, so that the result is always the same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataplane.plan.permute import Domain, key
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import WINDOW_CACHE_BYTES, Int64
 
-# Stretches of the order that are looked at, and how long each is at least and at most. A stretch
-# opens windows of as many lanes as it has samples, and all of the stretches together make at most
-# so many entries of permutations: about two seconds.
+# Number of sampled stretches of the order, and their minimum and maximum length. A stretch opens
+# windows of as many lanes as it has samples. All stretches together compute at most this many
+# permutation entries: about two seconds.
 _PROBES = 16
 _PROBE_SAMPLES = (1024, 65_536)
 _PROBE_ENTRIES = 1 << 25
@@ -30,16 +30,16 @@ _DROP_SHARE_MAX = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What one epoch costs, and how well it is shuffled. Bytes are bytes; times are not guessed.
+    """What one epoch costs, and how well it is shuffled. Times are not estimated.
 
     `hosts_per_block_*` counts hosts that may need a block (an upper bound: a host whose ranks by
     chance take none of its samples is counted). `displacement` is the mean distance between a
-    sample's position and its place in the dataset, over what a perfect shuffle gives on average: 0
-    is the dataset's own order, 1 is perfect, also where samples by chance went further.
-    `blocks_per_batch` and `shards_per_batch` are how many different ones meet in a global batch,
-    beside what a perfect shuffle would give; of a batch that is too long to look at, or opens too
-    many long windows, only the first `probed_per_batch` samples are meant. `quality` is the product
-    of displacement and the share of blocks, each at most 1.
+    sample's position and its place in the dataset, divided by the average of a perfect shuffle: 0
+    is the dataset's own order, 1 is perfect (and the maximum, even if samples moved further by
+    chance). `blocks_per_batch` and `shards_per_batch` count the distinct blocks and shards in a
+    global batch; their `_perfect` counterparts are those of a perfect shuffle. If a batch is too
+    long, or opens too many long windows, only its first `probed_per_batch` samples are counted.
+    `quality` is the product of displacement and the share of blocks, each at most 1.
     """
 
     step_count: int
@@ -86,9 +86,9 @@ class Cluster:
 def explain(
     manifest: Manifest, order: Order, cluster: Cluster, global_batch: int, end: End = End.RAGGED
 ) -> Explanation:
-    """What this order means for these ranks.
+    """Explain an order for these ranks.
 
-    Raises:  ConfigError: batch and ranks that make no slice.
+    Raises:  ConfigError: invalid combination of batch and ranks.
     """
     samples = manifest.sample_count
     steps = Slice(samples, 0, global_batch, end, 0, cluster.dp_size).step_count
@@ -179,7 +179,7 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
         positions = np.arange(begin, begin + length, dtype=np.int64)
         block, row = order.locate(positions)
         distance += float(np.abs(starts[block] + row - positions).sum())
-        # From position t, a place chosen anywhere in [0, N) is so far away on average.
+        # The average distance from position t to a random place in [0, N).
         place = positions / samples
         perfect += float((place**2 + (1 - place) ** 2).sum()) * samples / 2
         blocks += len(np.unique(block[:batch]))
@@ -196,7 +196,7 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
 
 
 def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: int) -> float:
-    """How many different groups `batch` independent draws meet, on average."""
+    """How many distinct groups `batch` independent draws hit, on average."""
     with np.errstate(divide="ignore"):
         return float(-np.expm1(np.log1p(-np.minimum(shares, 1.0)) * batch).sum())
 
@@ -213,20 +213,22 @@ def _warnings(
         )
     elif lanes % dp_size:
         said.append(
-            f"{lanes} lanes are no multiple of dp_size {dp_size}, so ranks share lanes and several"
+            f"{lanes} lanes are not a multiple of dp_size {dp_size}, so ranks share lanes and "
+            "several"
             f" hosts read the same blocks: choose a multiple of {dp_size} lanes"
         )
     if order.shuffle and order.window < min(sizes.block_rows, -(-order.sample_count // lanes)):
         said.append(
-            f"a window of {order.window} samples is smaller than a block of {sizes.block_rows}, so"
-            " neighbours in the dataset stay neighbours: choose a longer window, or fewer lanes"
+            f"a window of {order.window} samples is smaller than a block of {sizes.block_rows}, "
+            "so samples that are neighbours in the dataset stay close: choose a longer window, "
+            "or fewer lanes"
         )
     remembered = lanes_per_host * order.window * (2 if order.window <= 1 << 16 else 4)
     if order.shuffle and remembered > WINDOW_CACHE_BYTES:
         said.append(
             f"the permutations of a host's open windows take {remembered >> 20} MiB, more than the"
-            f" {WINDOW_CACHE_BYTES >> 20} MiB that are remembered, so they are made again and"
-            " again: choose a shorter window, or fewer lanes"
+            f" {WINDOW_CACHE_BYTES >> 20} MiB that are cached, so they are computed again and "
+            "again: choose a shorter window, or fewer lanes"
         )
     if dropped > _DROP_SHARE_MAX * order.sample_count:
         said.append(

@@ -1,8 +1,9 @@
-"""Which of many intervals does each place lie in? A table answers that nearly, and a comparison or
-two the rest: a fraction of the time of a search, which the processor cannot foresee.
+"""Finds the interval in which each place lies. A table gives the interval approximately, and one or
+two comparisons exactly. That takes a fraction of the time of a binary search, whose branches the
+processor cannot predict.
 
-1. It costs the same for a thousand intervals and for millions: the table has about a part for each
-   of them, and what lies outside of the caches is asked for ahead.
+1. The cost is the same for a thousand intervals and for millions: the table has about one entry per
+interval, and entries outside the caches are prefetched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataplane.plan.loops import find_places, loops
 
 Int64 = NDArray[np.int64]
 
-# Of few intervals there are several parts each, which nearly leaves nothing to compare.
+# Few intervals get several entries each, which leaves almost nothing to compare.
 _PARTS_A_INTERVAL = 8
 _PARTS_NEAR = 1 << 15
 

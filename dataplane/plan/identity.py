@@ -1,8 +1,9 @@
-"""What a dataset is, wherever it lies: what a saved state is compared with at resume.
+"""The identity of a dataset, independent of its location; resume compares it with the saved
+state's.
 
-A manifest's fingerprint contains urls, and estimates that our code makes, because nodes share
-blocks by it. Here shards are named relative to their root, the longest folder that all of them have
-in common, so that a dataset keeps its identity in another bucket or folder.
+A manifest's fingerprint includes urls, and estimates made by our code, because nodes share blocks
+by it. Here, shards are named relative to their root, the longest common folder, so that a dataset
+keeps its identity in another bucket or folder.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def identity_of(manifest: Manifest) -> DatasetIdentity:
 
 
 def relative_names(urls: Texts) -> Piece:
-    """Each url without the longest folder that all of them have in common. Of shards in several
-    buckets or stores the names contain the bucket. The query of a web address is left out: a
-    presigned url gets a new one every day.
+    """Each url without the longest common folder. If shards are in several buckets or stores, the
+    names contain the bucket. The query of a web address is left out: a presigned url gets a new one
+    every day.
     """
     paths = urls.changed(_without_query, b"?")
     shared = paths.content[: paths.shared_prefix_bytes()].tobytes()

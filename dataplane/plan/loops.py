@@ -1,6 +1,7 @@
-"""The inner loops of a plan, over every sample of it: in C, or in numpy where that is not compiled.
+"""The inner loops of a plan, over all of its samples: in C, or in numpy if the C code is not
+compiled.
 
-Both give the same: there is one way to sort numbers, and one interval that a place lies in.
+Both give the same results: sorted numbers, and the interval of a place, are unique.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def loops() -> compiled.Compiled:
 
 
 def load(path: Path, source: Path) -> compiled.Compiled:
-    """A library, if it is there and was made from this source."""
+    """The library, if it exists and was compiled from this source."""
     return compiled.load(path, source, "loops_source_crc", _SIGNATURES)
 
 
@@ -87,8 +88,8 @@ def lay_records(
     lengths: Sequence[Int64],
     library: ctypes.CDLL | None,
 ) -> Bytes:
-    """Of record 0 all pieces, then of record 1, … Of record i, piece p is lengths[p][i] bytes of
-    contents[p], from starts[p][i] on, which must be there.
+    """Concatenate all pieces of record 0, then of record 1, … Piece p of record i is the
+    lengths[p][i] bytes of contents[p] from starts[p][i] on, which must exist.
 
     Shapes:  starts, lengths: int64[n] each.   result: uint8[sum of all lengths].
     """

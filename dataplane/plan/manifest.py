@@ -1,9 +1,9 @@
-"""The manifest: what a dataset's shards and blocks are, under one fingerprint.
+"""The manifest: a dataset's shards and blocks, with a fingerprint.
 
-1. Two manifests are equal if and only if their fingerprints are: same shards, in the same content,
-   cut into the same blocks. How the user named the dataset (`urls`) is no part of it.
+1. Two manifests are equal if and only if their fingerprints are: same shards, same content, cut
+into the same blocks. The `urls` that the user passed are not part of it.
 2. Every block has samples; blocks lie in shard order, and in a shard in the format's order.
-3. A file is believed only if its checksum and its fingerprint are right.
+3. A file is accepted only if its checksum and its fingerprint are correct.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Manifest:
     Shapes:  block_shard: int32[K], rising.   block_rows: int64[K], samples, > 0.
              block_offset, block_length: int64[K], bytes in the shard.
              block_decoded: int64[K], bytes, an estimate.
-    `column_places`, `nulls` and `categories` follow from the content of the shards: they are no
-    part of the fingerprint. `shards` may be given one by one. `nulls` is None where nothing is
-    known of them, and `categories` has the sorted values of those columns only that were asked for.
+    `column_places`, `nulls` and `categories` follow from the content of the shards, so they are not
+    part of the fingerprint. `shards` may also be a sequence of Shard. `nulls` is None if nothing is
+    known about nulls. `categories` has the sorted values of only the requested columns.
     Raises:  ConfigError: the columns do not fit together, or there are no samples.
     """
 
@@ -144,7 +144,7 @@ class Manifest:
         return len(self.block_rows)
 
     def block_in_shard(self, block: int) -> int:
-        """The index that the block's shard gives it: what a format's RawBlock wants to know.
+        """The block's index within its shard, which a format's RawBlock needs.
 
         Raises:  ConfigError: there is no such block.
         """
@@ -156,7 +156,7 @@ class Manifest:
         return self.shards.block_in_shard(int(self.block_shard[block]), block)
 
     def with_categories(self, values: Mapping[str, pa.Array]) -> Manifest:
-        """The same manifest, which knows the values of these columns as well."""
+        """The same manifest, with the values of these columns added."""
         return replace(self, categories={**self.categories, **values})
 
     def __eq__(self, other: object) -> bool:
@@ -175,8 +175,8 @@ class Manifest:
         """One Arrow IPC stream, zstd-compressed, one row a shard; then its checksum and a mark."""
         shards = self.shards
         ends = self.block_offset + self.block_length
-        # Blocks mostly follow one another: what lies between them is nearly always nothing, and
-        # compresses to nothing. Wrapping arithmetic undoes itself.
+        # Blocks mostly follow one another, so the gaps between them are nearly always 0 and
+        # compress well. If the arithmetic wraps, reading wraps it back.
         gap = self.block_offset.copy()
         same = self.block_shard[1:] == self.block_shard[:-1]
         gap[1:][same] -= ends[:-1][same]
@@ -221,12 +221,12 @@ class Manifest:
     def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
         """The manifest that `to_bytes` wrote; `name` is what errors call it.
 
-        Raises:  CorruptShard: it is no manifest, or damaged.  ConfigError: of another version.
+        Raises:  CorruptShard: it is not a manifest, or damaged.  ConfigError: of another version.
         """
         body = unsealed(content, name)
         try:
             options = pa.ipc.IpcReadOptions(use_threads=False)
-            # What the system's own pool frees is the machine's again.
+            # The system's allocator returns freed memory to the machine.
             pool = pa.system_memory_pool()
             source = pa.py_buffer(body)
             with pa.ipc.open_stream(source, options=options, memory_pool=pool) as reader:
@@ -264,7 +264,7 @@ class Manifest:
         if (self.block_shard[1:] < self.block_shard[:-1]).any():
             raise ConfigError("blocks must lie in the order of their shards", field="block_shard")
         if self.block_shard[-1] >= len(self.shards):
-            raise ConfigError("a block lies in a shard that is not there", field="block_shard")
+            raise ConfigError("a block lies in a shard that does not exist", field="block_shard")
         counts = np.bincount(self.block_shard, minlength=len(self.shards))
         wrong = counts != self.shards.block_counts
         if wrong.any():
@@ -282,7 +282,7 @@ class Manifest:
         digest.update(b"".join(struct.pack("<Q", len(text)) + text for text in texts))
         digest.update(struct.pack("<QQ", len(self.shards), self.block_count))
         shards = self.shards
-        # As the object is called without what signs its url, which is new every day.
+        # The object's url without its signature, which changes every day.
         urls, etags = shards.urls.changed(unsigned, b"@?").piece(), shards.etags.piece()
         empty = Piece(shards.empty, shards.empty_starts[:-1], shards.empty_starts[1:])
         numbers = (

@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 NEVER = -2
-"""All shards say by their schemas that there can be none."""
+"""The schemas of all shards rule out nulls."""
 UNKNOWN = -1
-"""None was seen, and not everything was looked at."""
+"""No null was found, but not everything was examined."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NullCounts:
-    """Of the N field nodes of a schema in depth-first order, as Arrow IPC lists them: the arrays
-    are read-only.
+    """Null counts of the N field nodes of a schema, in depth-first order as in Arrow IPC. The
+    arrays are read-only.
 
-    Shapes:  counts: int64[N]: at least so many nulls, or UNKNOWN, or NEVER.
-             shards: int64[N]: the first shard with nulls, -1 where none is known.
+    Shapes:  counts: int64[N]: the minimum number of nulls, or UNKNOWN, or NEVER. shards: int64[N]:
+             the first shard with nulls, -1 where none is known.
     """
 
     counts: Int64
@@ -31,8 +31,8 @@ class NullCounts:
 
     @classmethod
     def of(cls, by_shard: Iterable[Sequence[int]]) -> Self | None:
-        """From what each shard tells, in their order; None where no shard tells anything. A shard
-        that tells nothing may have nulls anywhere.
+        """From the counts of each shard, in order; None if no shard has counts. A shard without
+        counts may have nulls anywhere.
         """
         counts, shards = np.empty(0, np.int64), np.empty(0, np.int64)
         silent = False
@@ -50,12 +50,12 @@ class NullCounts:
         return cls(_fixed(counts), _fixed(shards)) if len(counts) else None
 
     def to_bytes(self) -> bytes:
-        """As a manifest keeps it."""
+        """Serialise the counts for a manifest."""
         return np.concatenate([self.counts, self.shards]).astype("<i8").tobytes()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Self | None:
-        """What `to_bytes` gave; None of nothing.
+        """The inverse of `to_bytes`; None for empty bytes.
 
         Raises:  ValueError: something else.
         """
@@ -67,7 +67,7 @@ class NullCounts:
 
 
 def merged(one: Int64, other: Int64) -> Int64:
-    """The counts of two parts of a dataset, or of two nodes of which either may be null, together:
+    """The combined counts of two parts of a dataset, or of two nodes either of which may be null:
     their sum, else UNKNOWN if one is, else 0, else NEVER.
     """
     some = np.maximum(one, 0) + np.maximum(other, 0)

@@ -1,8 +1,8 @@
-"""The order of one epoch: which sample stands at each position. docs/order.md writes it down.
+"""The order of one epoch: which sample is at each position. docs/order.md specifies it.
 
 1. The order is a bijection of [0, N) onto the samples, for every seed, epoch, lanes and window.
-2. It knows nothing of ranks, nodes or workers.
-3. Its set-up is O(K) in blocks, its memory O(K) and the windows remembered; never O(N).
+2. It does not depend on ranks, nodes or workers.
+3. Set-up takes O(K) in blocks; memory is O(K) plus cached windows, never O(N).
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from dataplane.plan.windows import Int64, Windows
 SAMPLE_COUNT_MAX = (1 << 62) - 1
 _PIECE = 1 << 16
 
-# A window's permutation is made in memory as a whole: four bytes a sample, thirty while it is made.
+# A window's permutation is computed in memory as a whole: four bytes a sample, thirty while it is
+# computed.
 WINDOW_MAX = 1 << 28
 
-# What the open windows of a whole dataset may take on one host by default: the sum over all lanes
-# of `open_window_bytes`. Half of the smallest block arena that a node is given by default, so that
-# the next windows' blocks have room while these are open.
+# Default limit on the memory of all open windows on one host: the sum of `open_window_bytes` over
+# all lanes. It is half of the smallest default block arena, so that the blocks of the next windows
+# have room while these are open.
 OPEN_WINDOWS_BYTES = 256 << 20
-# Permutations of all lanes are made at one step, when every lane reaches its next window; this
-# many entries take about a third of a second.
+# When every lane reaches its next window, the permutations of all lanes are computed at one step;
+# this many entries take about a third of a second.
 OPEN_SAMPLES_MAX = 1 << 22
 PERMUTATION_BYTES = 4
-# Numbers of lanes that most numbers of GPUs divide.
+# Numbers of lanes that are divisible by most numbers of GPUs.
 LANES = (1, 2, 4, 8, 24, 48, 96, 192, 480, 960, 1920, 3840, 7680)
 
 
 class SampleOrder(Protocol):
-    """Which sample stands at each position of one epoch: all that is asked of an order by those who
-    read along it. Filters, mixtures and packs are orders as well.
+    """Which sample is at each position of one epoch: the whole interface that readers use. Filters,
+    mixtures and packs can be orders too.
 
-    1. The same positions give the same samples, whoever asks, and in whatever pieces.
-    2. Nothing of a block stands outside of its span.
+    1. The same positions always give the same samples, for every caller and however the positions
+    are grouped.
+    2. No sample of a block is outside the block's span.
     """
 
     @property
@@ -64,7 +66,7 @@ class SampleOrder(Protocol):
 
 
 class Order:
-    """The order of one epoch of one dataset. Not for several threads at once: it remembers windows.
+    """The order of one epoch of one dataset. Not thread-safe, since it caches windows.
 
     `shuffle=False` is the dataset's own order, whatever `lanes` and `window` say: one lane, and
     windows of one sample.
@@ -95,7 +97,7 @@ class Order:
         self.shuffle = shuffle
         check_lanes_window(lanes, window)
         self.lanes = lanes if shuffle else 1
-        # A window longer than the longest lane would only make the permutations' table wider.
+        # A window longer than the longest lane would only widen the table of permutations.
         self.window = min(window, -(-self.sample_count // lanes)) if shuffle else 1
         if self.window > WINDOW_MAX:
             raise ConfigError(
@@ -104,8 +106,8 @@ class Order:
                 field="window",
             )
         self._windows = Windows(seed, epoch, self.lanes, self.window, self.sample_count)
-        # The block at each place of the order, and the place of each block: both are made here, in
-        # a thread, as the first who asks for one may be the node's event loop.
+        # The block at each place of the order, and the place of each block. Both are computed here,
+        # in a thread, since the first caller may be the node's event loop.
         self._blocks: NDArray[np.integer] | None = None
         self._ranks: NDArray[np.integer] | None = None
         self._starts = np.zeros(len(block_rows) + 1, np.int64)
@@ -145,7 +147,7 @@ class Order:
         return self._block_at(found), row
 
     def position_of(self, blocks: Int64, rows: Int64) -> Int64:
-        """The position at which each sample stands: the inverse of `locate`.
+        """The position of each sample: the inverse of `locate`.
 
         Shapes:  blocks, rows: int64[n].   result: int64[n].
         Raises:  ConfigError: no such block, or no such row in it.
@@ -163,8 +165,8 @@ class Order:
     def block_span(self, blocks: Int64) -> tuple[Int64, Int64]:
         """The first and the last position at which any sample of each block may stand.
 
-        From lanes and windows alone: before `first` the block is not needed, after `last` it never
-        is again in this epoch; in between a window is open that has some of its samples.
+        It follows from lanes and windows only: the block is not needed before `first`, nor after
+        `last` in this epoch; in between, a window with some of its samples is open.
 
         Shapes:  blocks: int64[n].   result: int64[n], int64[n], both inclusive.
         Raises:  ConfigError: no such block.
@@ -178,8 +180,9 @@ class Order:
         first = head_place // window * window * lanes + head
         opened = np.minimum((tail_place // window + 1) * window, self._lane_length(tail))
         last = (opened - 1) * lanes + tail
-        # A block that runs over the end of a lane begins the next lane at its offset 0, and ends
-        # all lanes but its last: the latest of those ends is in the last of the longest lanes.
+        # A block that crosses the end of a lane starts the next lane at offset 0. It reaches the
+        # end of all of its lanes except the last; the latest of these ends is in the last of the
+        # longest lanes.
         runs_over = head < tail
         first = np.where(runs_over, np.minimum(first, head + 1), first)
         longer = self.sample_count % lanes
@@ -277,7 +280,7 @@ def counted(block_rows: NDArray[np.integer]) -> int:
 
 
 def check_lanes_window(lanes: int, window: int) -> None:
-    """Raises:  ConfigError: a number that no order can have."""
+    """Raises:  ConfigError: a number is not valid for an order."""
     if not 1 <= lanes < 1 << 31:
         raise ConfigError(f"lanes is {lanes}: choose 1 or more (below 2**31)", field="lanes")
     if not 1 <= window <= SAMPLE_COUNT_MAX:
@@ -288,7 +291,7 @@ def check_lanes_window(lanes: int, window: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """A dataset's mean sizes, rounded up, in whole numbers: every host computes the same ones."""
+    """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones."""
 
     samples: int
     block_rows: int
@@ -303,7 +306,7 @@ class BlockSizes:
         return cls(samples, -(-samples // blocks), -(-decoded // blocks), -(-decoded // samples))
 
     def open_window_bytes(self, window: int) -> int:
-        """What one open window keeps in memory, the sum of
+        """The memory that one open window takes, the sum of
 
         - its samples, and their permutation: W * (sample + PERMUTATION_BYTES);
         - the rest of the blocks in which it begins and ends: half a block each on average.
@@ -316,7 +319,8 @@ def default_lanes_window(
     block_decoded: NDArray[np.integer],
     budget_bytes: int = OPEN_WINDOWS_BYTES,
 ) -> tuple[int, int]:
-    """Lanes and window for a dataset, from its blocks alone: never from the world.
+    """Lanes and window for a dataset, from its blocks only, never from the number of ranks or
+    hosts.
 
     A dataset that fits into the budget is one window: a perfect shuffle. Otherwise as many lanes
     as the budget has room for windows of at least one block, and windows as long as fit.
@@ -333,6 +337,6 @@ def default_lanes_window(
         window = min(left // sample_bytes, OPEN_SAMPLES_MAX // lanes, -(-sizes.samples // lanes))
         if window >= sizes.block_rows:
             return lanes, window
-    # Blocks are too large for the budget: what has to be there anyway is used, and no more.
+    # Blocks are too large for the budget: use only the memory that is needed anyway.
     longest = min(sizes.block_rows, budget_bytes // sample_bytes, OPEN_SAMPLES_MAX)
     return 1, max(longest, 1)

@@ -1,8 +1,8 @@
 """The keyed hash and the keyed permutation: 64-bit arithmetic that never changes.
 
-No library's random generator decides an order or an augmentation here: a generator whose stream
-moves with its version would silently lose or repeat data at resume. docs/order.md writes this file
-down for a reimplementation, and golden vectors pin it.
+Orders and augmentations never use a library's random generator: if its stream changed with a
+version, a resumed run would silently lose or repeat data. docs/order.md specifies this file for
+reimplementations, and golden vectors pin it.
 
 Source:  Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
 (SplitMix64), with David Stafford's mix 13 as the finaliser.
@@ -27,12 +27,12 @@ _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
-# Words of one permutation that are made together, in the nearest caches.
+# Words of one permutation that are computed together, within the first-level caches.
 _TOGETHER = 1 << 14
 
 
 class Domain(enum.IntEnum):
-    """What a key is for: the first part of every key, so that no two uses share a stream."""
+    """The purpose of a key, which is its first part, so that no two uses share a stream."""
 
     BLOCKS = 1
     WINDOW = 2
@@ -100,7 +100,7 @@ def extended(keys: int | Words, parts: NDArray[np.integer]) -> Words:
 def sample_keys(
     seed: int, epoch: int, shards: NDArray[np.integer], rows: NDArray[np.integer], op: str
 ) -> Words:
-    """What seeds augmentation `op` of each sample: alike wherever and whenever it is made.
+    """The seed of augmentation `op` for each sample: the same wherever and whenever it is computed.
 
     Shapes:  shards, rows: integer[n] (sample id).   result: uint64[n].
     """
@@ -112,9 +112,9 @@ def sample_keys(
 def permutations(keys: Sequence[int] | Words, length: int) -> Words:
     """One permutation of [0, length) a key: the stable argsort of the keyed hash's leading bits.
 
-    The index replaces the hash's low bits, just as many as it needs, so that sorting the words
-    themselves in place is that argsort: half the time and a third of the memory of `np.argsort`,
-    and the same answer from any sorting algorithm, since no two words are equal.
+    The index replaces as many low bits of the hash as it needs, so that sorting the words in place
+    gives that argsort, in half the time and a third of the memory of `np.argsort`. Every sorting
+    algorithm gives the same result, since no two words are equal.
 
     Shapes:  keys: uint64[m].   result: uint64[m, length].
     """
@@ -134,7 +134,7 @@ def permutations(keys: Sequence[int] | Words, length: int) -> Words:
 
 
 def permutation(keyed: int, length: int) -> Words:
-    """The permutation of [0, length) that this key names.
+    """The permutation of [0, length) for this key.
 
     Shapes:  result: uint64[length].
     """

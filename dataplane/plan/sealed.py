@@ -1,4 +1,4 @@
-"""Bytes with their own checksum: a damaged file is refused before anything tries to read it."""
+"""Bytes with a checksum: a damaged file is refused before it is parsed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _CHECKSUM_BYTES = 32
 
 
 def sealed(body: bytes) -> bytes:
-    """The body, its checksum, and a mark: a reader of the body alone may ignore both."""
+    """The body, its checksum, and a mark: a reader of only the body may ignore both."""
     return body + _checksum(body) + _MARK
 
 
 def unsealed(content: Buffer, name: str) -> memoryview:
     """The body of what `sealed` made; `name` is what errors call it.
 
-    Raises:  CorruptShard: cut short, damaged, or something else altogether.
+    Raises:  CorruptShard: truncated, damaged, or not such a file.
     """
     whole = memoryview(content).cast("B")
     end = len(whole) - _CHECKSUM_BYTES - len(_MARK)
@@ -34,9 +34,9 @@ def unsealed(content: Buffer, name: str) -> memoryview:
 
 
 def damaged(name: str, expected: str, found: str, offset: int = 0) -> CorruptShard:
-    """The error for a manifest that cannot be believed."""
+    """The error for a manifest that is not intact."""
     return CorruptShard(
-        f"{name} cannot be believed as a manifest: expected {expected}, found {found}."
+        f"{name} is not an intact manifest: expected {expected}, found {found}."
         " Index the dataset again",
         shard=name,
         offset=offset,

@@ -1,4 +1,4 @@
-"""The shards of a manifest: what indexing says of them, and what is kept."""
+"""The shards of a manifest: what indexing reports, and what is stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _URLS_SHOWN = 10
 
 
 class BlockExtent(Protocol):
-    """What a format's index says of one block."""
+    """One block as reported by a format's index."""
 
     @property
     def rows(self) -> int: ...
@@ -30,8 +30,8 @@ class BlockExtent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IndexedShard:
-    """One shard as it was listed, with what indexing it gave. `nulls` are those of each field node
-    of the dataset's schema, as NullCounts has them; empty where nothing is known.
+    """One shard as it was listed, with the results of indexing it. `nulls` has the count of each
+    field node of the dataset's schema, as in NullCounts; empty if nothing is known.
     """
 
     listed: ObjectInfo
@@ -57,7 +57,7 @@ class Shard:
 
 
 def block_table(shard: IndexedShard) -> NDArray[np.int64]:
-    """Of each block: rows, offset, length, decoded bytes.
+    """Rows, offset, length and decoded bytes of each block.
 
     Raises:  ConfigError: a number that no block can have.
     """
@@ -73,7 +73,7 @@ def block_table(shard: IndexedShard) -> NDArray[np.int64]:
 
 
 def no_samples(urls: Sequence[str]) -> ConfigError:
-    """The error for shards that are all empty: they are fine by themselves, and no dataset."""
+    """The error if all shards are empty: each is valid, but together they have no samples."""
     named = ", ".join(urls[:_URLS_SHOWN])
     more = len(urls) - _URLS_SHOWN
     return ConfigError(
@@ -84,7 +84,7 @@ def no_samples(urls: Sequence[str]) -> ConfigError:
 
 
 def check_shard(shard: Shard) -> None:
-    """Raises:  ConfigError: numbers or names that no shard can have."""
+    """Raises:  ConfigError: numbers or names that are not valid for a shard."""
     empty = shard.empty_blocks
     places = (shard.size_bytes, shard.preamble.offset, shard.preamble.length, *empty)
     if min(places) < 0 or max(places) >= 1 << 63:

@@ -1,10 +1,10 @@
-"""The shards of a manifest, column by column: a million of them are a few arrays, and no objects.
+"""The shards of a manifest, column by column: a million shards are a few arrays, not objects.
 
-1. What is asked of all shards takes a few passes over arrays; a `Shard` is made when it is asked
-   for.
-2. Nothing here lies in a file: a manifest is read into memory. A mapped file could be cut short by
-   whoever may write to the cache folder, and would then end the node by SIGBUS; one that is
-   compressed must be read anyway, and reads as fast as an uncompressed one is checked.
+1. Operations over all shards take a few passes over arrays; a `Shard` object is made only on
+request.
+2. Nothing here is a mapped file: a manifest is read into memory. Any process that may write to the
+cache folder could truncate a mapped file, and SIGBUS would then kill the node. A compressed file
+must be read anyway, which is as fast as checking an uncompressed one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardTable:
              are those from block_starts[i] to block_starts[i + 1] of the manifest.
              empty, empty_starts: int64[m], int64[n + 1]: of shard i, Shard.empty_blocks is
              empty[empty_starts[i]:empty_starts[i + 1]].
-    Raises:  ConfigError: numbers that no shard can have; names the shard.
+    Raises:  ConfigError: numbers that are not valid for a shard; names the shard.
     """
 
     urls: Texts
@@ -131,12 +131,12 @@ class ShardTable:
         return np.diff(self.empty_starts)
 
     def preamble(self, index: int) -> Region:
-        """What every block of this shard needs beside its own bytes."""
+        """The bytes that every block of this shard needs besides its own."""
         return Region(self.preamble_offset.item(index), self.preamble_length.item(index))
 
     def block_in_shard(self, index: int, block: int) -> int:
-        """The index that shard `index` itself gives to the manifest's block `block`, which counts
-        those without samples.
+        """The index of the manifest's block `block` within shard `index`, where blocks without
+        samples count too.
         """
         filled = block - self.block_starts.item(index)
         first, stop = self.empty_starts.item(index), self.empty_starts.item(index + 1)
@@ -152,7 +152,7 @@ class ShardTable:
 
 
 def starts_of(counts: Any) -> Int64:
-    """Where each of so many begins, and where the last one ends.
+    """Where each of these groups begins, and where the last one ends.
 
     Shapes:  counts: integer[n].   result: int64[n + 1].
     """
@@ -162,8 +162,8 @@ def starts_of(counts: Any) -> Int64:
 
 
 def spread(values: NDArray[Any], starts: Int64) -> NDArray[Any]:
-    """values[i] at all places from starts[i] to starts[i + 1]. In steps: numpy keeps all threads of
-    the process waiting while it repeats.
+    """values[i] at all places from starts[i] to starts[i + 1]. Done in steps, since numpy holds the
+    GIL while it repeats.
 
     Shapes:  values: any[n].   starts: int64[n + 1], rising from 0.   result: any[starts[n]].
     """

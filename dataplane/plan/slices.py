@@ -1,9 +1,9 @@
-"""The batches of one data-parallel rank: which positions of an epoch each of its steps takes.
+"""The batches of one data-parallel rank: the positions of an epoch that each of its steps reads.
 
-1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut off or wrapped at N.
+1. Step s covers the positions [cursor + s*G, cursor + (s+1)*G), cut or wrapped at N.
 2. A rank owns the positions t with t % dp_size == dp_rank: every position has one owner, and the
    owner's batches joined by rising t are the global batch, whatever dp_size is.
-3. The number of steps depends on (N, cursor, G, end) alone: it is the same on every rank.
+3. The number of steps depends only on (N, cursor, G, end): it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Steps:
 class Slice:
     """What one rank of `dp_size` consumes of an epoch of `sample_count` samples from `cursor` on.
 
-    Raises:  ConfigError: numbers that make no slice; says what to do.
+    Raises:  ConfigError: invalid numbers; says what to do.
     """
 
     sample_count: int
@@ -120,7 +120,7 @@ class Slice:
         return Steps(positions, rows, valid)
 
     def _owned(self, owned: Int64, end: Int64) -> Int64:
-        """How many of owned, owned + dp_size, … lie before `end`."""
+        """How many of owned, owned + dp_size, … are below `end`."""
         count: Int64 = np.maximum(-((owned - end) // self.dp_size), 0)
         return count
 

@@ -1,7 +1,7 @@
-"""Texts in one buffer: a million names without a million objects. Pure.
+"""Strings in one buffer: a million names without a million objects. Pure.
 
 1. Every text is valid UTF-8, and the buffer begins with the first and ends with the last.
-2. What is done for all of them takes a few passes over arrays; a text is made when it is asked for.
+2. Operations over all texts take a few passes over arrays; a str is made only on request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOKED_AT = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A part of each of n records: of record i, content[starts[i]:stops[i]].
+    """One piece of each of n records: content[starts[i]:stops[i]] of record i.
 
     Shapes:  content: any, contiguous.   starts, stops: int64[n].
     """
@@ -48,7 +48,7 @@ class Texts:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Self:
-        """Raises:  UnicodeEncodeError: a text that UTF-8 cannot have."""
+        """Raises:  UnicodeEncodeError: a text cannot be encoded as UTF-8."""
         encoded = [text.encode() for text in texts]
         starts = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum([len(text) for text in encoded], out=starts[1:])
@@ -83,7 +83,7 @@ class Texts:
         return np.diff(self.starts)
 
     def piece(self, skipped: int = 0) -> Piece:
-        """These texts, without so many bytes at the beginning of each."""
+        """These texts, without this many bytes at the beginning of each."""
         starts = self.starts[:-1]
         return Piece(self.content, starts + skipped if skipped else starts, self.starts[1:])
 
@@ -115,7 +115,7 @@ class Texts:
         return at
 
     def changed(self, change: Callable[[str], str], marks: bytes) -> Texts:
-        """The same texts, those that have one of the bytes `marks` in them changed."""
+        """The same texts, but those that contain one of the bytes `marks` are changed."""
         places = self._places_of(marks)
         if not len(places):
             return self
@@ -131,7 +131,7 @@ class Texts:
         return Texts(fixed(np.concatenate([*records((), pieces)])), fixed(starts))
 
     def _places_of(self, marks: bytes) -> Int64:
-        """Where in the content one of these bytes is."""
+        """The places of these bytes in the content."""
         found = [np.empty(0, np.int64)]
         for begin in range(0, len(self.content), _LOOKED_AT):
             some = self.content[begin : begin + _LOOKED_AT]

@@ -1,8 +1,8 @@
 """The shuffle windows of one epoch: offsets of a lane permuted within windows of W samples.
 
-1. A window's permutation depends on (seed, epoch, lane, window) and on its length alone.
-2. What is remembered here only saves time: a forgotten permutation is made again, the same.
-3. The windows remembered never take more than `WINDOW_CACHE_BYTES`, or one window if that is more.
+1. A window's permutation depends only on (seed, epoch, lane, window) and on its length.
+2. Caching only saves time: a dropped permutation is computed again with the same result.
+3. Cached windows never take more than `WINDOW_CACHE_BYTES`, or one window if that is larger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Int64 = NDArray[np.int64]
 WINDOW_CACHE_BYTES = 256 << 20
 _HELD_PER_LANE = 2
 
-# Several short permutations are made together, up to so many entries, which stay in the cache.
+# Several short permutations are computed together, up to this many entries, to stay in the CPU's
+# cache.
 _TOGETHER = 1 << 17
 
 
@@ -48,7 +49,7 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
 
 
 class Windows:
-    """Where each lane offset's sample lies in its lane. Not for several threads at once.
+    """Where the sample of each lane offset lies in its lane. Not thread-safe.
 
     `short` lanes come last and have one sample less than the `lanes - short` before them; those
     have `length`.
@@ -64,7 +65,7 @@ class Windows:
         dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
         fitting = WINDOW_CACHE_BYTES // (window * dtype.itemsize)
         self._capacity = max(1, min(_HELD_PER_LANE * lanes, fitting))
-        # Pages that no window was written to take no memory.
+        # Pages that were never written take no memory.
         self._pool = np.empty((self._capacity, window), dtype)
         self._slots: OrderedDict[int, int] = OrderedDict()
 
@@ -76,7 +77,7 @@ class Windows:
         return self._mapped(lane, offset, inverse=False)
 
     def permuted_alone(self, offset: Int64) -> Int64:
-        """As `permuted`, where there is one lane: most slabs are within one window of it.
+        """As `permuted`, for a single lane: most slabs are within one of its windows.
 
         Shapes:  offset, result: int64[n], n > 0.
         """
@@ -108,7 +109,7 @@ class Windows:
         found, number = distinct(window)
         if len(found) <= self._capacity:
             return start + self._looked_up(found, number, within, inverse=inverse)
-        # More windows than are remembered: one group of windows after the other.
+        # More windows than fit into the cache: process them in groups.
         order = np.argsort(number, kind="stable")
         groups = range(0, len(found), self._capacity)
         cuts = np.searchsorted(number[order], [*groups, len(found)])
@@ -136,7 +137,9 @@ class Windows:
         return result
 
     def _held(self, found: Int64) -> NDArray[np.intp]:
-        """The pool's slots of these windows, made where they are not there. `found` fits."""
+        """The cache slots of these windows; missing windows are computed. `found` fits into the
+        cache.
+        """
         slots = np.empty(len(found), np.intp)
         missing: list[int] = []
         for each, name in enumerate(found.tolist()):
@@ -148,7 +151,7 @@ class Windows:
                 slots[each] = slot
         if missing:
             for each in missing:
-                # Those of this call are the youngest, and they all fit: none of them is dropped.
+                # The windows of this call are the newest, and all of them fit, so none is dropped.
                 full = len(self._slots) == self._capacity
                 slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
                 self._slots[int(found[each])] = slot

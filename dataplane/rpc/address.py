@@ -59,7 +59,7 @@ def parse(address: str) -> Address:
         return UnixAddress(path)
     if "://" in address:
         raise ConfigError(
-            f"{address!r} is no address: leave out {address.partition('://')[0]}://, and write "
+            f"{address!r} is not an address: leave out {address.partition('://')[0]}://, and write "
             '"host:port", "[::1]:port" or "unix:/path"',
             address=address,
         )
@@ -67,7 +67,7 @@ def parse(address: str) -> Address:
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > _PORT_MAX:
         raise ConfigError(
-            f'{address!r} is no address: "host:port", "[::1]:port" and "unix:/path" are',
+            f'{address!r} is not an address: write "host:port", "[::1]:port" or "unix:/path"',
             address=address,
         )
     return TcpAddress(host, int(port))

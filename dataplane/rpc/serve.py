@@ -180,8 +180,7 @@ class GrpcServer:
             self._server.add_insecure_port(wanted.target)
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen at {wanted.target}: {error}. Its folder has to exist and to be "
-                "writable",
+                f"cannot listen at {wanted.target}: {error}. Its folder must exist and be writable",
                 address=wanted.target,
             ) from error
         finally:
@@ -205,7 +204,7 @@ def _refuse_if_taken(address: TcpAddress) -> None:
         except OSError as error:
             raise ConfigError(
                 f"cannot listen at {address.target}: {error.strerror}. Is another service on port "
-                f"{address.port}? Stop it, name another port, or port 0 for a free one",
+                f"{address.port}? Stop it, choose another port, or use port 0 for a free one",
                 address=address.target,
                 port=address.port,
             ) from error
@@ -218,7 +217,7 @@ def _clear_socket_path(path: Path) -> None:
     except OSError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"unix:{path} is a file that is no socket: name another path")
+        raise ConfigError(f"unix:{path} is a file, not a socket: choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -226,12 +225,12 @@ def _clear_socket_path(path: Path) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"unix:{path} exists and cannot be tried: {error.strerror}. Remove it, or name "
-                "another path",
+                f"unix:{path} exists and cannot be connected to: {error.strerror}. Remove it, or "
+                "choose another path",
                 address=f"unix:{path}",
             ) from error
         else:
             raise ConfigError(
-                f"another service listens at unix:{path}: stop it, or name another path",
+                f"another service listens at unix:{path}: stop it, or choose another path",
                 address=f"unix:{path}",
             )

@@ -74,8 +74,8 @@ def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
         return errors.PeerLost(f"no answer from {peer} in time: {details}", peer=peer)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.VersionMismatch(
-            f"{peer} does not know this call: it is no Dataplane service, or of another version "
-            f"({details})",
+            f"{peer} does not know this call: it is not a Dataplane service, or has another "
+            f"version ({details})",
             peer=peer,
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

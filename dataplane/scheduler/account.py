@@ -1,4 +1,4 @@
-"""Where time went: of each slab in the making, and of the datasets that they are made of."""
+"""Records where time went: for each slab that is being made, and for each dataset."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _US_A_S = 1e6
 
 @dataclass(slots=True, eq=False)
 class Stamps:
-    """When a slab in the making came to each stage, by the node's clock; 0.0: not yet. What is
-    made again later is stamped again.
+    """When a slab reached each stage, by the node's clock; 0.0: not yet. A slab that is made again
+    gets new stamps.
     """
 
     planned: float
@@ -25,8 +25,8 @@ class Stamps:
     made: float = 0.0
 
     def slotted_for_copy(self, made: float, now: float) -> None:
-        """It has a slot for the copy of a slab that was `made` for another consumer: what it waited
-        for that one counts as waiting for a worker, and the rest as waiting for room.
+        """The slab got a slot for a copy of a slab that was `made` for another consumer. The wait
+        for that slab counts as waiting for a worker, the rest as waiting for room.
         """
         since = max(self.planned, self.gathered_from)
         self.slotted = since + min(now - made, now - since)
@@ -46,7 +46,7 @@ class Stamps:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What was done for a dataset since it was told last, whoever it was done for."""
+    """The work done for a dataset, for all consumers, since the last `take`."""
 
     read_bytes: int = 0
     decoding_s: float = 0.0
@@ -62,15 +62,15 @@ class Account:
         self._reads += 1
 
     def read_ended(self, now: float, read_bytes: int) -> None:
-        """One fewer, and so many bytes more, whether they were of use or not."""
+        """A read has ended, and has read this many bytes, useful or not."""
         self._reads -= 1
         self.read_bytes += read_bytes
         if not self._reads:
             self._reading_s += now - self._reading_since
 
     def take(self, now: float) -> tuple[int, int, int, int]:
-        """(bytes read, reading, decoding, waiting for disks), times in microseconds; from now on it
-        counts anew.
+        """(bytes read, reading, decoding, waiting for disks), times in microseconds. Counting
+        restarts from zero.
         """
         if self._reads:
             self._reading_s += now - self._reading_since
@@ -86,7 +86,9 @@ class Account:
 def stage_times(
     stages: tuple[int, ...], accounts: Sequence[Account], worker_count: int, now: float
 ) -> StageTimes:
-    """The times of a slab that is handed over; what was done for its datasets counts for it."""
+    """The times of a slab that is handed over. The work done for its datasets is attributed to
+    it.
+    """
     fetch, decode, room, queue, assemble, ready = stages
     done = [account.take(now) for account in accounts]
     read_bytes, reading, decoding, disk = map(sum, zip(*done, strict=True))

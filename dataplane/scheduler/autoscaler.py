@@ -1,10 +1,10 @@
-"""How many workers a node has, decided from what they did since the last look. Pure.
+"""Decides how many workers a node has, from their activity since the last look. Pure.
 
 Invariants:
 1. Never fewer than `least`, never more than `most`.
-2. More only while all of them are at work and a trainer waits. What does not make more slabs is
-   taken back, and tried again after a while, which is longer each time.
-3. Fewer only by what was not needed for `CALM_LOOKS`.
+2. Workers are added only while all are busy and a trainer waits. If that does not make more slabs
+they are removed again; the next attempt comes after a delay that grows each time.
+3. Other workers are removed only if they were not needed for `CALM_LOOKS` looks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass, replace
 
 HUNGRY_LOOKS = 4
-"""So long all of them are at work, and a trainer waits, before there are more."""
+"""Looks in which all workers are busy and a trainer waits before workers are added."""
 TRIAL_LOOKS = 8
-"""Until it shows whether more of them help: the first half of this they start."""
+"""Looks after which a trial is judged; new workers may start during the first half of it."""
 CALM_LOOKS = 120
 _PAUSE_LOOKS = 60
 _PAUSE_LOOKS_MAX = 3840
@@ -26,8 +26,8 @@ _GAIN_MIN = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """Since the last one: how many workers were at work on average, how much they made, and whether
-    a trainer waits.
+    """Since the last look: how many workers were busy on average, how much they made, and whether a
+    trainer waits.
     """
 
     busy: float
@@ -37,8 +37,8 @@ class Utilization:
 
 @dataclass(frozen=True, slots=True)
 class Autoscaler:
-    """`count` workers, and what is remembered of the last looks. While `trial` is not 0 it shows
-    whether more than `former` are of use, which made `rate_before`.
+    """`count` workers, and what the last looks showed. While `trial` is not 0, a trial runs that
+    compares the rate of `count` workers with `rate_before`, the rate of the `former` number.
     """
 
     least: int
@@ -55,7 +55,7 @@ class Autoscaler:
     pause_next: int = _PAUSE_LOOKS
 
     def after(self, look: Utilization) -> Autoscaler:
-        """With what this look has shown."""
+        """The autoscaler after this look."""
         is_hungry = look.is_awaited and look.busy >= _AT_WORK * self.count
         seen = replace(
             self,
@@ -104,6 +104,6 @@ class Autoscaler:
         )
 
     def _fewer(self) -> Autoscaler:
-        # One more than were at work at once on average: it is there when the next slab needs it.
+        # One more than were busy on average, so that the next slab finds an idle worker.
         wanted = max(min(math.ceil(self.needed) + 1, self.count), self.least)
         return replace(self, count=wanted, calm=0, needed=0.0)

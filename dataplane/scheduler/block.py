@@ -21,8 +21,8 @@ class BlockPhase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """One block that is in memory, or on its way. What is asked of many at once is in the marks
-    of its dataset.
+    """One block that is in memory or being loaded. Properties that are needed for many blocks at
+    once are in its dataset's `Marks`.
     """
 
     dataset: DatasetBlocks
@@ -40,18 +40,18 @@ class CachedBlock:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What it takes of the arena."""
+        """The regions of the arena that it occupies."""
         return tuple(r for r in (self.raw, self.decoded, self.trails) if r is not None)
 
     @property
     def is_evictable(self) -> bool:
-        """Whether nobody needs it just now, and nobody is writing it."""
+        """Whether no task has it pinned and nothing is writing it."""
         is_pinned = bool(self.dataset.marks.pins[self.index])
         return not is_pinned and self.phase in {BlockPhase.READY, BlockPhase.FETCHED}
 
 
 class BlockOutcome(enum.Enum):
-    """What a block has come to, for those who wait for it."""
+    """The outcome of loading a block, for the tasks that wait for it."""
 
     READY = "rows can be gathered from it"
     GONE = "it must be loaded again, or go on to be loaded"

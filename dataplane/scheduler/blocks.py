@@ -1,17 +1,18 @@
-"""The blocks of a node: which are on their way, which are ready, which go first.
+"""The blocks of a node: which are being loaded, which are ready, which are evicted first.
 
     absent ──start──> FETCHING ──> FETCHED ──room──> DECODING ──> READY ──evict──> absent
                  local file: straight to DECODING; nothing to decode: straight to READY
 
 Invariants:
-1. A block of a dataset is loaded once at a time, whoever waits for it (single flight).
-2. The memory of a block that is pinned, or that a fetch or a worker is writing, is not given away.
-3. What is evicted is what the plan needs last; to make room for a block that nobody waits for,
-   only blocks that are needed later than it are evicted. What else lies in the arena goes before
-   any block that is needed at all.
+1. A block is never loaded twice at the same time, however many tasks wait for it (single flight).
+2. The memory of a block is not reused while the block is pinned, or while a fetch or a worker
+writes it.
+3. The block evicted first is the one that the plan needs last. To make room for a block that no
+task waits for, only blocks that are needed later are evicted. Everything else in the arena is
+evicted before any block that is still needed.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
-5. Trails take what is free. Nothing is evicted for them, and they go with their block. While the
-   arena `is_short` of room for one task there are no new ones.
+5. Trails only use free memory: nothing is evicted for them, and they are evicted with their block.
+No trails are added while the arena `is_short` of room for a task.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from dataplane.scheduler.records import Moment, SharedSlab
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.transforms.trails import trail_bytes
 
-# Enough must be on its way for a round trip: of smaller blocks, up to so many times as many.
+# Fetches in flight must cover a round trip: with small blocks, up to this many times as many.
 FETCH_BYTES_MIN = 2 << 20
 SMALL_FETCHES = 4
 
 _DIRECT_BLOCKS_MAX = 4096
 
 Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
-"""What may be evicted, and how many positions away its next use is."""
+"""An evictable item, and how many positions away its next use is."""
 
 
 class BlockTable:
-    """Every block of the node. `do` has an effect carried out; what has happened to blocks
-    is in `changes` until somebody takes it.
+    """Every block of the node. `do` emits an effect. Changes of blocks are collected in `changes`
+    until `take_changes`.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class BlockTable:
         self._uses = NextUse(shared.readings)
         self._direct = NextUse(shared.readings)
         self._uses_of: dict[int, NextUse] = {}
-        """Which of the two each block stands in, by key: what takes memory, and what takes none."""
+        """Which of the two eviction orders each block is in, by key: one for blocks that occupy
+        memory, one for blocks that do not."""
         self._forgotten: set[int] = set()
         self._again = ReadAgain(self.arena_bytes, do)
         self._keys = itertools.count(1)
@@ -85,7 +87,7 @@ class BlockTable:
         self._fetching_bytes = 0
         self._decoding = 0
         self.is_short = False
-        """Whether one task needs all that there is."""
+        """Whether one task needs the whole arena."""
 
     @property
     def arena_bytes(self) -> int:
@@ -94,7 +96,7 @@ class BlockTable:
 
     @property
     def in_flight_count(self) -> int:
-        """Blocks that a fetch or a worker is writing: their end will be reported."""
+        """Blocks that a fetch or a worker is writing; an event will report the end of each."""
         return self._fetching + self._decoding
 
     @property
@@ -106,23 +108,23 @@ class BlockTable:
         )
 
     def pin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
-        """Keep these blocks where they are. All of them are ready, and each is named once."""
+        """Pin these blocks. All of them are ready, and none is listed twice."""
         dataset.marks.pins[blocks] += 1
         dataset.marks.touched[blocks] = next(self._touches)
 
     def unpin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
-        """One holder fewer of each."""
+        """Remove one pin from each."""
         dataset.marks.pins[blocks] -= 1
         if dataset.dataset_id in self._forgotten:
             for index in blocks[dataset.marks.pins[blocks] == 0].tolist():
                 self._is_forgotten(self._blocks[dataset.dataset_id, index])
 
     def block(self, key: int) -> CachedBlock:
-        """The block with this key, which is in memory or on its way."""
+        """The block with this key, which is in memory or being loaded."""
         return self._by_key[key]
 
     def take_changes(self) -> list[BlockChange]:
-        """What has happened since it was asked last."""
+        """The changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -132,9 +134,9 @@ class BlockTable:
         self._changes.append(BlockChange(change, block.dataset, block.index, error))
 
     def start(self, dataset: DatasetBlocks, index: int, *, greedy: bool) -> bool:
-        """See that the block is on its way: False if there is no room for it now.
+        """Start loading the block: False if there is no room for it now.
 
-        `greedy`: somebody waits for it, so whatever is not pinned may be evicted.
+        `greedy`: a task waits for it, so every block that is not pinned may be evicted.
         """
         self._forgotten.discard(dataset.dataset_id)
         block = self._blocks.get((dataset.dataset_id, index))
@@ -157,7 +159,7 @@ class BlockTable:
         self._stand_in(self._uses if block.regions else self._direct, block)
 
     def _stand_in(self, uses: NextUse, block: CachedBlock) -> None:
-        """Have it evicted in the order of these."""
+        """Put the block into this eviction order."""
         former = self._uses_of.pop(block.key, None)
         if former is not None:
             former.remove(block)
@@ -165,7 +167,7 @@ class BlockTable:
         self._uses_of[block.key] = uses
 
     def drop_unpinned(self) -> None:
-        """Evict all that can be evicted: the last resort against gaps."""
+        """Evict everything evictable: the last resort against fragmentation."""
         for block in list(self._blocks.values()):
             if block.is_evictable:
                 self._evict(block)
@@ -173,7 +175,9 @@ class BlockTable:
             self._shared.evict(spare)
 
     def forget_dataset(self, dataset: DatasetBlocks) -> None:
-        """Nobody reads this dataset any more: what is in use still goes when it no longer is."""
+        """The dataset has no readers left: drop its blocks, those in use as soon as they are
+        unused.
+        """
         self._forgotten.add(dataset.dataset_id)
         self._again.forget(dataset.dataset_id)
         for block in list(self._blocks.values()):
@@ -181,7 +185,7 @@ class BlockTable:
                 self._evict(block)
 
     def _is_forgotten(self, block: CachedBlock) -> bool:
-        """Whether a block that was on its way is wanted no more; then it is gone."""
+        """Drop a block that finished loading if its dataset was forgotten; whether it was."""
         if block.dataset.dataset_id in self._forgotten:
             self._evict(block)
             return True
@@ -216,7 +220,7 @@ class BlockTable:
         if self._is_forgotten(block):
             return
         if event.is_away:
-            self._evict(block)  # and fetch it again, for as long as trainers wait
+            self._evict(block)  # and it is fetched again, for as long as trainers wait
         elif event.error is not None:
             self._fail(block, event.error)
         elif not dataset.needs_decode(block.index):
@@ -263,7 +267,7 @@ class BlockTable:
         self._become_ready(block)
 
     def _grown(self, block: CachedBlock, decoded_bytes: int) -> None:
-        """The index guessed too low. From now on its true size is known."""
+        """The index underestimated the block's decoded size. Remember its true size."""
         assert block.decoded is not None
         block.dataset.marks.decoded[block.index] = decoded_bytes
         if decoded_bytes > self.arena_bytes:
@@ -286,7 +290,9 @@ class BlockTable:
         self._changed(BlockOutcome.READY, block)
 
     def _give_trails(self, block: CachedBlock) -> None:
-        """Where every block stays until it is needed again, its images are cropped again, too."""
+        """If all blocks stay in memory, the images of this block will be cropped again, so trails
+        pay off.
+        """
         dataset, kept = block.dataset, block.decoded or block.raw
         if self.is_short or not (dataset.keeps_trails and self._shared.streams.crops(dataset)):
             return
@@ -305,7 +311,9 @@ class BlockTable:
     # -- memory ----------------------------------------------------------------------------------
 
     def room_for_slab(self, length: int, going: Sequence[SharedSlab]) -> Region | None:
-        """Room for what is no block: what is free, what no block needs, and then `going`."""
+        """Make room for a slab: use free memory, then memory of blocks without a next use, then
+        evict `going`.
+        """
         at = self._allocator.allocate(length)
         if at is None:
             at = self._evict_until(self._unneeded(going), length)
@@ -324,7 +332,9 @@ class BlockTable:
             yield slab, NEVER
 
     def _needed_less(self, block: CachedBlock, *, greedy: bool) -> Victims:
-        """What may go for this block, least needed first: if somebody waits for it, everything."""
+        """What may be evicted for this block, least needed first: everything if a task waits for
+        it.
+        """
         limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)
         kept: list[SharedSlab] | None = self._shared.spare()
         with contextlib.closing(self._uses.farthest()) as farthest:
@@ -339,8 +349,8 @@ class BlockTable:
         yield from ((slab, NEVER) for slab in kept or ())
 
     def _evict_until(self, going: Victims, length: int) -> int | None:
-        """Evict the first of these, as many as it takes, or none if that is not enough."""
-        # Tried out first: to evict what leaves too little room would be to load it again in vain.
+        """Evict the first of these, as many as needed, or none if all of them are not enough."""
+        # Check first: evicting blocks without gaining enough room would mean loading them again.
         trial, need = self._allocator.trial(), rounded(length)
         chosen: list[tuple[CachedBlock | SharedSlab, int]] = []
         with contextlib.closing(going):
@@ -360,7 +370,7 @@ class BlockTable:
         return self._allocator.allocate(length)
 
     def _trim(self) -> None:
-        """Blocks that lie in local files take no memory, but a worker remembers each of them."""
+        """Blocks in local files take no arena memory, but workers remember each of them."""
         while len(self._direct) >= _DIRECT_BLOCKS_MAX:
             with contextlib.closing(self._direct.farthest()) as farthest:
                 block, _ = next(farthest, (None, 0))

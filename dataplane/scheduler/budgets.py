@@ -1,4 +1,4 @@
-"""What is said where a budget of the node is too small: what needs how much, and how to give it."""
+"""Errors for budgets of the node that are too small: what needs how much, and how to raise it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataplane.units import raise_to
 
 
 def block_too_large(url: str, need: int, budget: int) -> BudgetTooSmall:
-    """One block, raw and decoded together, does not fit into the block arena. What is advised has
-    room for two: the next one is fetched meanwhile, and an index only guesses what decoding takes.
+    """One block, raw and decoded together, does not fit into the block arena. The advice makes room
+    for two: the next one is fetched meanwhile, and decoded sizes in the index are estimates.
     """
     return BudgetTooSmall(
         f"{url}: one block takes {need} bytes on its way through memory, and the block arena has "
@@ -26,7 +26,7 @@ def batch_of_too_many_blocks(block_count: int, need: int, budget: int) -> Budget
     return BudgetTooSmall(
         f"one batch needs {block_count} blocks of {need} bytes in memory together, and the block "
         f"arena has {budget}: {raise_to('block_arena_bytes', need * 5 // 4)}, or choose a smaller "
-        "window, or fewer lanes (`dataplane plan` tells what they cost)",
+        "window, or fewer lanes (`dataplane plan` shows what they cost)",
         needed=need,
         budget=budget,
     )
@@ -46,7 +46,7 @@ def batch_too_large(step: int, need: int, budget: int) -> BudgetTooSmall:
 def rank_takes_too_much(
     layout: SlotLayout, batch_bytes: int, slab_bytes: int, budget: int
 ) -> BudgetTooSmall:
-    """The slots of one rank are more than a node gives it."""
+    """The slots of one rank take more memory than a node allows it."""
     what, advice = (
         (f"batches of about {batch_bytes}", "make the batch smaller")
         if batch_bytes > slab_bytes
@@ -54,7 +54,7 @@ def rank_takes_too_much(
     )
     return BudgetTooSmall(
         f"{what} bytes need {layout.arena_bytes} bytes of memory for finished batches, and this "
-        f"node gives a rank {budget} at most: {advice}, or "
+        f"node allows a rank {budget} at most: {advice}, or "
         f"{raise_to('delivery_bytes_per_rank', layout.arena_bytes)}",
         needed=layout.arena_bytes,
         budget=budget,

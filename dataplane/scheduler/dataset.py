@@ -19,13 +19,13 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marks:
-    """What is known of each block, where hundreds of them are asked about for every slab.
+    """What is known of each block, as arrays, since every slab needs hundreds of them.
 
     Shapes:  all: int64[blocks], but fetched: float64[blocks], is_remote: bool[blocks].   keys: the
-    key of the block while rows can be gathered from it, or 0.   pins: how many need it to stay.
-    touched: when it was needed last.   raw: bytes as fetched, 0 for a block of a local file.
+    key of the block while rows can be gathered from it, or 0.   pins: number of pins.
+    touched: when it was last needed.   raw: bytes as fetched, 0 for a block of a local file.
     decoded: bytes once decoded, as far as is known, 0 for a block that needs no decoding.
-    fetched: when it was read from storage last.   is_remote: it must be fetched into the arena.
+    fetched: when it was last read from storage.   is_remote: it must be fetched into the arena.
     """
 
     keys: Ints
@@ -38,17 +38,17 @@ class Marks:
 
     @classmethod
     def of(cls, raw: Ints, decoded: Ints, is_remote: npt.NDArray[np.bool_]) -> Self:
-        """Of blocks that are not in memory yet."""
+        """The marks of blocks that are not in memory yet."""
         keys, pins, touched = np.zeros((3, len(raw)), np.int64)
         return cls(keys, pins, touched, raw, decoded, np.zeros(len(raw)), is_remote)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DatasetBlocks:
-    """The blocks of one dataset, read in one way.
+    """The blocks of one dataset, for one set of reading options.
 
-    `name` and `url` are for errors and logs. `keeps_trails`: its images are worth trails, since all
-    blocks and their trails fit into the block arena together.
+    `name` and `url` are for errors and logs. `keeps_trails`: record trails for its images, since
+    all blocks and their trails fit into the block arena together.
 
     Shapes:  stored: int64[blocks], bytes of each block in its shard.
     """
@@ -71,14 +71,14 @@ class DatasetBlocks:
 
 
 class BlockName(NamedTuple):
-    """A block wherever it is spoken of: its dataset, and its number there."""
+    """Identifies a block: its dataset, and its number there."""
 
     dataset_id: int
     block: int
 
 
 class DatasetPart(NamedTuple):
-    """Those of some blocks that are of one dataset, by their numbers there, which rise.
+    """Some blocks of one dataset, by their numbers there, in rising order.
 
     Shapes:  blocks: int64[n].
     """
@@ -88,8 +88,8 @@ class DatasetPart(NamedTuple):
 
 
 class DatasetLookup:
-    """The datasets that an order is over, each of them once. The order numbers the blocks of all of
-    them through: first those of the first dataset, then those of the next.
+    """The datasets that an order covers, each once. The order numbers their blocks consecutively:
+    first those of the first dataset, then those of the next.
 
     Shapes:  starts: int64[datasets + 1], the number of the first block of each.
     """
@@ -103,11 +103,11 @@ class DatasetLookup:
         self._start_of = dict(zip(ids, self.starts.tolist(), strict=False))
 
     def __contains__(self, dataset: DatasetBlocks) -> bool:
-        """Whether it is one of them."""
+        """Whether the order covers this dataset."""
         return dataset.dataset_id in self._start_of
 
     def number(self, dataset: DatasetBlocks, block: int) -> int:
-        """What the order calls a block of one of them."""
+        """The order's number of a block of one of these datasets."""
         start: int = self._start_of[dataset.dataset_id]
         return start + block
 
@@ -119,12 +119,12 @@ class DatasetLookup:
         return self.datasets[at], number - int(self.starts[at])
 
     def name(self, number: int) -> BlockName:
-        """The same, by the number of the dataset."""
+        """The name of a block of the order."""
         dataset, block = self.find(number)
         return BlockName(dataset.dataset_id, block)
 
     def parts(self, numbers: Ints) -> Sequence[DatasetPart]:
-        """Blocks of the order, by dataset: those that have any, in their order.
+        """Blocks of the order, grouped by dataset, without empty groups.
 
         Shapes:  numbers: int64[n], rising.
         """

@@ -1,9 +1,9 @@
-"""What happens to a scheduler, and what it wants done: the whole traffic with the outside.
+"""The scheduler's events (inputs) and effects (outputs): its whole interface.
 
-Events are told with `Scheduler.decide`; the effects that it returns are to be carried out in their
-order. Whoever carries out a PlanSteps, Fetch, DecodeBlock, AssembleSlab or CopyKept tells its end,
-once, as an event: Planned, BlockFetched, BlockDecoded or SlabAssembled. All times are seconds of
-one clock, which never goes back.
+The caller passes each event to `Scheduler.decide` and carries out the returned effects in order.
+For each PlanSteps, Fetch, DecodeBlock, AssembleSlab and CopyKept it reports the end exactly once,
+as the event Planned, BlockFetched, BlockDecoded or SlabAssembled. All times are seconds of one
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dataplane.scheduler.walk import Plan, Walk
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOpened:
-    """There is a delivery arena for one dp_rank of a job, whose orders are over these datasets.
-    `group` names those whose slabs are equal where their steps are; None shares nothing. A declared
-    group expects others to come.
+    """A delivery arena was opened for one dp_rank of a job, whose orders cover these datasets.
+    Deliveries of one `group` have equal slabs for equal steps; None shares nothing. In a declared
+    group, more jobs are expected to join.
     """
 
     delivery_id: int
@@ -38,7 +38,7 @@ class DeliveryOpened:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryClosed:
-    """Nobody uses this delivery arena any more."""
+    """A delivery arena has no users left."""
 
     delivery_id: int
 
@@ -52,8 +52,8 @@ class DatasetForgotten:
 
 @dataclass(frozen=True, slots=True)
 class StreamStarted:
-    """A consumer starts to walk; `holder` will have its slabs. Until the stream `after` is closed
-    this one comes last: it is made of what that one leaves.
+    """A consumer's stream starts; `holder` will hold its slabs. Until the stream `after` is closed,
+    this one has the lowest priority: it gets only resources that the other leaves.
     """
 
     stream_id: int
@@ -65,7 +65,7 @@ class StreamStarted:
 
 @dataclass(frozen=True, slots=True)
 class StreamAdopted:
-    """The consumer asks for the stream that was opened ahead: it comes last no longer."""
+    """The consumer asked for the stream that was opened ahead: it now has normal priority."""
 
     stream_id: int
 
@@ -79,7 +79,7 @@ class StreamClosed:
 
 @dataclass(frozen=True, slots=True)
 class StreamRefused:
-    """Whoever waits for a slab of this stream gets this error."""
+    """Requests for slabs of this stream get this error."""
 
     stream_id: int
     error: DataplaneError
@@ -95,7 +95,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody holds these slabs any more; unknown ones were released before."""
+    """The holder released these slabs; unknown ones were released before."""
 
     delivery_id: int
     slab_ids: Sequence[int]
@@ -103,7 +103,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class HolderGone:
-    """Whatever this holder had is free."""
+    """A holder is gone; everything it held is free."""
 
     delivery_id: int
     holder: int
@@ -111,7 +111,7 @@ class HolderGone:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The end of a PlanSteps: fewer plans than asked for are the last ones of the stream."""
+    """The end of a PlanSteps. Fewer plans than requested mean that the stream ends with them."""
 
     stream_id: int
     plans: Sequence[Plan] = ()
@@ -120,7 +120,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class BlockFetched:
-    """The end of a Fetch. `is_away`: the store cannot be reached now, and may be later."""
+    """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later."""
 
     key: int
     error: DataplaneError | None = None
@@ -138,8 +138,8 @@ class BlockDecoded:
 
 @dataclass(frozen=True, slots=True)
 class SlabAssembled:
-    """The end of an AssembleSlab or a CopyKept. `is_kept`: the second place, if one was asked for,
-    has it, too.
+    """The end of an AssembleSlab or a CopyKept. `is_kept`: the copy in `keep`, if one was
+    requested, was written too.
     """
 
     number: int
@@ -150,8 +150,8 @@ class SlabAssembled:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed. Since the last tick so many workers were at work on average, and made so
-    many bytes of slabs a second.
+    """Time has passed. Gives the average number of busy workers, and the bytes of slabs made per
+    second, since the last tick.
     """
 
     busy: float
@@ -160,7 +160,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Everything that has happened so far was told: look for what can be done next."""
+    """All events so far were reported: decide what can be done next."""
 
 
 Event = (
@@ -193,7 +193,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBlock:
-    """Have a worker decode a block; `raw` is where its bytes are, None in a local file."""
+    """Have a worker decode a block; `raw` is where its bytes are, None for a local file."""
 
     key: int
     dataset_id: int
@@ -204,7 +204,7 @@ class DecodeBlock:
 
 @dataclass(frozen=True, slots=True)
 class ClearTrails:
-    """Zero this part of the block arena, before anything that comes after it is done."""
+    """Zero this part of the block arena, before any later effect is carried out."""
 
     key: int
     region: Region
@@ -212,9 +212,9 @@ class ClearTrails:
 
 @dataclass(frozen=True, slots=True)
 class AssembleSlab:
-    """Have a worker gather the rows of a plan into a slab, and the same into `keep`, a part of the
-    block arena. The row index goes to its place in the delivery arena before. `first` is the first
-    of its blocks, None for a batch without rows.
+    """Have a worker gather the rows of a plan into a slab, and copy the slab to `keep`, a part of
+    the block arena. Before that, write the row index to its place in the delivery arena. `first` is
+    the first of the slab's blocks, None for a batch without rows.
 
     Shapes:  keys: the block of each of plan.blocks.
     """
@@ -232,7 +232,7 @@ class AssembleSlab:
 
 @dataclass(frozen=True, slots=True)
 class CopyKept:
-    """Have a worker copy what was kept of an equal slab; `first` is as in AssembleSlab."""
+    """Have a worker copy the kept copy of an equal slab; `first` is as in AssembleSlab."""
 
     number: int
     delivery_id: int
@@ -243,7 +243,7 @@ class CopyKept:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Answer a request of a stream's consumer."""
+    """Send a slab, or an error, to the consumer that requested it."""
 
     stream_id: int
     request_id: int
@@ -252,8 +252,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """Answer a request that has waited too long with what it waits for: the stage of the next slab,
-    and those of its blocks that are not there, in the order's order.
+    """Answer a request that has waited too long with the stage of the next slab, and its missing
+    blocks in the order in which they are read.
     """
 
     stream_id: int
@@ -265,7 +265,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class AllPlanned:
-    """The last plan of a stream is there, or planning has failed."""
+    """The last plan of a stream was made, or planning failed."""
 
     stream_id: int
     has_failed: bool
@@ -273,21 +273,21 @@ class AllPlanned:
 
 @dataclass(frozen=True, slots=True)
 class ForgetBlock:
-    """The memory of the block with this key is about to hold another one."""
+    """The memory of the block with this key is about to be reused."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class DropDelivery:
-    """No worker writes into this delivery arena any more, and nobody reads it."""
+    """Release a delivery arena that is no longer written or read."""
 
     delivery_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResizePool:
-    """Have so many workers."""
+    """Change the number of workers."""
 
     count: int
 

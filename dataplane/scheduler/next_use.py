@@ -1,21 +1,21 @@
-"""Which of the blocks in memory is needed again last, without looking at all of them. Pure.
+"""Finds the block in memory that is needed again last, without looking at all blocks. Pure.
 
 Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
-Systems Journal 5(2), 1966. Usually the future must be guessed; here the plan says it.
+Systems Journal 5(2), 1966. Caches usually have to guess future use; here the plan gives it.
 
-The first and the last position at which an order may need a block never change; only its readers
-move. So a block stands in the heaps of one reader: of those that have not passed its last position,
-the one that comes to it soonest. It is placed anew when that reader has passed it, and when it is
-about to be evicted and another reader has come much closer.
+The first and the last position at which an order may need a block never change; only readers move.
+So each block is in the heaps of one reader: of the readers that have not passed the block's last
+position, the one that reaches it first. A block is moved to another heap when that reader has
+passed it, and when it is about to be evicted but another reader is much closer by now.
 
 Invariants:
-1. Every block that was added and not removed stands in `never`, or in the heaps of one reader.
-2. `farthest` gives each evictable block once. First those that nobody needs any more, then those
-   that are needed later, each at least half as far away as any that follows; last those of open
-   windows, which may be needed at once: the least recently touched first, but for windows that
-   were opened since these were put in order.
-3. To add a block, or to find the next victim, costs a logarithm of what is there. A reader that is
-   new, ends, or goes back costs a look at all blocks of its dataset.
+1. Every block that was added and not removed is in `never`, or in the heaps of one reader.
+2. `farthest` yields each evictable block once: first blocks that no reader needs any more; then
+blocks that are needed later, each at least half as far away as any that follows; last blocks of
+open windows, which may be needed at once, least recently touched first (except for windows opened
+since that order was made).
+3. Adding a block and finding the next victim take time logarithmic in the number of blocks. A
+reader that starts, ends, or moves back takes a pass over all blocks of its dataset.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NEVER = np.iinfo(np.int64).max
 
 
 class WalkPosition(NamedTuple):
-    """Somebody who reads a dataset along this order, and the position from which he needs blocks.
-    `first_block` is what the order calls the first block of the dataset.
+    """A reader of a dataset along this order, and the position from which it needs blocks.
+    `first_block` is the order's number of the dataset's first block.
     """
 
     number: int
@@ -48,7 +48,7 @@ class WalkPosition(NamedTuple):
 
     @property
     def name(self) -> tuple[int, int]:
-        """Equal for all in whose orders the blocks of the dataset stand alike."""
+        """Equal for all readers whose orders place the blocks of the dataset identically."""
         return id(self.order), self.first_block
 
     def spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
@@ -64,8 +64,8 @@ Spans = dict[int, tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """`by_first` has (-first, key, serial) of the blocks that stand here, `by_last` (last, key,
-    serial). What was placed elsewhere since is passed over.
+    """`by_first` has (-first, key, serial) of this reader's blocks, `by_last` (last, key, serial).
+    Stale entries, of blocks that moved to another reader since, are skipped.
     """
 
     position: int
@@ -81,8 +81,8 @@ class _Reader:
 
 @dataclass(slots=True, eq=False)
 class _Resident:
-    """The blocks of one dataset that are in memory, by key; where each stands, with a serial number
-    that tells it from where it stood before.
+    """The blocks of one dataset that are in memory, by key, and the reader that has each, with a
+    serial number that marks older heap entries as stale.
     """
 
     dataset: DatasetBlocks
@@ -98,7 +98,7 @@ class _Resident:
         return min((reader.use(key) for reader in self.readers.values()), default=NEVER)
 
     def add(self, block: CachedBlock) -> None:
-        """It is there from now on."""
+        """Add a block."""
         self.blocks[block.key] = block
         for reading, spans in self.spans.values():
             _learn(spans, reading, [block])
@@ -113,7 +113,7 @@ class _Resident:
             del spans[key]
 
     def place(self, key: int) -> None:
-        """Have a block stand where it belongs now."""
+        """Move a block to the reader it now belongs to."""
         self.never.pop(key, None)
         self.stands.pop(key, None)
         soonest = min(self.readers.values(), key=lambda reader: reader.use(key), default=None)
@@ -126,11 +126,11 @@ class _Resident:
         heapq.heappush(soonest.by_last, (last, key, serial))
 
     def is_at(self, reader: _Reader, serial: int, key: int) -> bool:
-        """Whether what is said of it in the heap of a reader still holds."""
+        """Whether this entry in a reader's heap is still valid."""
         return self.stands.get(key) == (reader, serial)
 
     def move(self, readings: Sequence[WalkPosition]) -> None:
-        """The readers have come to these positions."""
+        """Set the readers' positions."""
         now = {reading.number: reading for reading in readings}
         if now.keys() != self.readers.keys() or any(
             now[number].position < reader.position for number, reader in self.readers.items()
@@ -159,8 +159,8 @@ class _Resident:
             self.place(key)
 
     def farthest_of(self, reader: _Reader) -> int:
-        """The next use of the farthest block that stands there; 0 if there is none, or all of them
-        may be needed at once.
+        """The next use of this reader's farthest block; 0 if it has none, or all of its blocks may
+        be needed at once.
         """
         while reader.by_first:
             _, key, serial = reader.by_first[0]
@@ -174,7 +174,7 @@ class _Resident:
 
 
 class NextUse:
-    """Blocks that are in memory, in the order in which to evict them."""
+    """The blocks in memory, in eviction order."""
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
@@ -187,7 +187,7 @@ class NextUse:
         return self._count
 
     def add(self, block: CachedBlock) -> None:
-        """It is in memory from now on, or on its way there."""
+        """Add a block that is in memory or being loaded."""
         name = block.dataset.dataset_id
         resident = self._residents.get(name)
         if resident is None:
@@ -196,7 +196,7 @@ class NextUse:
         self._count += 1
 
     def remove(self, block: CachedBlock) -> None:
-        """It is in memory no longer."""
+        """Remove a block that is no longer in memory."""
         resident = self._residents[block.dataset.dataset_id]
         resident.remove(block.key)
         self._count -= 1
@@ -217,8 +217,8 @@ class NextUse:
         return soonest
 
     def farthest(self) -> Generator[tuple[CachedBlock, int], None, None]:
-        """Evictable blocks and how far away their next use is, the farthest first. To be closed
-        before any block is added or removed.
+        """Evictable blocks and how far away their next use is, the farthest first. Close the
+        iterator before any block is added or removed.
         """
         for resident in self._residents.values():
             resident.move(self._readings(resident.dataset))
@@ -255,7 +255,9 @@ class NextUse:
                 resident.place(key)
 
     def _of_open_windows(self) -> Iterator[tuple[CachedBlock, int]]:
-        """An order lasts until its end: who was touched since it was made comes after all of it."""
+        """A sorted order is used up before a new one is made: blocks touched since come after all
+        of it.
+        """
         passed: list[tuple[int, CachedBlock]] = []
         try:
             yield from self._in_order(passed)
@@ -286,7 +288,7 @@ class NextUse:
 
 
 def _learn(spans: Spans, reading: WalkPosition, blocks: Sequence[CachedBlock]) -> None:
-    """Where these blocks stand in the order."""
+    """Look up the first and last position of these blocks."""
     if blocks:
         found = reading.spans([block.index for block in blocks])
         spans.update(zip([block.key for block in blocks], found, strict=True))

@@ -1,5 +1,5 @@
-"""Blocks that are read more than once in an epoch, since the block arena cannot hold all open
-windows. That costs bandwidth and time and nothing else, so it is told, less and less often.
+"""Reports blocks that are read more than once in an epoch because the block arena cannot hold all
+open windows. That costs only bandwidth and time, so it is logged, less and less often.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PERIOD_S_MAX = 3600.0
 
 @dataclass(slots=True)
 class _Count:
-    """Of one dataset, since it was told last."""
+    """The count of one dataset, since it was last logged."""
 
     since: float
     period_s: float = _FIRST_S
@@ -25,7 +25,9 @@ class _Count:
 
 
 class ReadAgain:
-    """Counts what was evicted although it is still needed, and writes a line now and then."""
+    """Counts blocks that are evicted although they are still needed, and logs a line now and
+    then.
+    """
 
     def __init__(self, arena_bytes: int, do: Callable[[Note], None]) -> None:
         self._arena_bytes = arena_bytes
@@ -43,7 +45,7 @@ class ReadAgain:
                 self._tell(dataset.name, count, now)
 
     def forget(self, dataset_id: int) -> None:
-        """Nobody reads this dataset any more."""
+        """The dataset has no readers left."""
         self._counts.pop(dataset_id, None)
 
     def _tell(self, dataset: str, count: _Count, now: float) -> None:

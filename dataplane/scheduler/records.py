@@ -1,4 +1,4 @@
-"""What the scheduler keeps of each slab in the making, each stream and each delivery arena."""
+"""What the scheduler records about each slab task, stream and delivery arena."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dataplane.scheduler.walk import Plan, Walk
 NONE = np.empty(0, np.int64)
 
 SlabKey = tuple[int, int, int, int]
-"""Epoch, first position, stride of the steps, and how many."""
+"""Epoch, first position, stride and number of the steps."""
 
 
 @dataclass(slots=True)
 class Moment:
-    """The time of what is being decided, in seconds."""
+    """The time of the current event, in seconds."""
 
     now: float = 0.0
 
 
 class SlabPhase(enum.Enum):
-    """How far a slab has come."""
+    """The state of a slab task."""
 
     WAITING = "waiting for blocks"
     ASSEMBLING = "assembling"
@@ -41,9 +41,9 @@ class SlabPhase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class SlabTask:
-    """One slab in the making, for one stream. `missing` are the blocks that are not ready, and
-    `idle` those of them that nobody is loading, as far as is known. While it is assembled `shared`
-    is what is kept of it, or what it is a copy of.
+    """One slab that is being made for one stream. `missing` are its blocks that are not ready, and
+    `idle` those of them that are not being loaded, as far as is known. During assembly, `shared` is
+    the copy that will be kept of it, or the kept slab that it is copied from.
     """
 
     stream: StreamState
@@ -62,14 +62,14 @@ class SlabTask:
     shared: SharedSlab | None = None
 
     def needs(self, block: int) -> bool:
-        """Whether rows of it are gathered from that block."""
+        """Whether the slab has rows of that block."""
         if self.blocks is None:
             self.blocks = frozenset(self.plan.blocks.tolist())
         return block in self.blocks
 
     @property
     def memory_needed(self) -> int:
-        """Bytes of block arena that its blocks take together, as far as is known."""
+        """Bytes of block arena that its blocks need together, as far as is known."""
         kept = largest = 0
         for dataset, blocks in self.datasets.parts(self.plan.blocks):
             raw, decoded = dataset.marks.raw[blocks], dataset.marks.decoded[blocks]
@@ -85,24 +85,24 @@ class SlabTask:
 
     @property
     def delivery(self) -> Delivery:
-        """Where it will lie."""
+        """The delivery arena it will be in."""
         return self.stream.delivery
 
     @property
     def datasets(self) -> DatasetLookup:
-        """Where its rows come from."""
+        """The datasets its rows come from."""
         return self.delivery.datasets
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it is the very next slab of a consumer that has asked."""
+        """Whether a consumer has requested exactly this slab next."""
         return bool(self.stream.requests) and self.stream.tasks[0] is self
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Deliveries whose slabs are equal where their steps are: one is made, the others copied. What
-    was declared is expected to grow. `is_whole`: its slabs were larger than thought.
+    """Deliveries whose slabs are equal for equal steps: each slab is made once and copied for the
+    others. A declared group is expected to grow. `is_whole`: its slabs were larger than expected.
     """
 
     name: object
@@ -116,8 +116,8 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class SharedSlab:
-    """A slab of a group, kept in the block arena, or about to be while it is not `made`. `number`
-    tells the older one.
+    """A slab of a group that is kept in the block arena, or will be once it is `made`. The older of
+    two has the smaller `number`.
     """
 
     group: Group
@@ -130,15 +130,13 @@ class SharedSlab:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What it takes of the arena."""
+        """The regions of the arena that it occupies."""
         return (self.region,)
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The delivery arena of one dp_rank of a job, and the slabs that live in it. Its orders are
-    over `datasets`.
-    """
+    """The delivery arena of one dp_rank of a job, and its slabs. Its orders cover `datasets`."""
 
     delivery_id: int
     slots: Slots
@@ -151,7 +149,7 @@ class Delivery:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether consumers hold more slots than are theirs to hold, all of them together."""
+        """Whether its consumers together hold more slots than they may."""
         held = {loan.task.number for loan in self.lent.values() if not loan.task.oversize}
         layout = self.slots.layout
         return len(held) > layout.slot_count - layout.ahead_slots
@@ -159,7 +157,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """A slab that a trainer has. `holder` is whose end gives it back."""
+    """A slab that a trainer holds. It is returned, at the latest, when `holder` is gone."""
 
     task: SlabTask
     holder: int
@@ -167,10 +165,10 @@ class Loan:
 
 @dataclass(slots=True, eq=False)
 class StreamState:
-    """One consumer's stream: the slab tasks ahead of it, in order, and the requests it waits with.
+    """One consumer's stream: its slab tasks in order, and its unanswered requests.
 
-    `after` is the stream that its consumer takes before it. `planned_to` is the position that its
-    tasks come to.
+    `after` is the stream that its consumer reads before it. `planned_to` is the position where its
+    tasks end.
     """
 
     stream_id: int
@@ -181,7 +179,7 @@ class StreamState:
     tasks: deque[SlabTask] = field(default_factory=deque)
     requests: deque[tuple[int, float]] = field(default_factory=deque)
     planning: int = 0
-    """How many plans were asked for that are not there yet."""
+    """Number of plans that were requested and have not arrived."""
     planned_all: bool = False
     error: DataplaneError | None = None
     closed: bool = False
@@ -189,22 +187,22 @@ class StreamState:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it waits for the end of the stream that it comes after."""
+        """Whether the stream before it is still open."""
         return self.after is not None and not self.after.closed
 
     @property
     def tasks_before(self) -> int:
-        """How many slabs its consumer takes before the first of it."""
+        """How many slabs its consumer reads before this stream's first one."""
         return len(self.after.tasks) if self.after is not None else 0
 
     @property
     def position(self) -> int:
-        """The first position of the epoch that is still to be made."""
+        """The first position of the epoch that has not been made yet."""
         return self.tasks[0].plan.first_position if self.tasks else self.planned_to
 
     @property
     def wanted_position(self) -> int:
-        """The first position of which it has no slab, and none is being made for it."""
+        """The first position for which it has no slab, finished or being made."""
         for task in self.tasks:
             if task.phase is SlabPhase.WAITING:
                 return self.walk.position_of(task.plan)

@@ -1,21 +1,23 @@
-"""Plans -> blocks -> slabs -> trainers: what is loaded, made and handed over next. Pure.
+"""Plans -> blocks -> slabs -> trainers: decides what to load, make and hand over next. Pure.
 
-Events in, effects out (events.py). Whoever runs it tells what has happened, carries out what comes
-back, and tells `Settled` once all that happened at one time was told.
+Events in, effects out (events.py). The caller reports each event, carries out the returned effects,
+and reports `Settled` after all events of one moment.
 
 Invariants:
-1. A stream's slabs are handed over in the order of its walk, one a request.
+1. A stream's slabs are handed over in the order of its walk, one per request.
 2. Only the first task that lacks blocks and could have a slot (the head) keeps blocks pinned while
-   it waits for others, and takes memory from whatever is not pinned; every other task pins all of
-   its blocks at once, and then ends without needing memory. So no two tasks can wait for each
-   other's memory, and no task that waits for its trainer takes memory from one that does not.
-3. A stream that waits gets a slot: slabs that nobody asked for yet are made again later.
-4. A slab has one consumer, who may write into it: two streams that walk alike get equal slabs,
-   each its own, from blocks that were loaded once; of a group, copies of what was made once.
-5. Consumers may hold slabs for ever: where they hold too many together, the next are theirs only to
-   copy (`copy_out`).
-6. What was asked for ends once: every PlanSteps, Fetch, DecodeBlock, AssembleSlab and CopyKept is
-   answered by one event, and memory that one of them may write is not given away before.
+   it waits for others, and takes memory from anything that is not pinned. Every other task pins all
+   of its blocks at once, and then finishes without needing memory. So no two tasks can wait for
+   each other's memory, and no task that waits for its trainer takes memory from one that does not.
+3. A waiting stream gets a slot: finished slabs that were not requested yet may lose theirs and are
+made again later.
+4. A slab has one consumer, which may write into it. Streams over the same steps get separate, equal
+slabs from blocks that were loaded once; streams of one group get copies of a slab that was made
+once.
+5. Consumers may hold slabs forever. If they hold too many together, they must copy the next ones
+and return the slot (`copy_out`).
+6. Every PlanSteps, Fetch, DecodeBlock, AssembleSlab and CopyKept is answered by exactly one event,
+and memory that it may write is not reused before that event.
 """
 
 from __future__ import annotations
@@ -45,14 +47,16 @@ from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
 from dataplane.scheduler.streams import StreamTable
 
-# Slabs planned beyond those in the making: their blocks are fetched meanwhile.
+# Slabs planned beyond those that are being made: their blocks are fetched meanwhile.
 _PLANS_AHEAD = 16
 _PLANS_TOGETHER = 8
 _NO_ROOM = "waiting for room in the delivery arena"
 
 
 class Scheduler:
-    """What a node does with its memory, its fetches and its workers, with one door: `decide`."""
+    """Decides what a node does with its memory, fetches and workers. `decide` is the only entry
+    point.
+    """
 
     def __init__(
         self, arena_bytes: int, fetch_count: int, workers: Autoscaler, stall_timeout_s: float
@@ -72,7 +76,7 @@ class Scheduler:
         self._head: SlabTask | None = None
         self._emptied_for: SlabTask | None = None
         self.is_settled = True
-        """Whether nothing was told since it looked for what can be done next."""
+        """Whether no event came since the last search for work."""
         self._on: dict[type, Callable[[Any], None]] = {
             events.DeliveryOpened: self._open_delivery,
             events.DeliveryClosed: self._close_delivery,
@@ -93,7 +97,7 @@ class Scheduler:
         }
 
     def decide(self, event: events.Event, now: float) -> list[events.Effect]:
-        """What is to be done after this event, in this order."""
+        """The effects of this event, to be carried out in this order."""
         self._time.now = now
         self._effects = []
         self.is_settled = isinstance(event, events.Settled)
@@ -102,14 +106,14 @@ class Scheduler:
         return self._effects
 
     def block(self, key: int) -> CachedBlock:
-        """Where a block is that an effect has named."""
+        """The block that an effect has named."""
         return self._blocks.block(key)
 
     def _do(self, effect: events.Effect) -> None:
         self._effects.append(effect)
 
     def _absorb(self) -> None:
-        """Tell those who wait for blocks what has become of them."""
+        """Report changed blocks to the tasks that wait for them."""
         for changed in self._blocks.take_changes():
             self._tasks.block_changed(changed)
 
@@ -197,7 +201,8 @@ class Scheduler:
         room = _PLANS_AHEAD + stream.delivery.slots.layout.ahead_slots - len(stream.tasks)
         if stream.planning or stream.planned_all or stream.closed:
             return
-        # Several at a time, since each call wakes two threads; the first ones alone, to be early.
+        # Several plans per call, since each call wakes two threads; the first plans one by one, so
+        # that the first batch is early.
         count = min(max(len(stream.tasks), 1), _PLANS_TOGETHER)
         if room >= count:
             stream.planning = count
@@ -267,14 +272,14 @@ class Scheduler:
                 lacking.append(task)
             elif not is_full:
                 if not self._tasks.assemble(task, slab) and not task.oversize:
-                    # What comes after it in its stream has no slot either; the zone is another.
+                    # Later tasks of its stream have no slot either; the zone is separate.
                     full.add(task.stream.stream_id)
                 self._absorb()
         head = next((task for task in lacking if self._tasks.may_have_slot(task)), None)
         self._become_head(head)
         loading = head is None or self._load(head, greedy=True)
         for task in lacking:
-            # A head for which the arena was emptied must find it empty.
+            # If the arena was emptied for the head, the head must get the room.
             loading = loading and self._emptied_for is None
             loading = loading and (task is head or self._load(task, greedy=False))
         idle = not self._blocks.in_flight_count and not self._tasks.assembling_count
@@ -287,7 +292,7 @@ class Scheduler:
             self._plan_more(stream)
 
     def _in_order(self) -> list[SlabTask]:
-        """Tasks without a slab: those that are needed first come first."""
+        """Tasks without a slab, in the order in which they are needed."""
         ranked = [
             (depth, task.number, task)
             for stream in self._streams
@@ -310,7 +315,7 @@ class Scheduler:
         self._blocks.is_short = head is not None
 
     def _load(self, task: SlabTask, *, greedy: bool) -> bool:
-        """Start what is missing: False when there was no room for something."""
+        """Start loading the missing blocks: False if one of them found no room."""
         for number in sorted(task.idle):
             dataset, index = task.datasets.find(number)
             is_started = self._blocks.start(dataset, index, greedy=greedy)
@@ -321,7 +326,9 @@ class Scheduler:
         return True
 
     def _unstick(self, head: SlabTask) -> None:
-        """Nothing is on its way and the head still lacks blocks: gaps, or too small a budget."""
+        """No block is loading and the head still lacks blocks: fragmentation, or too small a
+        budget.
+        """
         if self._emptied_for is not head:
             self._empty_for(head)
             self._tasks.unpin(head)

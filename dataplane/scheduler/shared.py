@@ -1,21 +1,22 @@
-"""Slabs that several consumers want: assembled once, and copied into the slot of each.
+"""Slabs that several consumers need: assembled once, and copied into the slot of each.
 
     absent ──first who assembles it──> MAKING ──> KEPT ──evicted──> absent
-                                          └─ failed, or larger than thought: absent
+                                          └─ failed, or larger than expected: absent
 
-Streams share if they are of one group, and a group has only what would be equal anyhow: one spec
-(seed and transforms are in it), one dp_rank, one dp_size. A kept slab lies in the block arena,
-where no trainer sees it: what they write into their own copies stays theirs.
+Streams of one group share slabs. Their slabs are equal, since a group has one spec (with seed and
+transforms), one dp_rank and one dp_size. A kept slab is in the block arena, which trainers do not
+map, so a trainer's writes change only its own copy.
 
 Invariants:
-1. A slab is made once at a time. Whoever wants it meanwhile waits for the worker that makes it, and
-   for nothing else, least of all for a trainer: one that lags or stops holds up nobody.
-2. Kept slabs take half of the block arena at most, those that no consumer is known to be behind of
-   a sixteenth, and all of them only what no block needs (blocks.py, 3).
-3. The memory of a slab that a worker writes or reads is not given away.
-4. What goes first is what no consumer is known to be behind of, oldest first; then what is needed
-   last. A slab that is new is not kept where all others are needed sooner.
-5. A slab is kept if its group was declared, for others may come, or if somebody is behind it.
+1. A slab is never made twice at the same time. Other consumers wait only for the worker that makes
+it, never for a trainer: a trainer that lags or stops delays no other.
+2. Kept slabs take at most half of the block arena, those that no known consumer has yet to reach at
+most a sixteenth, and all of them only memory that no block needs (blocks.py, 3).
+3. The memory of a slab is not reused while a worker writes or reads it.
+4. Slabs that no known consumer has yet to reach are evicted first, oldest first; then those that
+are needed last. A new slab is not kept if all others are needed sooner.
+5. A slab is kept if its group was declared (more consumers may come), or if a known consumer has
+yet to reach it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dataplane.scheduler.records import Group, Moment, SharedSlab, SlabKey, Slab
 from dataplane.scheduler.streams import StreamTable
 
 _ARENA_PARTS = 2
-# Of what nobody is behind of less is kept: memory that is used again and again is warm.
+# Slabs without a known consumer get less: memory that is reused often stays warm in the cache.
 _UNWANTED_PARTS = 16
 
 _Need = tuple[bool, int]
@@ -42,8 +43,8 @@ _Need = tuple[bool, int]
 
 @dataclass(frozen=True, slots=True)
 class _Behind:
-    """A stream, from the first position on of which it has no slab. `goes_on`: what it will be
-    followed by is not open yet.
+    """A stream, from the first position for which it has no slab. `goes_on`: the stream that will
+    follow it is not open yet.
     """
 
     epoch: int
@@ -65,7 +66,7 @@ class _Behind:
         )  # fmt: skip
 
     def comes_to(self, epoch: int, position: int, stride: int) -> bool:
-        """Whether these steps are among those that its consumer will want."""
+        """Whether its consumer will need these steps."""
         is_now = self.epoch == epoch
         is_behind = self.position <= position if is_now else self.epoch < epoch and self.goes_on
         start = self.first + (self.cursor if is_now else 0)
@@ -73,7 +74,7 @@ class _Behind:
 
 
 class SharedSlabs:
-    """Those of all groups. `streams` are all that are open on this node."""
+    """The shared slabs of all groups. `streams` are all open streams of this node."""
 
     def __init__(self, allocator: Allocator, streams: StreamTable, time: Moment) -> None:
         self._allocator, self.streams, self._time = allocator, streams, time
@@ -84,14 +85,14 @@ class SharedSlabs:
     # -- who wants what --------------------------------------------------------------------------
 
     def find(self, task: SlabTask) -> SharedSlab | None:
-        """The slab that this task needs only copy, or wait for."""
+        """The shared slab that this task can copy, or wait for."""
         group = task.stream.delivery.group
         if group is None or task.oversize or not self._slabs:
             return None
         return self._slabs.get((group, _key(task)))
 
     def readings(self, dataset: DatasetBlocks) -> list[WalkPosition]:
-        """Who reads this dataset: in which order, and from which position on."""
+        """The readers of this dataset, with order and position."""
         found = self.streams.of_dataset(dataset)
         return [
             WalkPosition(
@@ -120,8 +121,8 @@ class SharedSlabs:
     # -- making ----------------------------------------------------------------------------------
 
     def wanted(self, task: SlabTask, slab_bytes: int) -> SharedSlab | None:
-        """A slab is about to be assembled: what should be kept of it, if it should, with the length
-        of the room that it needs.
+        """A slab is about to be assembled: the record to keep of it, if any, and the bytes it
+        needs.
         """
         group = task.delivery.group
         if group is None or task.oversize:
@@ -135,20 +136,20 @@ class SharedSlabs:
         return slab if group.is_declared or self._is_wanted(slab) else None
 
     def begin(self, slab: SharedSlab, region: Region) -> None:
-        """It is kept here as soon as it is made."""
+        """Reserve this room for the slab; it counts as kept once it is made."""
         slab.region = region
         self._bytes += region.length
         self._slabs[slab.group, slab.key] = slab
 
     def begin_copy(self, slab: SharedSlab) -> None:
-        """A worker is about to read it."""
+        """A worker is about to copy from it."""
         slab.readers += 1
         slab.group.copied_count += 1
 
     def ended(
         self, slab: SharedSlab, result: tasks.ResultBody, *, is_kept: bool
     ) -> tasks.ResultBody:
-        """The worker that made it, or copied it, has answered: what it is as a slab."""
+        """The worker that made or copied it has answered. Returns the slab."""
         if slab.made is None:
             self._made(slab, result, is_kept=is_kept)
             return result
@@ -169,8 +170,8 @@ class SharedSlabs:
         self._bytes += slab.region.length
 
     def _copied(self, slab: SharedSlab) -> None:
-        # What nobody wants any more stays as long as there is room: a slab that nobody has asked
-        # for yet may lose its slot.
+        # Keep unneeded slabs while there is room: a slab that was not requested yet may lose its
+        # slot.
         slab.readers -= 1
         if not slab.readers and slab.group.is_closed:
             self.evict(slab)
@@ -178,11 +179,11 @@ class SharedSlabs:
     # -- memory ----------------------------------------------------------------------------------
 
     def spare(self) -> list[SharedSlab]:
-        """Which of them may go, the least needed first."""
+        """The slabs that may be evicted, least needed first."""
         return [slab for _, slab in self._ranked()]
 
     def _ranked(self, before: SharedSlab | None = None) -> list[tuple[_Need, SharedSlab]]:
-        """Those that may go; only those that are needed less than `before`, if it is given."""
+        """The slabs that may be evicted; if `before` is given, only those needed less than it."""
         behind = {group: self._behind(group) for group in {group for group, _ in self._slabs}}
         idle = [slab for slab in self._slabs.values() if slab.made is not None and not slab.readers]
         ranked = [(_need(slab, behind[slab.group]), slab) for slab in idle]
@@ -192,21 +193,22 @@ class SharedSlabs:
         return sorted(ranked, key=lambda each: each[0])
 
     def evict(self, slab: SharedSlab) -> None:
-        """Its memory is free; whoever wants it makes it again."""
+        """Free its memory; a consumer that needs it has it made again."""
         del self._slabs[slab.group, slab.key]
         self._bytes -= slab.region.length
         self._allocator.free(slab.region.offset)
 
     def close(self, group: Group) -> None:
-        """Nobody has it any more: its slabs go."""
+        """The group has no members left: drop its slabs."""
         group.is_closed = True
         for slab in self.spare():
             if slab.group is group:
                 self.evict(slab)
 
     def make_way(self, slab: SharedSlab) -> list[SharedSlab] | None:
-        """Evict what is needed less than this one and is too much with it: what else may go for
-        it, least needed first; None if it would be too much all the same.
+        """Evict slabs that are needed less than this one and exceed the limits together with it.
+        Returns what else may be evicted for it, least needed first; None if it would exceed the
+        limits anyway.
         """
         ranked, length = self._ranked(slab), slab.region.length
         unwanted = sum(other.region.length for (is_wanted, _), other in ranked if not is_wanted)
@@ -221,20 +223,20 @@ class SharedSlabs:
 
 
 def _key(task: SlabTask) -> SlabKey:
-    """What decides the bytes of a slab beside its group."""
+    """What determines the bytes of a slab, besides its group."""
     walk = task.stream.walk
     at = walk.stream
     return at.epoch, walk.position_of(task.plan), at.step_stride, len(task.plan.batches)
 
 
 def _need(slab: SharedSlab, behind: Sequence[_Behind]) -> _Need:
-    """The least comes first."""
+    """Sort key: the least needed slab comes first."""
     away = _distance(slab, behind)
     return (False, slab.number) if away is None else (True, -away)
 
 
 def _distance(slab: SharedSlab, behind: Sequence[_Behind]) -> int | None:
-    """How many positions away the nearest consumer is that will come to it and has not had it."""
+    """Distance in positions to the nearest consumer that has yet to reach it."""
     epoch, position, stride, _ = slab.key
     found = [
         (epoch - one.epoch) * one.sample_count + position - one.position

@@ -1,18 +1,18 @@
-"""The life of a slab in the making: from a plan to a filled slot, and to nothing again.
+"""The life of a slab task: from a plan to a filled slot, until the slot is released.
 
     WAITING ──blocks and a slot──> ASSEMBLING ──> READY ──released──> GONE
        │  └──a shared slab and a slot──┘  └─ outgrown: WAITING again, for the zone
        └────────── FAILED <────────────┘
 
 Invariants:
-1. A task that is assembled pins all of its blocks, or the shared slab that is copied into its slot;
-   it needs no more memory, so it ends.
-2. A slot is free again when its stream no longer waits for its slab, or its trainer released it.
-3. A task that is cut is followed at once, in its stream, by the task with its other batches.
-4. `missing` is exactly the blocks of a waiting task that are not ready; one that nobody is loading
-   is `idle` too.
-5. The first task of a stream that asks gets a slot as soon as one is free, or holds a slab that
-   nobody has asked for: what was made too early never stands in the way of what is needed now.
+1. During assembly, a task pins all of its blocks, or the shared slab that is copied into its slot.
+It needs no more memory, so it always finishes.
+2. A slot is free again when its stream no longer needs the slab, or its trainer has released it.
+3. If a task is cut, the task with its other batches comes directly after it in the stream.
+4. `missing` has exactly the blocks of a waiting task that are not ready; those that are not being
+loaded are also in `idle`.
+5. The first task of a stream with a request gets a slot as soon as one is free or holds a slab that
+was not requested: a slab made too early never blocks one that is needed now.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MEMORY_SHARE = 0.9
 
 
 class SlabTasks:
-    """Every slab task of the node. `do` has an effect carried out."""
+    """Every slab task of the node. `do` emits an effect."""
 
     def __init__(
         self, blocks: BlockTable, shared: SharedSlabs, do: Callable[[Effect], None], time: Moment
@@ -70,13 +70,13 @@ class SlabTasks:
 
     @property
     def assembling_count(self) -> int:
-        """Slabs that workers are writing: their end will be reported."""
+        """Slabs that workers are writing; an event will report the end of each."""
         return len(self._assembling)
 
     # -- blocks come and go ----------------------------------------------------------------------
 
     def block_changed(self, changed: BlockChange) -> None:
-        """Tell those tasks that wait for blocks of this dataset."""
+        """Update the tasks that wait for this block."""
         for task in list(self._waiting.get(changed.dataset.dataset_id, ())):
             number = task.datasets.number(changed.dataset, changed.index)
             if changed.change is BlockOutcome.READY:
@@ -126,7 +126,7 @@ class SlabTasks:
         task.idle.clear()
 
     def pin(self, task: SlabTask) -> None:
-        """Keep those blocks of a task that are ready."""
+        """Pin the blocks of a task that are ready."""
         blocks, before = task.plan.blocks, task.pinned
         task.pinned = blocks[task.datasets.keys(blocks) != 0]
         for dataset, some in task.datasets.parts(task.pinned):
@@ -145,13 +145,13 @@ class SlabTasks:
     # -- beginning and end -----------------------------------------------------------------------
 
     def add(self, stream: StreamState, plan: Plan) -> None:
-        """A stream will want this slab, after those that it wants already."""
+        """Add a slab task at the end of a stream."""
         task = self._new(stream, plan)
         stream.tasks.append(task)
         self._fit(task)
 
     def fail(self, task: SlabTask, error: DataplaneError) -> None:
-        """Whoever asks for this slab gets the error."""
+        """Requests for this slab get the error."""
         self.unpin(task)
         self._unwatch(task)
         task.error, task.phase = error, SlabPhase.FAILED
@@ -166,7 +166,7 @@ class SlabTasks:
         self._free_slot(task)
 
     def close_delivery(self, delivery: Delivery) -> None:
-        """Nobody here uses this arena any more; it goes when no worker writes into it."""
+        """The delivery was closed: drop its arena once no worker writes into it."""
         for loan in delivery.lent.values():
             self.drop(loan.task)
         delivery.lent.clear()
@@ -176,7 +176,7 @@ class SlabTasks:
         self._close_if_idle(delivery)
 
     def _leave(self, group: Group) -> None:
-        """One delivery fewer shares its slabs; with the last one they go."""
+        """Remove a delivery from its group; drop the group's slabs with the last one."""
         group.users -= 1
         if group.users:
             return
@@ -247,7 +247,9 @@ class SlabTasks:
     # -- assembling ------------------------------------------------------------------------------
 
     def assemble(self, task: SlabTask, shared: SharedSlab | None) -> bool:
-        """Have a task's slab copied, or made of its ready blocks: False if no slot is free."""
+        """Start copying a task's slab, or assembling it from its ready blocks: False if no slot is
+        free.
+        """
         slot = self._slot_for(task)
         if slot is None:
             return False
@@ -334,7 +336,9 @@ class SlabTasks:
         return slot
 
     def _spare(self, task: SlabTask) -> SlabTask | None:
-        """A finished slab that nobody holds or waits for, in a slot that this task could use."""
+        """A finished slab that is neither held nor requested, in a slot that this task could
+        use.
+        """
         for stream in task.delivery.streams:
             for other in reversed(stream.tasks):
                 if (
@@ -352,7 +356,7 @@ class SlabTasks:
             self._watch(task)
 
     def assembled(self, event: SlabAssembled) -> None:
-        """A worker has made or copied a slab, or could not."""
+        """A worker has made or copied a slab, or has failed."""
         task, result = self._assembling.pop(event.number), event.result
         task.stamps.started, task.stamps.made = event.started, self._time.now
         task.delivery.assembling_count -= 1
@@ -385,7 +389,7 @@ class SlabTasks:
         task.assembled, task.phase = result, SlabPhase.READY
 
     def _outgrown(self, task: SlabTask, bytes_needed: int) -> None:
-        """Not even one batch fits into a slot: it goes through the zone, alone."""
+        """A single batch does not fit into a slot: send it alone, through the zone."""
         self._free_slot(task)
         zone = task.delivery.slots.layout.zone_bytes
         need = bytes_needed + row_index_bytes(task.plan.batches[0].rows)

@@ -1,4 +1,4 @@
-"""The open streams of a node, and what blocks and slabs they still want."""
+"""The open streams of a node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StreamTable:
         self._streams: dict[int, StreamState] = {}
 
     def __iter__(self) -> Iterator[StreamState]:
-        """Those that are open now; the table may change meanwhile."""
+        """The streams that are open now; the table may change during iteration."""
         return iter(list(self._streams.values()))
 
     def find(self, stream_id: int | None) -> StreamState | None:
@@ -23,26 +23,26 @@ class StreamTable:
         return None if stream_id is None else self._streams.get(stream_id)
 
     def add(self, stream: StreamState) -> None:
-        """It is open from now on."""
+        """Add an open stream."""
         self._streams[stream.stream_id] = stream
         stream.delivery.streams.append(stream)
 
     def remove(self, stream: StreamState) -> None:
-        """It was closed."""
+        """Remove a closed stream."""
         stream.closed = True
         del self._streams[stream.stream_id]
         stream.delivery.streams.remove(stream)
 
     def of_dataset(self, dataset: DatasetBlocks) -> list[StreamState]:
-        """Those that read this dataset."""
+        """The streams that read this dataset."""
         return [s for s in self._streams.values() if dataset in s.delivery.datasets]
 
     def of_group(self, group: Group) -> list[StreamState]:
-        """Those whose slabs are shared."""
+        """The streams that share slabs in this group."""
         return [s for s in self._streams.values() if s.delivery.group is group]
 
     def crops(self, dataset: DatasetBlocks) -> bool:
-        """Whether anybody wants parts of this dataset's images."""
+        """Whether a stream crops images of this dataset."""
         return any(stream.walk.crops for stream in self.of_dataset(dataset))
 
     @property

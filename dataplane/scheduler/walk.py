@@ -1,13 +1,13 @@
-"""One stream's way through its slice, cut into the plans that become slabs. Pure.
+"""Cuts one stream's slice into the plans that become slabs. Pure.
 
 Invariants:
-1. The plans of a walk, one after the other, are the steps of its slice: none twice or left out.
-2. A plan is as long as what was made so far says that a slab has room for: a guess that is wrong
-   costs time, and changes no batch.
-3. The first plan is one batch, and plans grow from there: the first batch is early. A walk that is
-   planned ahead of its consumer has no need of that, unless it is aligned.
-4. The plans of an aligned walk end at the same steps of the epoch whoever walks, and whatever was
-   made so far: consumers that are some batches apart want the same slabs.
+1. The plans of a walk, one after the other, cover the steps of its slice exactly once.
+2. The length of a plan is estimated from the slabs made so far. A wrong estimate costs time but
+changes no batch.
+3. The first plan is one batch, and later plans grow, so that the first batch is early. A walk that
+is planned ahead of its consumer does not need this, unless it is aligned.
+4. The plans of an aligned walk end at the same steps of the epoch for every consumer, whatever was
+made so far, so that consumers a few batches apart need the same slabs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dataplane.transforms.image_steps import steps_of
 
 @dataclass(slots=True)
 class SlabSizes:
-    """How many batches a slab takes, as far as is known, and at most, however small they turn out
-    to be. How large its slot must be for their bytes and row index. `batch_bytes` is about what one
-    takes, 0 where nobody knows.
+    """How many batches fit into a slab as far as is known, the maximum for very small batches, and
+    the slot size that their bytes and row index need. `batch_bytes` is the approximate size of a
+    batch, 0 if unknown.
     """
 
     batches: int
@@ -42,8 +42,8 @@ class SlabSizes:
     _spread_bytes: float = 0.0
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
-        """So many batches took so much of a slab that has so much: what is planned from now on is
-        as long as fits. A slab that is `cut` had more batches, and costs a message more.
+        """Adapt the length of later plans to a slab of which these batches filled this much. A slab
+        that is `cut` had more batches, and costs one more message.
         """
         if not cut and 2 * batch_count < self.batches:
             return  # the first ones are short
@@ -60,7 +60,7 @@ class SlabSizes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One slab to be: which rows of which blocks, batch after batch.
+    """The plan of one slab: the rows of each block, batch after batch.
 
     Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).
     """
@@ -119,7 +119,7 @@ class Walk:
 
     @property
     def step_count(self) -> int:
-        """Steps of the slice, whichever of them this walk takes."""
+        """Number of steps of the whole slice."""
         return self._slice.step_count
 
     @property
@@ -132,7 +132,7 @@ class Walk:
         return self.stream.cursor + plan.batches[0].step * self.global_batch
 
     def fitted(self, batch_count: int, bytes_used: int, slab_bytes: int, *, cut: bool) -> None:
-        """As SlabSizes.fitted; an aligned walk keeps to what it was told first."""
+        """As SlabSizes.fitted; an aligned walk keeps its first value."""
         if not self.is_aligned:
             self.sizes.fitted(batch_count, bytes_used, slab_bytes, cut=cut)
 

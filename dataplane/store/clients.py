@@ -88,7 +88,8 @@ def _check_endpoint(endpoint: str, origin: str) -> None:
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or port == 0:
         raise ConfigError(
-            f"{origin} is {endpoint!r}, which is no endpoint: write http://host:port or https://host"
+            f"{origin} is {endpoint!r}, which is not an endpoint: write http://host:port or "
+            "https://host"
         )
 
 

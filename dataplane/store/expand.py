@@ -46,7 +46,7 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
                 at = list(found).index(info.url)
                 first = names[bisect_right(counts, at)]
                 raise ConfigError(
-                    f"{info.url} is named twice, by {os.fspath(first)!r} and by "
+                    f"{info.url} is listed twice, by {os.fspath(first)!r} and by "
                     f"{os.fspath(name)!r}: an epoch visits each shard once",
                     shard=info.url,
                 )
@@ -103,8 +103,8 @@ def _named(url: str, stores: Connect) -> list[ObjectInfo]:
         return shown
     if below:
         raise ShardNotFound(
-            f"all {len(below)} objects below {folder} are hidden (led by a dot or underscore): "
-            f"{_some(below)}. A pattern such as {folder}_* names them",
+            f"all {len(below)} objects below {folder} are hidden (names begin with a dot or "
+            f"underscore): {_some(below)}. A pattern such as {folder}_* names them",
             shard=url,
         )
     path = local_path(url)
@@ -173,7 +173,7 @@ def _without_files(folder: Path) -> str:
     """What is wrong with a folder below which there is no file."""
     names = sorted(entry.name for entry in islice(os.scandir(folder), _NAMES_SHOWN))
     if not names:
-        return "is an empty folder: name one that has shards, or see whether they were written"
+        return "is an empty folder: pass one that has shards, or check that they were written"
     return f"has folders ({', '.join(names)}, …), but there is no file in any of them"
 
 

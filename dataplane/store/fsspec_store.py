@@ -152,7 +152,7 @@ def _mapped(url: str, cause: Exception) -> StoreError:
     if status in (404, 410):
         return ShardNotFound(f"there is no object {url}: {text}", shard=url)
     if status in (429, 503) or any(word in str(cause) for word in _THROTTLES):
-        return StoreThrottled(f"{url}: told to slow down: {text}", shard=url)
+        return StoreThrottled(f"{url}: the store asks to slow down: {text}", shard=url)
     if status and status != 408 and (status < 500 or status in (501, 505)):
         return StoreError(f"{url}: {text}", shard=url)
     if "Range" in str(cause) and not isinstance(cause, OSError):

@@ -189,7 +189,7 @@ class Gate:
                 self._away, self._last_error, self._probes = None, None, 0
                 self._changed.notify_all()
         if retries:
-            _trace.noted("requests failed and were tried again", store=self._store, count=retries)
+            _trace.noted("requests failed and were retried", store=self._store, count=retries)
         self._tell()
 
     def failed(self, turn: Turn, error: StoreError) -> None:
@@ -242,7 +242,7 @@ class Gate:
             return False
         self._clock.wait(self._changed, min(seconds, left))
         if self._closed:
-            raise ClosedError(f"{self._store} was closed while somebody waited for it")
+            raise ClosedError(f"{self._store} was closed while a read waited for it")
         return True
 
     def _left(self, turn: Turn) -> None:

@@ -63,19 +63,21 @@ def mapped(
     if status in ("429", "503") or any(word in code for word in _THROTTLES):
         return StoreThrottled(f"{url}: the store asks to slow down ({said})", shard=url)
     if (status.startswith("5") and status not in ("501", "505")) or _was_late(status, code):
-        return StoreUnavailable(f"{url}: the store failed by its own account ({said})", shard=url)
+        return StoreUnavailable(
+            f"{url}: the store reported an internal failure ({said})", shard=url
+        )
     if "UnexpectedRange" in text or status == "416":
         return _short(url, text, span)
     if "NotPartial" in text:
         return StoreError(
             f"{url}: the server ignores Range: asked for {_bytes(span)} it sent the whole object. "
-            "Serve the shards from a store that answers ranged reads with 206",
+            "Use a server that answers ranged reads with status 206",
             shard=url,
         )
     if status in ("405", "501"):
         return StoreError(
-            f"{url}: this server cannot do that ({said}). A plain http server cannot be listed: "
-            "name each file; braces such as {000..127} need no listing",
+            f"{url}: this server does not support the request ({said}). A plain http server "
+            f"cannot list files: name each file; braces such as {{000..127}} need no listing",
             shard=url,
         )
     if "HttpError" in text or "reqwest" in text:
@@ -114,7 +116,8 @@ def _missing(url: str, base: str, code: str) -> ShardNotFound:
 def _denied(url: str, text: str, said: str, *, had_credentials: bool) -> StoreError:
     if not said and had_credentials:
         return StoreUnavailable(
-            f"{url}: the credentials ran out and cannot be renewed ({_first_line(text)})", shard=url
+            f"{url}: the credentials have expired and cannot be renewed ({_first_line(text)})",
+            shard=url,
         )
     if not said:
         return StoreDenied(
@@ -139,7 +142,7 @@ def _denied(url: str, text: str, said: str, *, had_credentials: bool) -> StoreEr
 def _short(url: str, text: str, span: tuple[int, int] | None) -> TruncatedRead:
     offset, length = span or (0, 0)
     return TruncatedRead(
-        f"{url}: fewer bytes came than asked for, {_bytes(span)} ({_first_line(text)})",
+        f"{url}: received fewer bytes than requested, {_bytes(span)} ({_first_line(text)})",
         shard=url,
         offset=offset,
         expected=length,

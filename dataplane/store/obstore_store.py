@@ -64,7 +64,7 @@ class ObstoreStore:
             made = client(self._base, os.environ, self._request_timeout_s)
         except (ValueError, obstore.exceptions.BaseError) as cause:
             raise ConfigError(
-                f"the environment does not say how to reach {self._base}: {_first_line(cause)}"
+                f"the environment does not configure access to {self._base}: {_first_line(cause)}"
             ) from cause
         before, self._client, self._direct = self._direct, made, None
         if before is not None:
@@ -157,8 +157,8 @@ class ObstoreStore:
     ) -> T:
         if os.getpid() != self._pid:
             raise StoreError(
-                f"{url}: this process was forked from one that reads object stores, whose "
-                "connections a fork does not survive. Start it by spawn or exec",
+                f"{url}: this process was forked from one that reads object stores, and their "
+                "connections do not survive a fork. Start it with spawn or exec",
                 shard=url,
             )
         try:
@@ -173,7 +173,7 @@ class ObstoreStore:
             # A panic of Rust is no Exception, and would pass every handler of a node.
             if type(cause).__module__ != "pyo3_runtime":
                 raise
-            raise StoreError(f"{url}: the client failed inside: {cause}", shard=url) from cause
+            raise StoreError(f"{url}: the client failed internally: {cause}", shard=url) from cause
         self._was_served = True
         return answer
 

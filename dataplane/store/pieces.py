@@ -38,7 +38,7 @@ def check_etag(found: ObjectInfo, etag: str) -> None:
     if found.etag != etag:
         raise DatasetChangedError(
             f"{found.url} changed since it was indexed: its etag was {etag} and is now "
-            f"{found.etag}. Index the dataset anew, or restore the object",
+            f"{found.etag}. Index the dataset again, or restore the object",
             shard=found.url,
             expected=etag,
             found=found.etag,

@@ -174,8 +174,8 @@ class Retrying:
         cause = call.error or self._gate.last_error
         if cause is None:  # a pause that a throttled call of somebody else began
             return StoreThrottled(
-                f"{call.what}: the store asks to slow down, and did so for {spent_s:.1f} s. Ask "
-                "for less at once (fewer fetches in flight), or spread the shards over more "
+                f"{call.what}: the store asks to slow down, for {spent_s:.1f} s. Use fewer "
+                "fetches in flight, or spread the shards over more "
                 "prefixes",
                 shard=call.url,
             )

@@ -41,7 +41,7 @@ class Why(enum.Enum):
     NO_ROUTE = "cannot be reached: there is no route to it"
     NO_ADDRESS = "has no address"
     LATE = "did not answer in time"
-    BROKEN = "broke off the connection"
+    BROKEN = "closed the connection"
     UNKNOWN = "cannot be connected to"
 
 
@@ -53,7 +53,7 @@ def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
         Why.REFUSED: f": check that it runs, and {port}",
         Why.NO_ROUTE: ": check the network",
         Why.NO_ADDRESS: f": check the host name ({host}) and DNS",
-        Why.LATE: ": it is overloaded, or a firewall drops packets",
+        Why.LATE: ": it may be overloaded, or a firewall drops packets",
         Why.BROKEN: "",
         Why.UNKNOWN: ": check the endpoint, the network, the proxy and TLS",
     }[why]

@@ -43,11 +43,13 @@ def normalise(url: Url) -> str:
     """
     text = os.fspath(url)
     if not isinstance(text, str):
-        raise ConfigError(f"{text!r} is {type(text).__name__}: name shards by str or path")
+        raise ConfigError(f"{text!r} is {type(text).__name__}: pass shards as str or path")
     if not text.strip() or "\0" in text:
-        raise ConfigError(f"{text!r} names nothing: give a url or a path")
+        raise ConfigError(f"{text!r} is empty: pass a url or a path")
     if _CHAIN.search(text):
-        raise ConfigError(f"{text!r} is a chain of urls, which cannot be read by range: name one")
+        raise ConfigError(
+            f"{text!r} is a chain of urls, which cannot be read by range: pass a single url"
+        )
     found = _SCHEME.match(text)
     if found is None:
         _check_slashes(text)
@@ -68,7 +70,7 @@ def _check_slashes(text: str) -> None:
     typo = _MISSING_SLASH.match(text)
     if typo is not None and not os.path.lexists(text):
         raise ConfigError(
-            f"{text!r} is neither a url nor a file that is there: did you mean "
+            f"{text!r} is neither a url nor an existing file: did you mean "
             f"{typo[1].lower()}://{typo[2]}? For a local path write ./{text}"
         )
 
@@ -119,7 +121,7 @@ def braces(pattern: str) -> Iterator[str]:
         for rest in braces(tail):
             count += 1
             if count > NAMES_MAX:
-                raise ConfigError(f"{pattern!r} stands for more than {NAMES_MAX} names")
+                raise ConfigError(f"{pattern!r} expands to more than {NAMES_MAX} names")
             yield f"{head}{one}{rest}"
 
 
@@ -184,7 +186,7 @@ def _numbers(first: str, last: str, step: int) -> list[str]:
     step = max(1, abs(step)) * (1 if high >= low else -1)
     count = abs(high - low) // abs(step) + 1
     if count > NAMES_MAX:
-        raise ConfigError(f"{{{first}..{last}}} stands for {count} names, over {NAMES_MAX}")
+        raise ConfigError(f"{{{first}..{last}}} stands for {count} names, more than {NAMES_MAX}")
     padded = any(len(end.lstrip("-")) > 1 and end.lstrip("-")[0] == "0" for end in (first, last))
     width = max(len(first), len(last)) if padded else 0
     return [f"{number:0{width}d}" for number in range(low, high + (1 if step > 0 else -1), step)]

@@ -88,7 +88,7 @@ def codes_of(
         raise CorruptShard(
             f"{url}: column {leaf.name!r} has a value that is not among the {len(categories)} that "
             f"the dataset had when they were counted: {array[unknown]!s:.80}. The shard changed "
-            "without another ETag: start a new run",
+            "but kept its ETag: start a new run",
             shard=url,
             field=leaf.name,
         )

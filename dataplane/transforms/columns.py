@@ -193,7 +193,7 @@ def _twins(names: Sequence[str]) -> list[str]:
 
 def _refuse_twins(names: Sequence[str]) -> None:
     if twins := _twins(names):
-        raise ConfigError(f"column {twins[0]!r} occurs twice; name each one once", field=twins[0])
+        raise ConfigError(f"column {twins[0]!r} occurs twice; list each one once", field=twins[0])
 
 
 def _refuse_unsupported(

@@ -46,8 +46,8 @@ def image_specs(
     decoding = _decoding(decode)
     if decode is not None and not transforms:
         raise ConfigError(
-            f"decode={decode!r} without transforms: it says how precisely the images of transforms "
-            "are decoded; leave it out, or declare transforms",
+            f"decode={decode!r} without transforms: it sets how precisely images are decoded for "
+            f"transforms; leave it out, or pass transforms",
             field="decode",
         )
     if not isinstance(transforms, Mapping) or not all(isinstance(one, str) for one in transforms):
@@ -100,7 +100,7 @@ def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
     sizes = [kind.size(step) for step in found if (kind := kind_of(step)).size is not None]
     if not any(sizes):
         raise ConfigError(
-            f"transforms of column {column!r} give no fixed size, and a batch is one tensor: "
+            f"transforms of column {column!r} give no fixed size, but a batch is one tensor: "
             + (KEEPS_RATIO if Resize in seen else f"begin with a geometry; {_allowed()}"),
             field="transforms",
         )
@@ -139,7 +139,7 @@ def _instead(step: object) -> str:
         return ""
     ours = {kind.name: kind.name for kind in registry.STEPS} | dict(_INSTEAD)
     if name not in ours:
-        return f"it is torchvision's {name}, which nodes do not have; {_allowed()}"
+        return f"it is torchvision's {name}, which nodes do not implement; {_allowed()}"
     return f"it is torchvision's {name}: use {ours[name]} of dataplane_torch, which nodes run"
 
 

@@ -78,7 +78,7 @@ def _like(found: bytes) -> str:
     if text.isascii() and all(letter.isprintable() or letter.isspace() for letter in text):
         path = "; is it the path of an image?" if _is_path(found) else ""
         return f"which is text: {text!r}{path}"
-    return "of no kind that is known here"
+    return "of an unknown kind"
 
 
 def _is_path(found: bytes) -> bool:

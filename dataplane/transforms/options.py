@@ -121,7 +121,9 @@ def _columns(given: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(given, str):
         raise ConfigError(f"columns={given!r}: pass a list of names", field="columns")
     if given is not None and not len(given):
-        raise ConfigError("columns=[] leaves nothing: name some, or leave it out", field="columns")
+        raise ConfigError(
+            "columns=[] selects nothing: list some columns, or leave it out", field="columns"
+        )
     return tuple(given or ())
 
 

@@ -129,7 +129,7 @@ def render(
     kept = np.zeros((count, 2), np.int64) if trails is None else np.ascontiguousarray(trails)
     if not (boxes.shape == (count, 4) and flips.shape == (count,) and kept.shape == (count, 2)
             and out.nbytes == count * view.bytes):  # fmt: skip
-        raise ValueError("images, trails, boxes, flips and out are not of one length")
+        raise ValueError("images, trails, boxes, flips and out do not have the same length")
     if not out.flags.c_contiguous:
         raise ValueError("out is not contiguous")
     if changes:

@@ -11,7 +11,7 @@ from typing import Final
 INSTALL_LIBJPEG: Final = (
     "install a C compiler and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev; dnf "
     "install gcc libjpeg-turbo-devel; conda install -c conda-forge c-compiler libjpeg-turbo), "
-    "then Dataplane once more; a wheel of Dataplane needs neither"
+    "then reinstall Dataplane; a wheel of Dataplane needs neither"
 )
 
 
@@ -21,9 +21,11 @@ def how_to_agree(expected: str, found: str) -> str:
     found_c, _, found_pillow = found.rpartition("; ")
     steps = []
     if expected_c and not found_c:
-        steps.append(f"where Pillow makes them alone, {INSTALL_LIBJPEG}")
+        steps.append(f"on the host where only Pillow makes images, {INSTALL_LIBJPEG}")
     elif found_c and not expected_c:
-        steps.append(f"where the job has begun, Pillow makes them alone: there, {INSTALL_LIBJPEG}")
+        steps.append(
+            f"on the host where the job started, only Pillow makes images: there, {INSTALL_LIBJPEG}"
+        )
     elif found_c != expected_c:
         steps.append("install the same Dataplane on both, and the same libjpeg-turbo: one wheel")
     if found_pillow != expected_pillow:

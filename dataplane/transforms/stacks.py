@@ -43,7 +43,7 @@ def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec,
     for column in members:
         if members.count(column) > 1:
             raise ConfigError(
-                f"column {column!r} is stacked twice; name each one once", field="stack"
+                f"column {column!r} is stacked twice; list each one once", field="stack"
             )
     return found
 
@@ -58,7 +58,7 @@ def _spec(name: str, given: object) -> StackSpec:
             field="stack",
         )
     if not all(isinstance(column, str) for column in columns):
-        raise ConfigError(f"stack {name!r}: {list(columns)!r:.80} are no names", field="stack")
+        raise ConfigError(f"stack {name!r}: {list(columns)!r:.80} are not names", field="stack")
     dtype = dtype_name(stack.dtype)
     if dtype and dtype not in _DTYPES:
         raise ConfigError(
@@ -89,7 +89,8 @@ def stacked_columns(
     for stack in stacks:
         if stack.name in taken:
             raise ConfigError(
-                f"stack {stack.name!r} has the name of a column that is not in it: choose another",
+                f"stack {stack.name!r} has the name of a column that is not part of it: choose "
+                "another",
                 field="stack",
             )
     return (*kept, *(_stacked(stack, by_name) for stack in stacks))
@@ -101,8 +102,8 @@ def _stacked(stack: StackSpec, by_name: Mapping[str, ColumnSpec]) -> ColumnSpec:
         if member.kind is not Kind.FIXED or member.shape:
             what = f"{member.dtype} of shape {list(member.shape)}" if member.shape else member.kind
             raise ConfigError(
-                f"column {member.name!r} ({what}) is not one number a sample, and cannot be part "
-                f"of stack {stack.name!r}: leave it out of the stack",
+                f"column {member.name!r} ({what}) is not one number per sample, so it cannot be "
+                f"part of stack {stack.name!r}: leave it out of the stack",
                 field=member.name,
             )
     dtype = stack.dtype or members[0].dtype

@@ -41,7 +41,7 @@ class PixelView:
         if not (1 <= self.height <= _SIDE_MAX and 1 <= self.width <= _SIDE_MAX):
             raise ConfigError(f"{self.height} x {self.width} pixels: a side has 1 to {_SIDE_MAX}")
         if self.dtype == "uint8" and (self.mean or self.std):
-            raise ConfigError("uint8 has no room for normalised values: choose a float dtype")
+            raise ConfigError("uint8 cannot hold normalised values: choose a float dtype")
         if self.std and not all(self.std):
             raise ConfigError(f"std {self.std} has a 0, which values would be divided by")
 

@@ -105,7 +105,7 @@ def blame(
         case Cause.OUT_OF_MEMORY:
             return BudgetTooSmall(
                 f"{place}: {doing} takes more memory than the {show_bytes(limit_bytes)} that a "
-                "worker process may have. If the shard is as it should be, "
+                "worker process may have. If the shard is not damaged, "
                 f"{raise_to('worker_memory_bytes', 2 * limit_bytes)}, or write smaller blocks (row "
                 "groups)",
                 budget=limit_bytes,
@@ -113,30 +113,30 @@ def blame(
             )
         case Cause.MACHINE_SHORT:
             return BudgetTooSmall(
-                f"{ended} Give this machine or container more memory, or let the node take less: "
+                f"{ended} Give this machine or container more memory, or let the node use less: "
                 "lower worker_count, worker_memory_bytes or block_arena_bytes "
                 f"({ways_to_set('worker_count', 'N')}; the others likewise; `dataplane config "
-                "show` has what they are)",
+                "show` prints their values)",
                 **place.nouns,
             )
         case Cause.STUCK:
             return DataStallError(
                 f"{place}: a worker process was killed, because {doing} {last.words}. Either a "
-                "library loops over damaged bytes or a disk does not answer; if blocks may take "
-                "so long, raise stall_timeout_s",
+                "library loops over damaged bytes or a disk does not answer; if decoding a block "
+                "can take this long, raise stall_timeout_s",
                 stage=doing,
                 **place.nouns,
             )
         case Cause.KILLED:
             return DataplaneError(
-                f"{ended} The kernel does that where memory runs out (see `dmesg`); otherwise "
-                "somebody did",
+                f"{ended} The kernel does that when memory runs out (see `dmesg`); otherwise a "
+                "user or another process did",
                 **place.nouns,
             )
         case Cause.CRASHED:
             return CorruptShard(
-                f"{ended} The bytes are damaged in a way that a library does not survive: write "
-                "the shard again, or leave it out",
+                f"{ended} The bytes are damaged in a way that crashes a library: rewrite the "
+                "shard, or leave it out",
                 **place.nouns,
             )
 

@@ -138,7 +138,7 @@ def _spans(at: int, rows: Rows, count: int) -> tuple[Ints, Ints]:
     """
     nulls = np.flatnonzero(rows.valid(at, count) == 0)
     if len(nulls):
-        raise ImageError("there is no image: it is null", row=int(nulls[0]))
+        raise ImageError("the image is null", row=int(nulls[0]))
     starts, lengths = rows.spans(at)
     return starts[:count], lengths[:count]
 

@@ -220,7 +220,7 @@ def _first(outside: npt.NDArray[np.bool_]) -> int:
 def _expect_inside(first: int, what: str) -> None:
     if first >= 0:
         raise RowOutOfBounds(
-            f"row {first} of a slab is not where {what} says: Dataplane is wrong, please report "
-            "it, or memory changed while it was read",
+            f"row {first} of a slab is not where {what} says: please report this bug in "
+            "Dataplane, unless memory changed while it was read",
             row=first,
         )

@@ -64,7 +64,7 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
             # Lists the columns that exist where there is none of this name.
             plan_columns(schema, alone(options, name))
             raise ConfigError(
-                f"column {name!r} has parts, and a stack is of single numbers: name its parts",
+                f"column {name!r} has fields, but a stack needs single numbers: list its fields",
                 field=name,
             )
     stacks = tuple(one for stack in stacks for one in _with_mask(stack, names))

@@ -16,7 +16,7 @@ from dataplane.background import EXIT_DEFECT
 
 COUNT = 300
 OPTIONS = {"global_batch_size": 10}
-ENDS = "task failed: this process ends"
+ENDS = "task failed: this process exits"
 
 
 @pytest.fixture

@@ -228,7 +228,7 @@ def test_a_url_that_names_nothing_is_exit_status_3(command, tmp_path, capsys):
 def test_a_folder_without_shards_is_exit_status_2(tmp_path, capsys):
     (tmp_path / "README.txt").write_text("no shard")
     assert run(["inspect", str(tmp_path)]) == 2
-    assert "of a format that is not read" in capsys.readouterr().err
+    assert "of an unsupported format" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

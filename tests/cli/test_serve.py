@@ -167,7 +167,7 @@ def test_a_second_service_is_told_of_its_port_or_of_who_has_its_database(
         assert run(["serve", "--coordinator", "--listen", address]) == 2
         told = capsys.readouterr().err
         assert f"cannot listen at {address}: Address already in use" in told
-        assert "name another port" in told
+        assert "choose another port" in told
         assert "sqlite" not in told
         assert run(["serve", "--coordinator", "--listen", "127.0.0.1:0"]) == 2
         told = capsys.readouterr().err

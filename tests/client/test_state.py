@@ -159,7 +159,7 @@ def test_another_dataset_is_refused_whatever_the_user_says():
     # Its default window is another one: what follows from the dataset is not told beside it.
     other = job(small(shards=grown), replace(SPEC, window=17))
     error = refusal(RunState.of(job(), 0, 0), other, dataset_moved=True)
-    assert "not the same shards" in str(error)
+    assert "but other shards" in str(error)
     assert "window" not in str(error)
     fewer = replace(job(), sample_count=59)
     error = refusal(RunState.of(job(), 0, 0), fewer, dataset_moved=True)

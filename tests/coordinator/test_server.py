@@ -121,9 +121,9 @@ def test_a_killed_coordinator_on_a_socket_file_can_be_replaced(tmp_path):
 def test_a_path_that_is_no_socket_is_left_alone(tmp_path):
     async def main():
         (tmp_path / "thesis").write_text("years of work")
-        with pytest.raises(ConfigError, match="is a file that is no socket"):
+        with pytest.raises(ConfigError, match="is a file, not a socket"):
             await CoordinatorServer(CONFIG, f"unix:{tmp_path}/thesis").start()
-        with pytest.raises(ConfigError, match="folder has to exist"):
+        with pytest.raises(ConfigError, match="folder must exist"):
             await CoordinatorServer(CONFIG, f"unix:{tmp_path}/no/c.sock").start()
         assert (tmp_path / "thesis").read_text() == "years of work"
 
@@ -134,7 +134,7 @@ def test_a_taken_port_is_named_with_what_to_do():
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
-            with pytest.raises(ConfigError, match=rf"on port {port}\? Stop it, name another"):
+            with pytest.raises(ConfigError, match=rf"on port {port}\? Stop it, choose another"):
                 await CoordinatorServer(CONFIG, f"127.0.0.1:{port}").start()
         server = CoordinatorServer(CONFIG, LOCAL)
         address = await server.start()
@@ -173,10 +173,10 @@ def test_only_loopback_is_bound_unless_told_otherwise(address):
     ("address", "words"),
     [
         ("http://127.0.0.1:80", "leave out http://"),
-        ("localhost", "is no address"),
-        (":80", "is no address"),
-        ("host:http", "is no address"),
-        ("127.0.0.1:70000", "is no address"),
+        ("localhost", "is not an address"),
+        (":80", "is not an address"),
+        ("host:http", "is not an address"),
+        ("127.0.0.1:70000", "is not an address"),
         ("unix:", "1 to 107 bytes, not 0"),
         ("unix:/" + "x" * 107, "1 to 107 bytes, not 108"),
         ("no-such-host.invalid:1", "cannot be resolved"),
@@ -299,7 +299,9 @@ def test_what_is_no_coordinator_is_said_to_be_none():
         address = f"127.0.0.1:{server.add_insecure_port(LOCAL)}"
         await server.start()
         client = CoordinatorClient(address)
-        with pytest.raises(VersionMismatch, match="no Dataplane service, or of another version"):
+        with pytest.raises(
+            VersionMismatch, match="not a Dataplane service, or has another version"
+        ):
             await client.register_node(node())
         await client.close()
         await server.stop(None)

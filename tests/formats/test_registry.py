@@ -45,7 +45,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 def test_a_dataset_has_one_format() -> None:
     with pytest.raises(ConfigError, match=r"a.parquet is parquet, b.tar is tar"):
         registry.dataset_format(["a.parquet", "b.tar"])
-    with pytest.raises(ConfigError, match="known endings"):
+    with pytest.raises(ConfigError, match="known suffixes"):
         registry.dataset_format(["a.qqq"])
     assert registry.dataset_format(["a.tgz", "b.tar"]).name == "tar"
 
@@ -56,10 +56,13 @@ def test_a_dataset_has_one_format() -> None:
         (["d/n01/a.JPEG", "d/n01/b.JPEG"], r"an image: .*torchvision\.datasets\.ImageFolder"),
         (["d/index.json", "d/shard.00000.mds"], r"MosaicML's MDS .*StreamingDataset"),
         (["d/a.csv"], r"a text table.*write_table\(pyarrow\.csv\.read_csv"),
-        (["s3://b/D/README.md", "s3://b/D/a.tar.gz"], r"alone, as by s3://b/D/\*\.tar\.gz"),
-        (["d/a.json"], "JSON, of which one object a line is read"),
+        (
+            ["s3://b/D/README.md", "s3://b/D/a.tar.gz"],
+            r"list only the shards, for example s3://b/D/\*\.tar\.gz",
+        ),
+        (["d/a.json"], "JSON, which must have one object per line"),
         (["d/a.jsonl.zst"], "use gzip"),
-        (["d/index.json"], "JSON, of which"),
+        (["d/index.json"], "JSON, which must"),
     ],
 )
 def test_files_that_are_not_shards_are_told_for_what_they_are(urls: list[str], says: str) -> None:

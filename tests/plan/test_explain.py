@@ -127,7 +127,7 @@ def test_one_sample_is_explained():
     ("lanes", "window", "dp_size", "batch", "end", "said"),
     [
         (4, 200, 8, 32, End.RAGGED, "larger than the 4 lanes"),
-        (12, 200, 8, 32, End.RAGGED, "no multiple of dp_size 8"),
+        (12, 200, 8, 32, End.RAGGED, "not a multiple of dp_size 8"),
         (8, 50, 8, 32, End.RAGGED, "smaller than a block of 100"),
         (8, 200, 8, 7000, End.DROP, "loses 3000 of 10000 samples (30.0%)"),
     ],

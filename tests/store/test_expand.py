@@ -96,7 +96,7 @@ def test_an_empty_object_counts(root: Path) -> None:
     [("train-000.parquet", "train-*.parquet"), ("valid.parquet",) * 2, ("{valid,valid}.parquet",)],
 )
 def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="named twice") as raised:
+    with pytest.raises(ConfigError, match="listed twice") as raised:
         names(root, *urls)
     assert str(raised.value.shard) in str(raised.value)
     assert all(url in str(raised.value) for url in urls)

@@ -167,7 +167,7 @@ def test_what_has_no_codes_is_told_by_name(tmp_path: Path) -> None:
             len(loader)
     with (
         DataLoader(str(tmp_path / "rows.parquet"), 1, codes=["t"]) as loader,
-        pytest.raises(ConfigError, match=r"'x' does not come as codes; those that do: t"),
+        pytest.raises(ConfigError, match=r"'x' does not come as codes; the columns that do: t"),
     ):
         loader.categories("x")
     for codes in ("t", [3]):

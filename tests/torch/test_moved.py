@@ -76,7 +76,7 @@ def test_shards_that_were_rewritten_are_refused_in_spite_of_the_word(
     state, _ = taken(train)
     table = pa.table({"i": range(100)})
     pq.write_table(table, train / "part=0" / "0.parquet", row_group_size=50)
-    with pytest.raises(SpecMismatch, match="not the same shards"):
+    with pytest.raises(SpecMismatch, match="but other shards"):
         resumed(train, state, dataset_moved=True)
 
 

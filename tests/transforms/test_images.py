@@ -88,7 +88,7 @@ def foreign(name: str, module: str = "torchvision.transforms.transforms") -> obj
         ("RandomResizedCrop", "use RandomResizedCrop of dataplane_torch"),
         ("Normalize", "use Normalize of dataplane_torch"),
         ("ToTensor", r'use ToDtype\("float32"\) and ToLayout'),
-        ("ColorJitter", "torchvision's ColorJitter, which nodes do not have; allowed are"),
+        ("ColorJitter", "torchvision's ColorJitter, which nodes do not implement; allowed are"),
     ],
 )
 def test_a_transform_of_torchvision_says_what_to_use_here(name, says) -> None:
@@ -184,7 +184,7 @@ def test_only_the_orders_that_make_sense_are_taken(steps) -> None:
         ([CenterCrop(8), Normalize((0.5,), (0.5,))], "mean must be 3 finite numbers"),
         ([CenterCrop(8), Normalize(MEAN, (1, 1, 0))], "std is"),
         ([CenterCrop(8), Normalize(MEAN, (1, 1, math.nan))], "std must be"),
-        ([CenterCrop(8), NORMAL, ToDtype("uint8")], "no room for"),
+        ([CenterCrop(8), NORMAL, ToDtype("uint8")], "cannot hold"),
         ([CenterCrop(8), ToDtype("float64")], "uint8, float16, bfloat16, float32"),
         ([CenterCrop(8), ToLayout("NHWC")], "HWC, CHW"),
     ],

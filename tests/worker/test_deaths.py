@@ -64,7 +64,7 @@ def test_a_crash_over_many_blocks_names_the_one_that_did_it(
         error = await bench.assemble(sources, [(i, i % 4) for i in range(9)], SLAB)
         assert isinstance(error, CorruptShard)
         assert (error.shard, error.block) == (bench.dataset.url(5), 0)
-        assert "005.arrow, block 0: 2 worker processes ended while reading rows of it" in str(error)
+        assert "005.arrow, block 0: 2 worker processes ended while reading its rows" in str(error)
         assert "SIGBUS" in str(error)
 
     on_bench(url, scene)

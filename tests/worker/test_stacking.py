@@ -88,7 +88,7 @@ def test_any_column_that_is_a_number_can_be_stacked_and_any_other_says_why_not(d
             wanted = canonical(top, plan.leaves, "").column(0)
             assert found.values.equals(wanted)
         else:
-            with pytest.raises(ConfigError, match="not one number a sample"):
+            with pytest.raises(ConfigError, match="not one number per sample"):
                 plan_stacked(batch.schema, ColumnOptions((spec.name,), stack=stack))
 
 
@@ -111,7 +111,7 @@ SCHEMA = pa.schema(
         (StackSpec("x", ("text",)), "'text' .string. is not one number"),
         (StackSpec("x", ("some",)), "'some' .padded. is not one number"),
         (StackSpec("x", ("vector",)), r"float32 of shape \[3\]"),
-        (StackSpec("x", ("parts",)), "name its parts"),
+        (StackSpec("x", ("parts",)), "list its fields"),
         (StackSpec("x", ("nowhere",)), "there is no column 'nowhere'; the dataset has: i"),
         (StackSpec("f", ("i",)), "choose another"),
         (StackSpec("x", ("i", "f"), "int32"), "cannot hold"),

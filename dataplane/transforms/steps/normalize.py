@@ -31,7 +31,7 @@ def _checked(step: Normalize, where: str) -> Normalize:
 
 def _faults(step: Normalize, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     if ToDtype("uint8") in steps:
-        yield "Normalize gives fractions, which ToDtype('uint8') has no room for"
+        yield "Normalize gives fractions, which ToDtype('uint8') cannot hold"
     if not all(value > 0 for value in step.std):
         yield f"Normalize's std is {step.std}: above 0"
     if not len(step.mean) == len(step.std) == COLOURS:

@@ -43,7 +43,7 @@ def _faults(step: Resize, steps: tuple[AnyStep, ...]) -> Iterator[str]:
     del steps
     found = sides(step)
     if len(found) > SIDES:
-        yield f"resize is {found}: none, the shorter side, or height and width"
+        yield f"resize is {found}: pass nothing, the shorter side, or height and width"
     if fault := sides_fault(found):
         yield fault
 
