@@ -65,21 +65,21 @@ def _bar() -> Iterator[_Bar]:
     default="torch",
     show_default=True,
     metavar="NAMES",
-    help="Whom to compare with, with commas between; all: every installed one; none.",
+    help="Loaders to compare with, separated by commas; all: every installed one; none.",
 )
 @click.option(
     "--scenario",
     "scenarios",
     multiple=True,
     metavar="NAME[/CASE]",
-    help="What to measure; may be given again. all: everything. Else each workload, from disk.",
+    help="What to measure; may be repeated. all: everything. Default: each workload, from disk.",
 )
 @click.option(
     "--workload",
     default="tokens",
     show_default=True,
     type=click.Choice(["tokens", "images", "tabular", "text"]),
-    help="What the scenarios about ranks, jobs, starts and steps load.",
+    help="Workload of the scenarios about ranks, jobs, starts and steps.",
 )
 @click.option(
     "--ranks",
@@ -93,7 +93,7 @@ def _bar() -> Iterator[_Bar]:
     default=3,
     show_default=True,
     type=click.IntRange(1, 100),
-    help="How often every system takes its turn.",
+    help="Number of rounds; each system has one turn per round.",
 )
 @click.option(
     "--window",
@@ -102,7 +102,7 @@ def _bar() -> Iterator[_Bar]:
     show_default=True,
     type=click.FloatRange(0.2, 600),
     metavar="SECONDS",
-    help="What is measured of a turn.",
+    help="Duration of the measured window of a turn.",
 )
 @click.option(
     "--scale",
@@ -111,14 +111,16 @@ def _bar() -> Iterator[_Bar]:
     type=click.FloatRange(0.01, 100),
     help="Size of the generated samples; 1 is about 0.5 GB of tokens.",
 )
-@click.option("--batch-size", type=click.IntRange(1, 1 << 20), help="Of your own samples.")
+@click.option(
+    "--batch-size", type=click.IntRange(1, 1 << 20), help="Batch size for your own samples."
+)
 @click.option(
     "--limit",
     "byte_limit",
     default="1GiB",
     show_default=True,
     metavar="BYTES",
-    help="How much of your own samples is copied and compared.",
+    help="How much of your own samples to copy and compare.",
 )
 @click.option(
     "--s3-delay",
@@ -127,7 +129,7 @@ def _bar() -> Iterator[_Bar]:
     show_default=True,
     type=click.FloatRange(0, 10_000),
     metavar="MS",
-    help="Added to every request to the S3 server.",
+    help="Delay added to every request to the S3 server.",
 )
 @json_option
 @click.option("--markdown", is_flag=True, help="Write the tables as Markdown to stdout.")
@@ -149,17 +151,17 @@ def _bar() -> Iterator[_Bar]:
     "shown",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="REPORT.json",
-    help="Measure nothing: show this report.",
+    help="Measure nothing, and show this report.",
 )
 @click.option(
     "--install-peer",
     "installs",
     multiple=True,
     metavar="NAME",
-    help="Make a peer's own environment, and end. May be given again; all.",
+    help="Create a peer's own environment, and exit. May be repeated; all: every peer.",
 )
-@click.option("--list", "listing", is_flag=True, help="List scenarios and peers, and end.")
-@click.option("--clean", is_flag=True, help="Remove generated and converted samples, and end.")
+@click.option("--list", "listing", is_flag=True, help="List scenarios and peers, and exit.")
+@click.option("--clean", is_flag=True, help="Remove generated and converted samples, and exit.")
 def bench(**given: Any) -> None:
     """Measure this loader and others on the same samples, in turns, in one run.
 

@@ -1,9 +1,9 @@
-"""Who has which part of an arena: best fit over free extents, lowest address first. Pure.
+"""Allocates extents of an arena: best fit over free extents, lowest address first. Pure.
 
 Invariants:
-1. Extents that were given out never overlap, and every one lies inside the arena.
-2. Two free extents are never neighbours: they are merged at once.
-3. `free_bytes` plus the bytes given out is the arena's size.
+1. Allocated extents never overlap, and each lies inside the arena.
+2. Adjacent free extents are merged at once.
+3. `free_bytes` plus the allocated bytes is the arena's size.
 4. The lowest of the extents that fit best is taken, so that the same warm pages are used again
    and again and the high-water mark, which is what costs memory, stays low.
 """
@@ -37,7 +37,7 @@ class Allocator:
         self._insert(0, self.size_bytes)
 
     def allocate(self, length: int) -> int | None:
-        """The offset of `length` bytes, or None where no free extent is that long."""
+        """The offset of `length` bytes, or None if no free extent is that long."""
         need = rounded(length)
         where = bisect.bisect_left(self._by_length, (need, 0))
         if where == len(self._by_length):
@@ -52,13 +52,13 @@ class Allocator:
         return at
 
     def trial(self) -> FreeTrial:
-        """To see what would be free if some extents were given back."""
+        """A trial, to see which extents would be free if some were freed."""
         return FreeTrial(self._taken, self._lengths, self._starts)
 
     def free(self, offset: int) -> None:
         """Give an extent back.
 
-        Raises:  ClosedError: it was not given out, or was given back before.
+        Raises:  ClosedError: it was not allocated, or was freed before.
         """
         length = self._taken.pop(offset, None)
         if length is None:
@@ -83,7 +83,7 @@ class Allocator:
         self.free(offset + keep)
 
     def free_extents(self) -> list[tuple[int, int]]:
-        """(offset, length) of what is not given out, the longest first."""
+        """(offset, length) of the free extents, the longest first."""
         return sorted(self._lengths.items(), key=lambda each: (-each[1], each[0]))
 
     def _remove(self, at: int) -> int:
@@ -100,22 +100,20 @@ class Allocator:
 
 
 class FreeTrial:
-    """Extents of an allocator as if some more were free; the allocator stays as it is. Of no use
-    once that has changed.
+    """The free extents of an allocator as if more were free; the allocator is not changed. Invalid
+    once the allocator changes.
     """
 
     def __init__(
         self, taken: Mapping[int, int], lengths: Mapping[int, int], starts: Mapping[int, int]
     ) -> None:
-        """`taken` and `lengths` are the lengths of extents by their starts, `starts` the other way
-        about.
-        """
+        """`taken` and `lengths` map starts of extents to lengths; `starts` is the reverse."""
         self._taken, self._lengths, self._starts = taken, lengths, starts
         self._ends_now: dict[int, int] = {}
         self._starts_now: dict[int, int] = {}
 
     def free(self, offset: int) -> int:
-        """The length of the free extent that this one would be part of, with all that were freed
+        """The length of the free extent that this one would be part of, together with those freed
         here before.
         """
         start, end = offset, offset + self._taken[offset]

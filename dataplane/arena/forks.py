@@ -1,18 +1,18 @@
 """Forked children of this process, and the memory that they can still read.
 
-A fork copies all tensors that are alive, and the child goes on to read them in the pages of the
-arena that they lie in. So what was alive at a fork must not be written again, although it has died
-here, before the child and all that it forked in turn have ended.
+A fork copies all live tensors, and the child keeps reading them from the shared pages of the arena.
+So memory that was alive at a fork must not be reused, even after it has died in this process,
+before the child and all of its descendants have ended.
 
-The kernel knows when that is. Before a fork a page of a memfd is mapped, which only the child keeps
-afterwards; and a memfd cannot be sealed against writing while somebody has it mapped. The end of a
-pipe would say the same, but daemons close all descriptors that they inherit.
+The kernel knows when that is. Before a fork, this process maps a page of a memfd that only the
+child keeps afterwards; a memfd cannot be sealed against writing while any process has it mapped. A
+pipe would also show the end of the child, but daemons close all descriptors that they inherit.
 
 Invariants:
-1. What was alive at a fork is not let go of while a process descends from that fork, unless that
-   process has run another program since.
-2. Here nothing waits for a child, and finalizers may call `died` and `Kept.add`.
-3. A forked child starts anew: what it inherited belongs to the parent.
+1. Memory that was alive at a fork is not released while a descendant of that fork exists that has
+   not called exec.
+2. Nothing here waits for a child, and finalizers may call `died` and `Kept.add`.
+3. A forked child starts with an empty state: inherited memory belongs to the parent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _Dead = TypeVar("_Dead")
 
 
 class Fork:
-    """A fork, or several between which nothing was born. It concerns what has a number below its
-    limit. Where nobody can tell whether it is over, it never is.
+    """A fork, or several forks without a birth in between. It concerns everything with a number
+    below its limit. If the kernel cannot tell whether it is over, it counts as lasting forever.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,9 @@ class Fork:
             os.ftruncate(self._fds[0], PAGE_BYTES)
 
     def begin(self) -> bool:
-        """Right before the process forks; False where it is over, or nobody could tell."""
+        """Call right before the process forks. False if this record is over, or the kernel cannot
+        tell.
+        """
         self.limit = math.inf
         try:
             self._page = map_shared(self._fds[0], PAGE_BYTES)
@@ -59,7 +61,7 @@ class Fork:
         return True
 
     def end(self, limit: int) -> None:
-        """Right after that, in the parent."""
+        """Call right after that, in the parent."""
         self.limit = limit
         page, self._page = self._page, None
         if page is not None:
@@ -84,7 +86,7 @@ class Fork:
 
 
 class Kept(Generic[_Dead]):
-    """What has died here, and may be read by children."""
+    """Things that have died here but may still be read by children."""
 
     def __init__(self) -> None:
         self._new: deque[tuple[tuple[Fork, ...], _Dead]] = deque()
@@ -96,10 +98,11 @@ class Kept(Generic[_Dead]):
         self._new.append((forks, dead))
 
     def let_go(self) -> list[_Dead]:
-        """What nobody can read any more; each is told once. Takes time by the number of forks, not
-        of what is kept.
+        """The things that no process can read any more; each is returned once. Takes time in the
+        number of forks, not of kept things.
         """
-        # A finalizer may come here in the middle of it, or another thread: the first one does it.
+        # A finalizer or another thread may enter here during the loop: the first caller does the
+        # work.
         if not (self._new or self._by_forks) or not self._sorting.acquire(blocking=False):
             return []
         try:
@@ -120,14 +123,14 @@ _current: list[Fork] = []
 
 
 def born() -> int:
-    """A number for something that is alive from now on."""
+    """A number for something that was just created."""
     number = next(_numbers)
     _alive[number] = None
     return number
 
 
 def died(number: int) -> tuple[Fork, ...]:
-    """It is dead here: the forks whose children may go on to read it. Usually there are none."""
+    """It has died here. Returns the forks whose children may still read it; usually none."""
     _alive.pop(number, None)
     if not _forks:
         return ()
@@ -135,7 +138,7 @@ def died(number: int) -> tuple[Fork, ...]:
 
 
 def lasting_forks() -> list[Fork]:
-    """Those that are not over; the others are forgotten."""
+    """The forks that are not over; others are forgotten."""
     lasting = []
     for fork in list(_forks):
         if not fork.is_over():

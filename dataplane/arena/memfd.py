@@ -3,13 +3,13 @@
 Invariants:
 1. An arena's size never changes: it is sealed against shrinking, growing and unsealing, so that no
    process can turn another's mapping into SIGBUS.
-2. Memory is allocated (`reserve`) before it is written: a full machine answers with an error here,
-   never with a signal at first touch.
+2. Memory is allocated (`reserve`) before it is written: if the machine is out of memory, this
+   raises an error, instead of a signal at first touch.
 3. Nothing is named: when the last process that holds the memfd dies, the kernel frees it.
 4. A mapping lives as long as any view of it.
-5. What is mapped stays mapped, and what was allocated stays allocated, but for what is released:
-   to ask once is enough.
-6. A forked child has the pages of what it can read (`keep_only`), and no descriptor.
+5. Mapped pages stay mapped, and allocated memory stays allocated until it is released, so one call
+   is enough.
+6. A forked child keeps only the pages that it can read (`keep_only`), and no descriptor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MADV_POPULATE_READ = 22
 _MADV_REMOVE = 9
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 _PIECE_BYTES = 64 << 10
-"""What is mapped is remembered in pieces of this size."""
+"""Mapped ranges are recorded in pieces of this size."""
 _LESS = (
     "give this machine or container more memory, or lower block_arena_bytes or "
     f"delivery_bytes_per_rank ({ways_to_set('block_arena_bytes', 'SIZE')}; the other likewise)"
@@ -42,11 +42,11 @@ _GAP_BYTES_MIN = 64 << 10
 
 
 def populate(mapping: mmap.mmap, offset: int, length: int) -> None:
-    """Map the pages of bytes [offset, offset + length) for reading, as one piece, in place of a
-    page fault for every few of them.
+    """Map the pages of bytes [offset, offset + length) for reading at once, instead of by many page
+    faults.
     """
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    with contextlib.suppress(OSError):  # Linux before 5.14 does not know how
+    with contextlib.suppress(OSError):  # not supported before Linux 5.14
         mapping.madvise(_MADV_POPULATE_READ, start, offset + length - start)
 
 
@@ -83,7 +83,7 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> Arena:
-        """Map an arena that another process created; `fd` belongs to the result from now on.
+        """Map an arena that another process created; `fd` then belongs to the result.
 
         Raises:  ClosedError: the descriptor is not a sealed arena of that size.
         """
@@ -116,8 +116,8 @@ class Arena:
         return self.buffer[offset : offset + length]
 
     def populate_once(self, offset: int, length: int) -> None:
-        """Map what is allocated of bytes [offset, offset + length) at once, unless that was done
-        before. It takes a quarter of the time that a page fault for each page does.
+        """Map the allocated pages of bytes [offset, offset + length) at once, unless that was done
+        before. It takes a quarter of the time of one page fault per page.
         """
         if self._buffer is None:
             return
@@ -125,8 +125,8 @@ class Arena:
         if len(self._mapped) < end:
             self._mapped.extend(bytes(end - len(self._mapped)))
         if length and (first >= end or self._mapped.find(0, first, end) >= 0):
-            # For reading costs half of what it costs for writing, and here it is the same: nobody
-            # has to be told of what is written into a memfd.
+            # Mapping for reading costs half as much as for writing, and is equivalent here: writes
+            # to a memfd need no write-protection fault.
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(OSError):
                 end_bytes = offset + length
@@ -134,7 +134,7 @@ class Arena:
             self._mapped[first:end] = b"\1" * max(end - first, 0)
 
     def reserve(self, end: int) -> None:
-        """Allocate the memory of bytes [0, end), once; cheap when that was done before.
+        """Allocate the memory of bytes [0, end); cheap if that was done before.
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """
@@ -161,15 +161,15 @@ class Arena:
             ) from error
 
     def release(self, offset: int, length: int) -> None:
-        """Give whole pages back to the machine, in all processes that map them. They are zeroes
-        then, and `reserve_part` allocates them anew.
+        """Return whole pages to the machine, in all processes that map them. They then read as
+        zeros, and `reserve_part` allocates them again.
         """
         self.buffer  # noqa: B018 - raises when closed
         pages.advise(self._address + offset, length, _MADV_REMOVE)
 
     def keep_only(self, kept: Iterable[tuple[int, int]]) -> None:
-        """In a forked child: give up the memory and the descriptor of all but the (offset, length)
-        in `kept`, which stay readable for as long as there are views of them. Nothing else may be
+        """In a forked child: release the descriptor and all memory except the ranges (offset,
+        length) in `kept`, which stay readable as long as views of them exist. Nothing else may be
         read.
         """
         if self._while_mapped() is None:
@@ -180,14 +180,14 @@ class Arena:
             if end - start >= _GAP_BYTES_MIN:
                 gaps.append((end - start, start))
             start = max(start, -(-(offset + length) // pages.PAGE_BYTES) * pages.PAGE_BYTES)
-        # A process has 65,530 mappings: where much is kept, small gaps stay.
+        # A process may have 65,530 mappings: if many ranges are kept, small gaps stay mapped.
         for length, start in sorted(gaps, reverse=True)[:_GAP_COUNT_MAX]:
             with contextlib.suppress(OSError):
                 pages.give_up(self._address + start, length)
         self.close()
 
     def close(self) -> None:
-        """Give up the descriptor and, once no view is left, the mapping. May be called twice."""
+        """Close the descriptor and, once no view is left, the mapping. May be called twice."""
         if self._buffer is None:
             return
         os.close(self.fd)

@@ -1,7 +1,7 @@
 """Pages of memory by their address, as the kernel maps them.
 
-Python's own mmap keeps a descriptor of what it maps for as long as the mapping lives, and by that a
-forked child would keep all memory of an arena, also what it never looks at.
+Python's own mmap keeps a descriptor as long as the mapping lives. With it, a forked child would
+keep all memory of an arena alive, even memory that it never reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAP_NORESERVE = 0x4000
 
 
 def map_shared(fd: int, size_bytes: int) -> int:
-    """The address of a writable mapping that is shared with all who map the file.
+    """The address of a writable shared mapping of a file.
 
     Raises:  OSError.
     """
@@ -43,7 +43,7 @@ def unmap(address: int, size_bytes: int) -> None:
 
 
 def give_up(address: int, size_bytes: int) -> None:
-    """Let go of whole pages of a mapping. Their addresses stay taken, and cannot be read.
+    """Release whole pages of a mapping. Their addresses stay reserved, and cannot be read.
 
     Raises:  OSError: the kernel has no more mappings for this process.
     """

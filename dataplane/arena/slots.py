@@ -6,13 +6,13 @@ goes to the zone at the end of the arena; the trainer copies it out at once, so 
 free again whatever the trainer holds.
 
 Invariants:
-1. A slot is free, or was given out once; the zone likewise.
-2. The slot freed last is given out first: its pages are warm in every cache.
-3. `held_bytes_max` leaves `AHEAD_SLOTS_MIN` slots to the node, so that a trainer which holds all it
-   may hold still gets batches.
+1. Each slot is free or has one user; the zone likewise.
+2. The slot freed last is used first, since its pages are warm in every cache.
+3. `held_bytes_max` leaves `AHEAD_SLOTS_MIN` slots to the node, so that a trainer that holds as much
+   as it may still gets batches.
 
     slot                  held by the trainer as long as it likes     | held_slots
-    slot                  slabs ready or in the making                | ahead_slots
+    slot                  slabs ready or being made                | ahead_slots
     zone                  one oversized batch on its way              | one
 """
 
@@ -40,29 +40,29 @@ class SlotLayout:
 
     @property
     def arena_bytes(self) -> int:
-        """All of it."""
+        """The size of the whole arena."""
         return self.slot_bytes * self.slot_count + self.zone_bytes
 
     @property
     def ahead_slots(self) -> int:
-        """How many slabs may be ready or in the making."""
+        """How many slabs may be ready or being made."""
         return max(AHEAD_SLOTS_MIN, self.slot_count // 3)
 
     @property
     def held_bytes_max(self) -> int:
-        """What the trainer may hold before it must copy."""
+        """Bytes that the trainer may hold before it must copy."""
         return (self.slot_count - self.ahead_slots) * self.slot_bytes
 
 
 def plan_slots(arena_bytes: int, slot_bytes: int) -> SlotLayout:
-    """The layout of an arena of about `arena_bytes`, more where six slots need more."""
+    """The layout of an arena of about `arena_bytes`, more if six slots need more."""
     slot = -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
     zone = max(2 * slot, arena_bytes // _ZONE_SHARE // _PAGE_BYTES * _PAGE_BYTES)
     return SlotLayout(slot, max(_SLOTS_MIN, (arena_bytes - zone) // slot), zone)
 
 
 def slot_bytes_of(arena_bytes: int) -> int:
-    """The slot size of which an arena of this size has room for the usual number of slots."""
+    """The slot size at which an arena of this size holds the usual number of slots."""
     return max(arena_bytes // _SLOTS_USUAL // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
@@ -72,7 +72,7 @@ def arena_bytes_min(slot_bytes: int) -> int:
 
 
 def arena_bytes_of_zone(zone_bytes: int) -> int:
-    """The smallest arena whose zone has so much, whatever its slots have."""
+    """The smallest arena whose zone has this many bytes, whatever the slot size."""
     return (zone_bytes + _PAGE_BYTES) * _ZONE_SHARE
 
 
@@ -88,11 +88,11 @@ class Slots:
 
     @property
     def free_count(self) -> int:
-        """Slots that nobody has."""
+        """The number of free slots."""
         return len(self._free)
 
     def take(self) -> Region | None:
-        """A slot, or None where none is free."""
+        """A slot, or None if none is free."""
         if not self._free:
             return None
         at = self._free.pop()

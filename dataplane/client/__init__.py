@@ -1,1 +1,1 @@
-"""What a training process links: no torch, no grpc."""
+"""The part that a training process imports: no torch, no grpc."""

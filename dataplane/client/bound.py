@@ -1,8 +1,8 @@
-"""Which stage bounds a run, and how fast it could be without it. Pure.
+"""Finds the stage that limits a run, and the rate without that limit. Pure.
 
-A stage that works all the time while the trainer waits is the bound: workers, or storage. Where
-none does, it is the one that the trainer waited for longest. A trainer that hardly waits is the
-bound itself.
+If a stage (workers or storage) is busy all the time while the trainer waits, it is the bound.
+Otherwise the bound is the stage that the trainer waited for longest. If the trainer hardly waits,
+it is the bound itself.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from dataplane.client.statistics import Statistics
 
 WAITED_SHARE_MIN = 0.1
-"""A trainer that waits for a smaller part of its time would gain no more than that."""
+"""A trainer that waits for less than this share of its time could gain no more than that."""
 _BUSY_SHARE = 0.85
 _RECENT_S = 2.0
 
 
 class Stage(enum.Enum):
-    """What a run may be bound by."""
+    """The possible bounds of a run."""
 
     STORAGE = "storage"
     DECODE = "decode"
     ASSEMBLE = "assemble"
     WORKERS = "workers"
-    """They are busy with other jobs."""
+    """The workers are busy with other jobs."""
     ROOM = "delivery memory"
     NODE = "node"
     CONSUMER = "consumer"
@@ -35,11 +35,11 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What bounds a run. Shares are of the loop's time, 0 to 1; `busy` says for how much of it each
-    stage was at work: of workers, all of them together.
+    """The bound of a run. Shares are of the loop's time, 0 to 1; `busy` is the share for which each
+    stage was busy, averaged over all workers.
 
-    `samples_per_s_without` is about what would be reached if this stage took no time at all: what
-    the slowest of the others can do. None: no other stage did anything to measure.
+    `samples_per_s_without` is the approximate rate if this stage took no time at all: the rate of
+    the slowest other stage. None: there was no other stage to measure.
     """
 
     stage: Stage
@@ -50,7 +50,7 @@ class Bound:
 
 
 class Recent:
-    """What bounds a loader, by its last seconds. `statistics` are all of it so far."""
+    """The bound of a loader over its last seconds. `statistics` cover its whole run so far."""
 
     def __init__(self, statistics: Callable[[], Statistics]) -> None:
         self._statistics = statistics
@@ -59,7 +59,7 @@ class Recent:
         self._stage = ""
 
     def stage(self, now: float) -> str:
-        """The name of a stage; "" before there is one."""
+        """The name of the stage; "" if none is known yet."""
         if now - self._told_at >= _RECENT_S:
             self._told_at = now
             found = self._statistics()
@@ -70,14 +70,14 @@ class Recent:
 
 
 def bound_of(found: Statistics) -> Bound | None:
-    """What bounds the run that these statistics are of; None before its first slab is consumed."""
+    """The bound of the run with these statistics; None before its first slab is consumed."""
     elapsed_s = found.elapsed_s
     if not found.samples or elapsed_s <= 0:
         return None
     disk = _disk_part(found)
     workers = max(found.worker_count, 1)
     seconds = {
-        # Local files are read by workers, as many at a time as there are.
+        # Workers read local files, so all of them may wait for a disk at once.
         Stage.STORAGE: found.reading_s + found.disk_wait_s / workers,
         Stage.DECODE: found.decoding_s * (1 - disk) / workers,
         Stage.ASSEMBLE: found.assembling_s * (1 - disk) / workers,
@@ -131,9 +131,9 @@ def _of_workers(seconds: dict[Stage, float], disk: float) -> Stage:
 
 
 def _without(found: Statistics, stage: Stage, seconds: dict[Stage, float]) -> float | None:
-    """What the slowest of the other stages could do. Decoding and assembly share the workers."""
+    """The rate of the slowest other stage. Decoding and assembly share the workers."""
     left = {other: spent for other, spent in seconds.items() if other is not stage}
     workers_s = left.pop(Stage.DECODE, 0.0) + left.pop(Stage.ASSEMBLE, 0.0)
-    # What is waited for in vain, in messages and planning, remains.
+    # The time for messages and planning remains.
     slowest_s = max(workers_s, found.other_wait_s, *left.values())
     return found.samples / slowest_s if slowest_s > 0 else None

@@ -1,4 +1,4 @@
-"""What a node tells of a job beside its batches, in as many answers as it takes."""
+"""Requests a job's column types and code values from the node, in as many answers as needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def describe_columns(session: Session) -> tuple[DescribedColumn, ...]:
-    """The columns of a job's batches, in their order; opens the job where needed.
+    """The columns of a job's batches, in their order; opens the job if needed.
 
     Raises:  DataStallError: no answer within the stall timeout.  DataplaneError: as the node says.
     """
@@ -45,7 +45,7 @@ def category_values(session: Session, column: str) -> Any:
 
 
 def _told(session: Session, ask: Callable[[Mount, float], T]) -> T:
-    """What this job's node answers, or the node that comes after it."""
+    """The answer of this job's node, or of the node that replaces it."""
     mount = session.mount()
     stall_s = session.stall_timeout_s(mount.job)
     deadline = time.monotonic() + stall_s

@@ -1,4 +1,5 @@
-"""How a process reaches the node of its host: one that it starts itself, or one that serves.
+"""How a process reaches the node of its host: an embedded one that it starts, or one that is
+served.
 
 No network connection is opened here or anywhere in a trainer: only abstract Unix sockets.
 """
@@ -23,34 +24,34 @@ START_TIMEOUT_S = 60.0
 
 
 class Endpoint(Protocol):
-    """Where a node is to be found; a value that may be pickled and sent to DataLoader workers."""
+    """How to find a node; a value that may be pickled and sent to DataLoader workers."""
 
     @property
     def start_s(self) -> float:
-        """How long a first connection is waited for at least, whatever the settings say."""
+        """Minimum time to wait for a first connection, whatever the settings say."""
         ...
 
     @property
     def whom(self) -> str:
-        """The node, as people are told of it."""
+        """The node's name in messages."""
         ...
 
     def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
-        """Try once: a connection whose node has welcomed us, and its welcome.
+        """Try once. Returns a connection on which the node has sent its Welcome, and the Welcome.
 
-        Raises:  PeerLost: nobody there, or nobody any more; with the noun `status` where a node
-        ended by itself while it started, so that the next one would too.
+        Raises:  PeerLost: there is no node, or it is gone. It has the noun `status` if a node
+        exited by itself during its start, so that another one would fail too.
         """
         ...
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """What to raise when it was tried for so long."""
+        """The error to raise after trying for this long."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The node that the ranks of this host start and share. Whoever comes first starts it."""
+    """The node that the ranks of this host share. The first rank starts it."""
 
     name: str
     command: tuple[str, ...] = field(default_factory=node_command)
@@ -66,10 +67,10 @@ class Embedded:
         return "the node of this run on this host"
 
     def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
-        """Connect, or take the name and start a node on it.
+        """Connect, or bind the socket name and start a node on it.
 
-        Raises:  PeerLost: the node ended while starting, with its last words; or it stays silent;
-        or another process has the name, and is leaving or has not begun to listen.
+        Raises:  PeerLost: the node ended during its start (with its last output); or it does not
+        answer; or another process has the name but is exiting or does not listen yet.
         """
         try:
             sock = local.connect(self.name, _left(deadline))
@@ -92,7 +93,7 @@ class Embedded:
     def _start(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
         listener = local.listen(self.name)
         try:
-            # Before the exec: the kernel then ends this call when the child ends, however it does.
+            # Before the exec, so that the kernel ends this call whenever the child ends.
             sock = local.connect(self.name, _left(deadline))
             try:
                 node = start_node(listener, self.command)
@@ -121,7 +122,7 @@ class Served:
 
     @property
     def start_s(self) -> float:
-        """Somebody else starts it: the settings say how long to wait."""
+        """It is started by others: the settings say how long to wait."""
         return 0.0
 
     @property
@@ -132,7 +133,7 @@ class Served:
     def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
         """Connect.
 
-        Raises:  PeerLost: nobody serves here.
+        Raises:  PeerLost: no node serves here.
         """
         sock = local.connect(self.name, _left(deadline))
         return _welcomed(sock, deadline, self.name, notice)
@@ -151,7 +152,7 @@ class Served:
 def find_endpoint(service: str | None, run: str) -> Endpoint:
     """The node of `service`, or without one the node of this run.
 
-    Raises:  ConfigError: `service` is no address.
+    Raises:  ConfigError: `service` is not an address.
     """
     if service:
         return Served(service, names.served_name(os.getuid(), service))

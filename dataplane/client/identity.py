@@ -1,8 +1,8 @@
-"""Names that all ranks of a run arrive at by themselves: run, incarnation, job.
+"""Names that every rank of a run computes independently: run, incarnation, job.
 
-A *run* keeps its id over restarts wherever its launcher gives one. An *incarnation* is one launch
-of it: equal on all ranks, and new after every restart wherever something tells. Linux only, and
-only here: /proc.
+A *run* keeps its id over restarts if its launcher gives one. An *incarnation* is one launch of the
+run: equal on all ranks, and new after every restart if the launcher shows it. This module reads
+/proc, so it is Linux only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RANKS = frozenset(launcher.rank.encode() for launcher in LAUNCHERS)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`shared` tells whether other ranks have the same ids."""
+    """`shared`: other ranks have the same ids."""
 
     run_id: str
     incarnation: str
@@ -33,8 +33,8 @@ class Launch:
 
 def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str = "") -> Launch:
     """The run and the launch that this process belongs to. `token` is a random name that all ranks
-    of this launch have drawn together, if they have: what launchers tell may recur. Ranks of one
-    host that share no name of a run belong together if one process has started them.
+    of this launch agreed on, if they have a process group; launchers may repeat their ids. Ranks of
+    one host without a common name of a run belong together if one process has started them.
     """
     run_id = _run_id(environ, world_size)
     if run_id is None and token and world_size > 1:
@@ -51,9 +51,9 @@ def launch_identity(environ: Mapping[str, str], world_size: int = 1, token: str 
 
 
 def node_name(launch: Launch, sharing: str = "") -> str:
-    """After what the ranks of one host name the node that they share: the first launch of the run
-    that this process knew. So a loader made before the ranks have a token and one made afterwards
-    share a node. Jobs of one sharing group have a node in common, whatever launched them.
+    """The name of the node that the ranks of one host share, derived from the first launch of the
+    run that this process knew. So loaders made before and after the ranks have a token share a
+    node. Jobs of one sharing group use one node, whatever launched them.
     """
     if sharing:
         return f"sharing {sharing}"
@@ -64,8 +64,8 @@ _first: dict[str, str] = {}
 
 
 def _torchrun_folder(environ: Mapping[str, str]) -> list[str]:
-    """The temporary folder of this launch, known to all ranks where all are on one host: it tells
-    two launches apart that were given the same port.
+    """The temporary folder of this launch, known to all ranks if all are on one host. It
+    distinguishes two launches with the same port.
 
     Source:  TORCHELASTIC_ERROR_FILE: FOLDER/RUN_RANDOM/attempt_N/LOCAL_RANK/error.json.
     """
@@ -101,8 +101,8 @@ def _this_process() -> str:
 
 @functools.cache
 def _starter() -> tuple[str, ...]:
-    """The process that started the ranks: the nearest ancestor that was not given a rank itself, as
-    a shell between the launcher and this process was. Computed once, since parents may end.
+    """The process that started the ranks: the nearest ancestor without a rank in its environment (a
+    shell between launcher and rank has one). Computed once, since parents may end.
     """
     pid, started = os.getppid(), ""
     for _ in range(_ANCESTORS_MAX):
@@ -134,7 +134,7 @@ _counters: dict[tuple[str, str], Iterator[int]] = {}
 def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
     """The job of one more loader over these urls: equal on all ranks, which make their loaders in
     the same order, and different from the one before. A `name` is the job's own: it needs no such
-    order, and a later launch under the same name goes on with the same job.
+    order, and a later launch under the same name continues the same job.
     """
     if name is not None:
         return name

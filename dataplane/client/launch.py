@@ -1,7 +1,7 @@
-"""Starting a node as a child process: by exec, never by a fork of our own.
+"""Starts a node as a child process, by exec, never by fork alone.
 
-The listening socket is made here and handed down, so that the name is taken the moment a node is
-wanted and connections wait in its backlog while the child is still importing.
+The listening socket is created here and inherited, so that its name is taken at once and
+connections wait in its backlog while the child still imports.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class NodeProcess:
     log_fd: int
 
     def failure(self) -> DataplaneError:
-        """Why it ended, once it hung up: its exit status and the last lines that it wrote. Status 2
-        is a node's own refusal, of a wrong setting most likely. The error has a noun `status` if
-        the node failed by itself, and none if somebody killed it or told it to end.
+        """Why it ended, after it closed the connection: its exit status and the last lines of its
+        output. Status 2 is the node's own refusal, most likely because of a wrong setting. The
+        error has a noun `status` if the node failed by itself, but not if it was killed or told to
+        exit.
         """
         try:
             status = self.process.wait(_EXIT_WAIT_S)
@@ -52,19 +53,20 @@ class NodeProcess:
         )
 
     def started(self) -> None:
-        """It answered: pass on what it said while starting."""
+        """The node has answered: pass on its output during the start."""
         said = os.pread(self.log_fd, _TAIL_BYTES, 0)
         if said:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(said.decode(errors="replace"))
 
     def close(self) -> None:
-        """Let go of the log."""
+        """Close the log."""
         os.close(self.log_fd)
 
 
 def node_command() -> tuple[str, ...]:
-    """How a node is run. With -P no file beside the training script shadows a module of ours.
+    """The command that runs a node. With -P, files beside the training script cannot shadow our
+    modules.
 
     Raises:  ConfigError: this interpreter does not know its own path.
     """
@@ -77,10 +79,10 @@ def node_command() -> tuple[str, ...]:
 
 
 def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess:
-    """Run a node on this listening socket, of which only the child keeps a copy.
+    """Start a node on this listening socket; only the child keeps a copy of it.
 
-    The child's stderr is a memfd until it serves, so that its last words can be told; then it goes
-    over to ours, which it has as --stderr-fd.
+    The child's stderr is a memfd until it serves, so that its last output can be reported; then it
+    switches to ours, passed as --stderr-fd.
     """
     log_fd = os.memfd_create("dataplane-node-start", os.MFD_CLOEXEC)
     try:
@@ -100,7 +102,8 @@ def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess
                 stdout=subprocess.DEVNULL,
                 stderr=log_fd,
                 pass_fds=handed_down,
-                # No threads of a numpy that multiplies nothing: one a core, as it is loaded.
+                # No BLAS threads, which numpy would start at import, one per core: a node
+                # multiplies no matrices.
                 env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
             )
@@ -109,7 +112,7 @@ def start_node(listener: socket.socket, command: tuple[str, ...]) -> NodeProcess
     except OSError as error:
         os.close(log_fd)
         raise ConfigError(f"cannot start a node with {command[0]}: {error}") from error
-    # Somebody must collect the child whenever it ends, also while the trainer does other things.
+    # A thread collects the child whenever it ends, also while the trainer does other things.
     threading.Thread(target=process.wait, name="dataplane-node-reaper", daemon=True).start()
     return NodeProcess(process, log_fd)
 

@@ -1,13 +1,13 @@
-"""A job as one connection has it: the arena's mapping, the slabs that are held, and their return.
+"""One connection's view of a job: the arena's mapping, the held slabs, and their return.
 
 Invariants:
 1. A slab is released once, when nothing can read it any more: its memory object is dead, the
-   children that were forked while it lived have ended, and `Pinning.when_unread` has spoken.
-2. The socket stays open for as long as a slab is held, even after the loader was closed: to the
-   node, a closed socket means that every slab is free.
+   children forked during its life have ended, and `Pinning.when_unread` has called back.
+2. The socket stays open as long as a slab is held, even after the loader was closed: for the node,
+   a closed socket means that every slab is free.
 3. Finalizers append to deques and send without waiting. Nothing here takes a lock.
-4. In a forked child nothing is released and nothing received: the parent owns it all. The child has
-   the memory of the slabs that were alive, and no other.
+4. In a forked child nothing is released or received: the parent owns everything. The child keeps
+   only the memory of the slabs that were alive.
 """
 
 from __future__ import annotations
@@ -40,24 +40,28 @@ from dataplane.rpc.messages import (
 Bytes = npt.NDArray[np.uint8]
 
 _RELEASE_COUNT_MAX = 4096
-# How long the end of a process waits for a node that does not read.
+# How long an exiting process waits for a node that does not read.
 _LEAVE_S_MAX = 1.0
 
 
 class Pinning(Protocol):
-    """What a device needs to know of the memory that it reads."""
+    """Hooks for a device that reads the memory."""
 
     def pin(self, memory: Bytes) -> Callable[[], None]:
-        """Called once a mapping; what it returns is called before the mapping goes away."""
+        """Called once per mapping; the returned function is called before the mapping is
+        removed.
+        """
         ...
 
     def when_unread(self, release: Callable[[], None]) -> None:
-        """Call `release`, now or later, once no device work can read what is dead by now."""
+        """Call `release`, now or later, once no work on a device can read the slabs that are dead
+        by now.
+        """
         ...
 
 
 class NoDevice:
-    """Memory that only this process reads."""
+    """For memory that only this process reads."""
 
     def pin(self, memory: Bytes) -> Callable[[], None]:  # noqa: ARG002 - as the protocol has it
         """Nothing to do."""
@@ -69,7 +73,7 @@ class NoDevice:
 
 
 class Mount:
-    """One connection's share of a job: made by a session, and outlived only by its slabs."""
+    """One connection's share of a job: made by a session; only its slabs outlive it."""
 
     def __init__(
         self, wire: Wire, node_id: str, job_id: str, job: JobOpened, arena: Arena, pinning: Pinning
@@ -83,7 +87,7 @@ class Mount:
         self._held: dict[int, int] = {}
         self._alive: dict[int, tuple[int, int]] = {}  # by number: where in the arena
         self._kept: forks.Kept[int] = forks.Kept()
-        self._unread: dict[int, int] = {}  # those of them that are dead, and that a device may read
+        self._unread: dict[int, int] = {}  # dead slabs that a device may still read
         self._dead: deque[int] = deque()
         self._left_streams: deque[CloseStream] = deque()
         self.progress = 0, 0
@@ -97,24 +101,23 @@ class Mount:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the slabs that are alive. Those that only a device may still read are not
-        counted: they come back by themselves.
+        """Bytes of the live slabs. Slabs that only a device may still read do not count: they
+        return by themselves.
         """
         return sum(list(self._held.values())) - sum(list(self._unread.values()))
 
     def take(self, slab: Slab) -> Bytes:
-        """The memory of a slab. Whoever keeps this very object, or a view of it, keeps the slab.
+        """The memory of a slab. The slab lives as long as this object or a view of it.
 
         Shapes:  result: uint8[region.length], writable.
-        Raises:  PeerLost: the node names memory that is not there.
+        Raises:  PeerLost: the node names memory outside the arena.
         """
         region = slab.region
         try:
             memory: Bytes = np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)
         except IndexError as error:
             raise PeerLost(f"the node gave a slab outside of its arena: {error}") from error
-        # Only of slots that are used: of all of them together the first batch would have to wait
-        # for a tenth of a second.
+        # Only slots in use: mapping all of them would delay the first batch by a tenth of a second.
         self._arena.populate_once(region.offset, region.length)
         number = forks.born()
         weakref.finalize(memory, self._died, slab.slab_id, number).atexit = False
@@ -123,14 +126,14 @@ class Mount:
         return memory
 
     def leave_stream(self, stream_id: int, cursor: int = 0) -> None:
-        """Tell the node, now or with the next message, that nobody walks this stream any more, and
-        that all ranks have consumed so many samples.
+        """Tell the node, now or with the next message, that this stream is no longer read, and how
+        many samples all ranks have consumed.
         """
         self._left_streams.append(CloseStream(stream_id, cursor))
         self.flush()
 
     def flush(self) -> None:
-        """Send what is to be told: slabs that died, streams that were left. Never waits."""
+        """Send pending messages: slabs that died, streams that were left. Never waits."""
         for slab_id in self._kept.let_go():
             self._unused(slab_id)
         while self._left_streams:
@@ -155,18 +158,20 @@ class Mount:
         if not self._held:
             self._finish()
         elif self.wire.peer_gone:
-            self.wire.close()  # nobody is there to be told, but devices may still read the memory
+            self.wire.close()  # the node is gone, but devices may still read the memory
 
     def abandon(self) -> None:
-        """In a forked child: let go of the descriptors, and of all memory but that of tensors that
-        are alive, which is owned above.
+        """In a forked child: release the descriptors, and all memory except that of live tensors,
+        which the parent owns.
         """
         self._open.clear()
         self.wire.abandon()
         self._arena.keep_only(self._alive.values())
 
     def at_exit(self) -> None:
-        """Leave the job. Hang up, unless somebody may still read: then the kernel does."""
+        """Leave the job. Close the connection, unless memory may still be read: then the kernel
+        closes it.
+        """
         if self._held:
             self.flush()
             self.wire.tell_last(CloseJob(self.job_id, *self.progress, at_exit=True), _LEAVE_S_MAX)
@@ -191,17 +196,17 @@ class Mount:
     def _give_back(self, slab_id: int) -> None:
         if os.getpid() != self._pid:
             return
-        self._unread.pop(slab_id, None)  # first, so that it is never counted too little
+        self._unread.pop(slab_id, None)  # first, so that it is never undercounted
         self._held.pop(slab_id, None)
         self._dead.append(slab_id)
-        # With more requests to come the next one takes it along; a waiting one has left already.
+        # If more requests follow, the next one carries it; a waiting request was already sent.
         if not self._held or self._retired or self.wire.is_waiting:
             self.flush()
         if self._retired and not self._held:
             self._finish()
 
     def _stray(self, answer: FromNodeBody) -> None:
-        """An answer that came too late for its request: give back what it brought."""
+        """An answer that came too late for its request: return its slab."""
         if isinstance(answer, Slab):
             self._dead.append(answer.slab_id)
         elif isinstance(answer, StreamOpened):

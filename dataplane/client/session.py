@@ -1,8 +1,8 @@
 """One loader's membership in a job: opened on first use, opened again after a loss or a fork.
 
-Everything a loader asks goes through the mount, its connection of the moment. When the node is
-lost the mount is retired and the next one is made: a new node where the ranks start their own,
-the same service where one serves; then the job is opened again by the same member.
+All requests of a loader go through the mount, its current connection. When the node is lost, the
+mount is retired and a new one is made, to a new embedded node or to the same service; then the same
+member opens the job again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dataplane.errors import (
 from dataplane.rpc.messages import JobOpened, OpenJob, Welcome
 from dataplane.settings import stall_timeout_s
 
-# Opening a job may index a dataset, which for formats without an index reads all of it once.
+# Opening a job may index a dataset, which reads all of it once if its format has no index.
 OPEN_TIMEOUT_S = 1800.0
 _GRACE_S = 2.0
-# How often a node that ends by itself while it starts is started again in the middle of a run.
+# In the middle of a run: how often to restart a node that exits by itself during its start.
 _STARTS_MAX = 3
 
 
@@ -71,12 +71,12 @@ class Session:
 
     @property
     def job(self) -> JobOpened:
-        """The job as every rank has it; opens it when needed."""
+        """The job, equal on every rank; opens it if needed."""
         return self.mount().job
 
     def state(self, epoch: int, cursor: int) -> RunState:
-        """The state of the job at this place; of its last step, that of the next epoch's start.
-        Costs the same whatever the job's options are.
+        """The state of the job at this place; at the last step, the state of the next epoch's
+        start. Costs the same whatever the job's options are.
         """
         job, (known, state) = self.job, self._state or (None, None)
         if state is None or known is not job:
@@ -85,7 +85,7 @@ class Session:
         return dataclasses.replace(state, epoch=epoch, cursor=cursor).normalised(job.spec)
 
     def tally(self) -> Tally:
-        """For a new stream; what those that were closed have counted is kept as one sum."""
+        """A tally for a new stream; the counts of closed streams are kept as one sum."""
         made = Tally()
         with self._counting:
             past = [tally.statistics() for tally in self._tallies if tally.is_closed]
@@ -94,29 +94,29 @@ class Session:
         return made
 
     def statistics(self) -> Statistics:
-        """All streams so far, in this process."""
+        """The sum over all streams so far, in this process."""
         with self._counting:
             return sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
 
     def bound(self, now: float) -> str:
-        """Which stage bounded the last seconds; "" where that is not known yet."""
+        """The stage that limited the last seconds; "" if not known yet."""
         return self._recent.stage(now)
 
     def stall_timeout_s(self, job: JobOpened) -> float:
-        """How long a rank waits for one slab. A little longer than the node, whose error says more,
-        unless the user chose the time.
+        """How long a rank waits for one slab: a little longer than the node, whose error says more,
+        unless the user set the time.
         """
         if self._stall_timeout_s is not None:
             return self._stall_timeout_s
         return job.stall_timeout_s + min(_GRACE_S, job.stall_timeout_s / 4)
 
     def mount(self, deadline: float | None = None) -> Mount:
-        """The connection of the moment; a new one in a forked child, or where the last was lost.
-        What is lost is tried again until the deadline, or without one for the stall timeout.
+        """The current connection; a new one in a forked child, or if the last was lost. Losses are
+        retried until the deadline, or without one for the stall timeout.
 
-        Raises:  ClosedError: after `close`.  PeerLost: no node could be reached in all that time,
-                 or it ends by itself.  DataStallError: it does not open the job.
-                 DatasetChangedError: the job is another one now.  DataplaneError: as the node says.
+        Raises:  ClosedError: after `close`.  PeerLost: no node could be reached in that time, or it
+                 exits by itself.  DataStallError: it does not open the job. DatasetChangedError:
+                 the job has changed. DataplaneError: as the node says.
         """
         if os.getpid() != self._pid:
             self._pid, self._mount = os.getpid(), None
@@ -139,14 +139,14 @@ class Session:
         return mount
 
     def lost(self, mount: Mount) -> None:
-        """Nothing more is asked of this mount: `mount()` makes another."""
+        """Send no more requests to this mount: `mount()` makes another."""
         with self._making:
             if self._mount is mount:
                 self._mount = None
         mount.retire()
 
     def close(self) -> None:
-        """Leave the job. Tensors that are held stay good. May be called twice."""
+        """Leave the job. Tensors that are still held stay valid. May be called twice."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -155,7 +155,7 @@ class Session:
             mount.retire()
 
     def _open(self, deadline: float | None) -> Mount:
-        """Reach a node and open the job there; what is lost meanwhile is tried again."""
+        """Reach a node and open the job there; retry if the connection is lost meanwhile."""
         now = time.monotonic()
         until = now + self._patience_s() if deadline is None else deadline
         patience = Patience(until, now + self._open_timeout_s)
@@ -178,7 +178,7 @@ class Session:
                 raise ClosedError("this loader was closed while it waited for its node")
 
     def _patience_s(self) -> float:
-        """How long a node is waited for where no batch is awaited yet."""
+        """How long to wait for a node before the first batch is requested."""
         if self._job is not None:
             return self.stall_timeout_s(self._job)
         return max(stall_timeout_s(), self.endpoint.start_s)
@@ -200,7 +200,7 @@ class Session:
         return mount
 
     def _check_same(self, known: JobOpened, found: JobOpened) -> None:
-        """Check that a node goes on with the job that the node before it had."""
+        """Check that a new node has the same job as the node before it."""
         if known.digest != found.digest:
             raise DatasetChangedError(
                 "the dataset changed while the node was away, so this is now a different job. "
@@ -258,8 +258,8 @@ def _member_id(request: OpenJob) -> str:
 
 @functools.cache
 def _leave_at_the_end_of(_pid: int) -> None:
-    """Have this process leave its jobs on purpose. A child that multiprocessing forked, such as a
-    DataLoader worker, ends without atexit; without a word it would count as lost.
+    """Make this process leave its jobs explicitly when it exits. A child forked by multiprocessing,
+    such as a DataLoader worker, exits without atexit, and would otherwise count as lost.
     """
     if multiprocessing.parent_process() is not None:
         # The lowest priority runs last: queues have sent what they held by then.

@@ -1,8 +1,8 @@
 """The whole resume state of a loader: small, plain, and the same on every rank.
 
-A state belongs to a job: its dataset, its options, its seed. It fits a loader whose spec digest is
-equal, and also one whose options and dataset are equal although its digest is not, because the
-digest covers the dataset's urls: a dataset keeps its identity in another bucket or folder.
+A state belongs to a job: its dataset, options and seed. It matches a loader with an equal spec
+digest. It also matches a loader with equal options and dataset but another digest: the digest
+covers the dataset's urls, and a dataset keeps its identity in another bucket or folder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SHOWN_LENGTH_MAX = 120
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands: `cursor` samples of `epoch` are consumed, by all ranks together.
+    """The position of a run: all ranks together have consumed `cursor` samples of `epoch`.
 
-    `options` are those of the job that have not their default (see `JobSpec.facts`). They and
-    `dataset` are None in states that were saved before states recorded them. `pixels` names what
-    made the images, "" if there are none or the state does not tell. `in_last_step` is of a state
-    at the start of an epoch that was taken in the last step of the one before.
+    `options` are the job's options that differ from their default (see `JobSpec.facts`). They and
+    `dataset` are None in states of older versions. `pixels` names the software that decoded the
+    images, "" without images or if unknown. `in_last_step`: the state is the start of an epoch, and
+    was taken in the last step of the one before.
     """
 
     spec_digest: str
@@ -48,7 +48,7 @@ class RunState:
         return cls(job.digest, epoch, cursor, job.sample_count, facts, job.dataset, job.pixels)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is saved: plain values, under a kilobyte as JSON."""
+        """The state as plain values for saving, under a kilobyte as JSON."""
         saved: dict[str, Any] = {
             "version": STATE_VERSION,
             "spec_digest": self.spec_digest,
@@ -67,12 +67,12 @@ class RunState:
 
     @property
     def ended(self) -> int | None:
-        """The epoch in whose last step it was taken, which has nothing left; None of any other."""
+        """The epoch in whose last step the state was taken; None for other states."""
         return self.epoch - 1 if self.in_last_step and not self.cursor else None
 
     def normalised(self, spec: JobSpec) -> RunState:
-        """The same place, told in one way: after the last step of an epoch stands the start of the
-        next one. Older versions told it as the end of the epoch that was over.
+        """The same position in canonical form: after the last step of an epoch comes the start of
+        the next one. Older versions saved the end of the finished epoch.
         """
         left = self.sample_count - self.cursor
         if not self.cursor or step_count(left, spec.global_batch, spec.end):
@@ -81,9 +81,9 @@ class RunState:
 
     @classmethod
     def from_dict(cls, saved: object) -> RunState:
-        """What `to_dict` gave; keys that it does not know are left to others.
+        """The inverse of `to_dict`; unknown keys are ignored.
 
-        Raises:  ConfigError: it is no such state.  VersionMismatch: it was saved by a newer one.
+        Raises:  ConfigError: it is not such a state.  VersionMismatch: it was saved by a newer one.
         """
         if not isinstance(saved, Mapping):
             raise ConfigError(
@@ -136,7 +136,7 @@ class RunState:
             return False
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
         if any(problem.field == "dataset" for problem in problems):
-            # Their defaults follow from the dataset.
+            # Options whose defaults follow from the dataset.
             problems = [each for each in problems if each.field not in {"lanes", "window"}]
         if self.dataset is None and not problems:
             problems = [self._unknown(job)]
@@ -203,7 +203,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One reason why a state does not fit, and what the user can do."""
+    """One reason why a state does not match, and what the user can do."""
 
     field: str
     expected: str

@@ -1,7 +1,7 @@
-"""What a trainer waited for, added up slab by slab from the stage times that each of them carries.
+"""Sums up what a trainer waited for, from the stage times that each slab carries.
 
-The stages of a slab follow one another up to its hand-over. So whoever waited for the slab waited
-through its last stages: the wait is laid to these, from the last one back.
+The stages of a slab follow one another up to its hand-over. So a trainer that waited for the slab
+waited during its last stages, and the wait is attributed to these, from the last one back.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ _Waits = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a loader did so far, of slabs that its trainer is done with. Times are in seconds.
+    """What a loader did so far, over the slabs that its trainer has finished. Times are in seconds.
 
-    The time of the trainer's loop is `waited_s`, in the loader, and `consumed_s`, between two slabs
-    and so with what the trainer itself does. `waited_s` is the sum of its parts: for blocks that
-    were read from storage (`fetch_wait_s`), for blocks that were decoded, for a free slot in the
-    delivery memory (`room_wait_s`), for a free worker (`queue_wait_s`), for the assembly of batches
-    with their images, and for all else: planning, messages, opening (`other_wait_s`).
+    The time of the trainer's loop is the sum of `waited_s`, spent in the loader, and `consumed_s`,
+    spent between two slabs in the trainer's own work. `waited_s` is the sum of its parts: for
+    blocks that were read from storage (`fetch_wait_s`), for blocks that were decoded, for a free
+    slot in the delivery memory (`room_wait_s`), for a free worker (`queue_wait_s`), for the
+    assembly of batches with their images, and for everything else: planning, messages, opening
+    (`other_wait_s`).
 
-    `reading_s` is the time with a read from storage under way. Of the time of `worker_count`
-    workers, `decoding_s` and `assembling_s` went into blocks and batches of this job, `disk_wait_s`
-    of these into waiting for local files. `copied_slabs` had to be copied out of the delivery
-    memory, since the trainer held too much of it.
+    `reading_s` is the time with a read from storage in flight. `worker_count` workers spent
+    `decoding_s` and `assembling_s` on blocks and batches of this job, including `disk_wait_s`
+    waiting for local files. `copied_slabs` were copied out of the delivery memory, since the
+    trainer held too much of it.
     """
 
     slabs: int = 0
@@ -53,7 +54,7 @@ class Statistics:
 
     @property
     def elapsed_s(self) -> float:
-        """Time of the trainer's loop; of several loops at once, their sum."""
+        """Time of the trainer's loop; for several loops, their sum."""
         return self.consumed_s + self.waited_s
 
     @property
@@ -62,7 +63,7 @@ class Statistics:
         return self.samples / self.elapsed_s if self.elapsed_s else 0.0
 
     def since(self, before: Statistics) -> Statistics:
-        """What came after an earlier value of the same loader."""
+        """The difference to an earlier value of the same loader."""
         return self._with(before, -1)
 
     def plus(self, other: Statistics) -> Statistics:
@@ -89,8 +90,9 @@ def sum_of(parts: Iterable[Statistics]) -> Statistics:
 
 
 def stages_waited_for(waited: int, times: StageTimes) -> _Waits:
-    """(fetch, decode, room, queue, assemble, other): what a wait for this slab was for. A slab that
-    was ready before it was asked for was waited for because of the asking, which is no stage.
+    """(fetch, decode, room, queue, assemble, other): the wait for this slab, divided by stage. If
+    the slab was ready before it was requested, the wait was for the request itself, and counts as
+    other.
     """
     stages = (times.assemble, times.queue, times.room, times.decode, times.fetch)
     ready = min(waited, times.ready)
@@ -103,7 +105,7 @@ def stages_waited_for(waited: int, times: StageTimes) -> _Waits:
 
 
 class Tally:
-    """One stream's statistics in the making; used by one thread at a time."""
+    """Collects one stream's statistics; used by one thread at a time."""
 
     __slots__ = ("_consumed_s", "_counts", "_in_hand", "_times", "_waits", "_workers", "is_closed")
 
@@ -117,12 +119,12 @@ class Tally:
         self._in_hand: tuple[Slab, float, bool] | None = None
 
     def handed_over(self, slab: Slab, waited_s: float, *, was_copied: bool) -> None:
-        """A slab came after that wait."""
+        """A slab arrived after this wait."""
         self._in_hand = (slab, waited_s, was_copied)
 
     def consumed(self, seconds: float) -> None:
-        """The trainer came back so long after it had the last slab, which counts from now on: what
-        it waited, and what it did with it.
+        """The trainer requested the next slab this long after it got the last one, which now counts
+        as consumed.
         """
         if self._in_hand is None:
             return

@@ -1,9 +1,8 @@
 """A stream of slabs, and the batches in them.
 
-The next slab is asked for when the one before it comes into use, so that its answer usually waits
-in the socket. The caller names the step that it wants: whatever was lost to an interrupt or to the
-death of a node shows as a difference to the step that would come, and the stream is opened again
-at the one that is wanted.
+The next slab is requested when the previous one comes into use, so that its answer usually waits in
+the socket. The caller names the step that it needs. If that differs from the step that would come
+next (after an interrupt or the death of a node), the stream is opened again at the needed step.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ AHEAD_STREAMS_MAX = 2
 class Batches:
     """Consecutive batches of a stream, and the memory that they lie in: as Slab and Column say.
 
-    Shapes:  memory: uint8[bytes], writable; offsets count from its start. Whoever keeps it, or a
-    view of it, keeps the batches.
+    Shapes:  memory: uint8[bytes], writable; offsets count from its start. The batches live as long
+    as this memory or a view of it.
     """
 
     memory: Bytes
@@ -86,7 +85,7 @@ class SlabStream:
     def batches_from(self, step: int) -> list[Batches]:
         """The next slab: its first batch is that of `step`. Empty at the end of the epoch.
 
-        Held memory is bounded: what would go beyond it comes as ordinary memory, batch by batch.
+        Held memory is bounded: beyond the bound, batches are copied to ordinary memory one by one.
 
         Raises:  DataStallError: no slab within the deadline.  DataplaneError: as the node says.
         """
@@ -115,7 +114,7 @@ class SlabStream:
 
     @property
     def consumed(self) -> int:
-        """Samples that all ranks have consumed by now: progress, told with the next message."""
+        """Record the samples that all ranks have consumed; sent with the next message."""
         return self._consumed
 
     @consumed.setter
@@ -126,14 +125,14 @@ class SlabStream:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether the next slab is here, so that `batches_from` does not wait for it."""
+        """Whether the next slab has arrived, so that `batches_from` does not wait."""
         mount, pending = self._mount, self._pending
         if self._is_closed or mount is None or pending is None or mount.wire.is_lost:
             return False
         return isinstance(mount.wire.arrived(pending), Slab)
 
     def close(self) -> None:
-        """Stop walking. Never waits; may be called twice."""
+        """Close the stream. Never waits; may be called twice."""
         if self._is_closed:
             return
         self._is_closed = self._tally.is_closed = True
@@ -145,7 +144,7 @@ class SlabStream:
             self.close()
 
     def _slab(self, step: int) -> tuple[Slab | None, Mount]:
-        """The slab, from the node as it is or, after a loss, from the one that comes after it."""
+        """The slab, from the current node or, after a loss, from its successor."""
         if self._is_closed:
             raise ClosedError("this stream was closed")
         mount = self._session.mount()
@@ -182,7 +181,7 @@ class SlabStream:
             raise stall(str(error)) from None
 
     def _step_of(self, mount: Mount, step: int, deadline: float) -> Slab | None:
-        """The slab that begins with `step`, from the stream as it is or from one opened there."""
+        """The slab that begins with `step`, from the open stream or from one opened there."""
         if mount is not self._mount or self._stream_id is None or step != self._next_step:
             self._leave()
             self._open(mount, step, deadline)
@@ -198,8 +197,8 @@ class SlabStream:
         if isinstance(body, EndOfStream) and step >= self._step_count:
             return None
         if not isinstance(body, Slab) or not self._continues(body, step):
-            # What was asked came to nobody: an interrupt took it. Ask again on a new connection;
-            # the node frees the lost slab when this one closes.
+            # An interrupt lost the answer. Ask again on a new connection; the node frees the lost
+            # slab when this one closes.
             self._session.lost(mount)
             raise PeerLost(f"expected step {step} and found {body!r:.200}", peer=mount.node_id)
         self._next_step = step + len(body.batches) * self._stride
@@ -209,7 +208,7 @@ class SlabStream:
         return body
 
     def _may_ask_ahead(self, mount: Mount) -> bool:
-        """A slab that waits in the socket is one that no other stream of this rank can have."""
+        """A slab that waits in the socket takes memory that other streams of this rank may need."""
         return self._ahead and len(mount.asked_ahead) < AHEAD_STREAMS_MAX
 
     def _open(self, mount: Mount, step: int, deadline: float) -> None:
@@ -260,7 +259,9 @@ class SlabStream:
 
 
 def copied(batches: Batches, specs: tuple[ColumnSpec, ...]) -> list[Batches]:
-    """The same batches, each in ordinary memory of its own, so that keeping one keeps only it."""
+    """The same batches, each in its own ordinary memory, so that keeping one batch keeps only that
+    batch.
+    """
     return [_copied_one(batches, specs, i) for i in range(len(batches.batches))]
 
 

@@ -1,7 +1,8 @@
-"""Where this process stands among the ranks of its run.
+"""Finds the place of this process among the ranks of its run.
 
-Asked in this order: an explicit topology; torch.distributed, whose answer the caller brings along;
-the environment of torchrun, Slurm, Open MPI or a PMI launcher; else the process stands alone.
+Sources, in this order: an explicit topology; torch.distributed, whose values the caller passes; the
+environment of torchrun, Slurm, Open MPI or a PMI launcher. Without any, the process is a single
+rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Launcher:
     local_size: tuple[str, ...]
 
 
-# MPI and PMI come last: their variables are often inherited by what the others start.
+# MPI and PMI come last: processes started by the other launchers often inherit their variables.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
     Launcher(
@@ -61,7 +62,7 @@ def find_topology(
     `dp_rank` and `dp_size` are for loops with tensor or pipeline parallelism, where they are not
     the process's own rank and the world's size.
 
-    Raises:  ConfigError: values that are no topology; names the variable or argument.
+    Raises:  ConfigError: values that are not a topology; names the variable or argument.
     """
     if explicit is not None:
         found = _whole(explicit)
@@ -86,12 +87,12 @@ def find_topology(
 
 
 def from_environment(environ: Mapping[str, str]) -> Topology:
-    """The topology that the launcher wrote down; a process of its own where none did.
+    """The topology in the launcher's variables; a single rank without a launcher.
 
-    A shell inside of a Slurm allocation has the size but no rank: nobody launched it as a rank, so
-    it stands alone.
+    A shell inside a Slurm allocation has the size but no rank: it was not launched as a rank, so it
+    is a single rank.
 
-    Raises:  ConfigError: a rank without a size, numbers that are none, or that contradict.
+    Raises:  ConfigError: a rank without a size, invalid numbers, or contradictory ones.
     """
     for launcher in LAUNCHERS:
         if launcher.rank in environ and not _is_batch_script(environ, launcher):
@@ -124,8 +125,8 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> Topology:
         )
     local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else 0
     named = next((name for name in launcher.local_size if name in environ), None)
-    # Slurm writes "4(x2),3": tasks on two nodes of four and one of three. Which of them this node
-    # is cannot be told, and nothing depends on it: the least that is consistent will do.
+    # Slurm writes "4(x2),3": two nodes with four tasks and one with three. Which of them this node
+    # is cannot be known and does not matter: take the smallest consistent number.
     text = "" if named is None else environ[named]
     local_size = int(text) if text.isdecimal() else local_rank + 1
     if named is not None and not text.isdecimal() and launcher.name != "Slurm":
@@ -153,7 +154,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _whole(given: Topology) -> Topology:
-    """The same in plain ints: ranks may be numpy's."""
+    """The same as plain ints, since ranks may be numpy integers."""
     numbers = {name: whole(value) for name, value in asdict(given).items()}
     for name, number in numbers.items():
         if number is None:

@@ -1,8 +1,7 @@
-"""Waiting for a node: until when, how long to pause, and what is said about it.
+"""Waiting for a node: the deadline, the pauses, and the log lines.
 
-Whatever is lost on the way to an open job is tried again: a node that dies while it starts or
-while it opens the job, one that drains, one that is not there yet. Nobody decides here what is
-asked: see session.py.
+Every loss before a job is open is retried: a node that dies while it starts or opens the job, one
+that drains, one that does not exist yet. The requests themselves are in session.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _trace = Trace("client")
 
 
 class Notice:
-    """One wait on the log: a line once it has lasted for a few seconds, and one when it is over."""
+    """The log lines of one wait: one after a few seconds, and one when it is over."""
 
     def __init__(self, what: str, **facts: object) -> None:
         self._what, self._facts = what, facts
@@ -29,11 +28,13 @@ class Notice:
         self._is_told = False
 
     def due(self, deadline: float) -> float:
-        """When to `tell`, in time.monotonic(), if that is still to be done; else the deadline."""
+        """When to call `tell`, in time.monotonic(), if it was not called yet; else the deadline."""
         return deadline if self._is_told else min(deadline, self._since + TELL_AFTER_S)
 
     def tell(self, error: str = "") -> None:
-        """Say what is waited for, if that was not said and a few seconds have passed."""
+        """Log what the process waits for, if a few seconds have passed and it was not logged
+        yet.
+        """
         if self._is_told or time.monotonic() < self._since + TELL_AFTER_S:
             return
         self._is_told = True
@@ -41,7 +42,7 @@ class Notice:
         _trace.failed(f"waiting for {self._what}", **self._facts, **last)
 
     def over(self, error: str = "") -> None:
-        """It has come, or never will: say so, if it was said that it is waited for."""
+        """The wait is over: log that, if its beginning was logged."""
         if self._is_told:
             waited_s = round(time.monotonic() - self._since, 1)
             last = {"error": error} if error else {}
@@ -51,9 +52,9 @@ class Notice:
 
 
 class Patience:
-    """How long what is lost is tried again. Time in which a node works for us does not count.
+    """How long to retry after losses. Time in which a node works for us does not count.
 
-    `until` and `last`, when it ends in any case, are in time.monotonic().
+    `until`, and `last`, the final limit, are in time.monotonic().
     """
 
     def __init__(self, until: float, last: float) -> None:
@@ -65,16 +66,16 @@ class Patience:
 
     @property
     def until(self) -> float:
-        """When it ends, if no node works for us until then."""
+        """When to give up, if no node works for us until then."""
         return min(self._until, self.last)
 
     @property
     def waited_s(self) -> float:
-        """Since it began."""
+        """Seconds since the wait began."""
         return time.monotonic() - self._began
 
     def extend(self, seconds: float) -> None:
-        """A node was at work for so long."""
+        """A node has worked for us for this long."""
         self._until += seconds
         self.worked_s += seconds
 

@@ -1,14 +1,14 @@
 """One connection to a node: requests and their answers, from any number of threads.
 
 Invariants:
-1. One thread at a time receives, for all; every answer goes to the slot of its request.
-2. An answer whose request was forgotten goes to `stray`, so that what it brings is given back.
+1. One thread at a time receives for all threads; every answer goes to the slot of its request.
+2. An answer whose request was forgotten goes to `stray`, so that its slab is returned.
 3. Nothing is received unless the socket has it: an interrupt (Ctrl-C) while waiting loses nothing.
    An interrupt in the short moment of receiving ends the wire, since an answer may be lost; the
    socket stays open for as long as slabs of it are held.
 4. `tell_nowait` and `forget` take no lock and never wait: finalizers may call them.
-5. Who waits is told of in `is_waiting` first, and then calls `waits`: what another thread adds for
-   the next message is sent by that thread, which sees the one, or by `waits`.
+5. A waiting thread first sets `is_waiting` and then calls `waits`. So data that another thread
+   queues for the next message is sent either by that thread, which sees the flag, or by `waits`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NoAnswer(TimeoutError):
 
 
 class Wire:
-    """Requests go out at once, answers are waited for by the request's id."""
+    """Requests are sent at once; `wait` waits for the answer by the request's id."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -49,7 +49,9 @@ class Wire:
         self._forgotten: set[int] = set()
         self._receiver: int | None = None
         self._waiters: set[int] = set()
-        self._lost: str | None = None  # not the error: its traceback would keep frames alive
+        self._lost: str | None = (
+            None  # a string, since an error's traceback would keep frames alive
+        )
         self._closed = False
         self.peer_gone = False
 
@@ -64,7 +66,7 @@ class Wire:
         return self._lost is not None
 
     def ask(self, body: ToNodeBody, deadline: float) -> int:
-        """Send a request; its id is what to `wait` for. Deadlines are of time.monotonic().
+        """Send a request and return its id for `wait`. Deadlines are in time.monotonic().
 
         Raises:  PeerLost: the node is gone.  NoAnswer: it does not read.
         """
@@ -103,7 +105,7 @@ class Wire:
                         del self._slots[request_id]
                         return answer
                     if request_id not in self._slots and self._lost is None:
-                        # An interrupt came between the receiving of this answer and its use.
+                        # An interrupt came after this answer was received and before it was used.
                         self._lost = "an answer of the node was lost because of an interrupt"
                     if self._lost is not None:
                         raise self._loss()
@@ -120,7 +122,7 @@ class Wire:
                         self._turn.notify_all()
 
     def arrived(self, request_id: int) -> FromNodeBody | None:
-        """The answer to a request if it is here; `wait` still gives it. Never waits for any."""
+        """The answer to a request if it has arrived; `wait` still returns it. Never waits."""
         me, mine = threading.get_ident(), False
         try:
             with self._turn:
@@ -129,7 +131,7 @@ class Wire:
             while mine and self._slots.get(request_id) is None and self._has_some():
                 self._receive_one()
         except PeerLost:
-            pass  # whoever waits is told
+            pass  # waiting threads get the error
         finally:
             if mine:
                 with self._turn:
@@ -139,7 +141,7 @@ class Wire:
         return None if answer is None else answer[0]
 
     def call(self, body: ToNodeBody, deadline: float, notice: Notice | None = None) -> Answer:
-        """`ask` and `wait`; an error of the node is raised. `notice` is told when it is due.
+        """`ask`, then `wait`; raises the node's error. Calls `notice` when it is due.
 
         Raises:  DataplaneError: as the node says, PeerLost.  NoAnswer: none in time.
         """
@@ -160,7 +162,7 @@ class Wire:
         return answer
 
     def forget(self, request_id: int) -> None:
-        """Nobody will wait for this answer: it is a stray, now or when it comes."""
+        """The answer is no longer needed: treat it as a stray, now or when it comes."""
         if self._lost is None:
             self._forgotten.add(request_id)
         answer = self._slots.pop(request_id, None)
@@ -168,7 +170,7 @@ class Wire:
             self._dispose(answer)
 
     def tell_nowait(self, body: ToNodeBody) -> bool:
-        """Send what wants no answer; False when the socket has no room just now."""
+        """Send a message without an answer; False if the socket has no room now."""
         if self._closed:
             return True
         try:
@@ -187,7 +189,7 @@ class Wire:
                 self._poll(select.POLLOUT, deadline)
 
     def close(self) -> None:
-        """Hang up, and wake whoever waits. May be called twice."""
+        """Close the connection, and wake waiting threads. May be called twice."""
         self._closed = True
         if self._lost is None:
             self._lost = "this connection was closed"
@@ -199,10 +201,12 @@ class Wire:
         self.stray, self.waits = _ignore, _nothing
 
     def abandon(self) -> None:
-        """Let go of the descriptor of a socket that another process goes on to use."""
+        """Close the descriptor of a socket that another process keeps using."""
         self._closed = True
         self._lost = "this connection belongs to the parent process"
-        self._turn = threading.Condition()  # the old one may be held by a thread that is not here
+        self._turn = (
+            threading.Condition()
+        )  # a thread that does not exist in this process may hold the old one
         self._sock.close()
 
     def leave_open(self) -> None:
@@ -253,8 +257,8 @@ class Wire:
             self._dispose(answer)
             return
         self._slots[request_id] = answer
-        # `forget` takes no lock: it adds, then pops. Here is the other order, so that one of the
-        # two always finds the answer.
+        # `forget` takes no lock: it adds, then pops. Here it is the reverse, so that one of the two
+        # always finds the answer.
         if request_id in self._forgotten:
             self._forgotten.discard(request_id)
             late = self._slots.pop(request_id, None)

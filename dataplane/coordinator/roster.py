@@ -4,9 +4,9 @@ Invariants:
 1. A place (dp_rank, rank) has any number of members, each with a lease of its own: a rank and its
    DataLoader workers, or a process and the one that replaces it. A member never changes its place.
 2. A dp rank is missing while none of its members is joined, unless the last one to go left on
-purpose.
+   purpose.
 3. The number of members that are gone is bounded: the oldest are forgotten first, but never the
-last one to go of a dp rank, which 2 needs. The number of joined members is bounded by leases.
+   last one to go of a dp rank, which 2 needs. The number of joined members is bounded by leases.
 """
 
 from __future__ import annotations

@@ -2,21 +2,21 @@
 
 Invariants:
 1. A job has one present generation, which never goes back, not even over a restart (except that a
-job idle for 30 days is forgotten, with its number). A launch (incarnation) that was not seen before
-begins the next generation. A superseded launch gets no place while a member of the newer one is
-joined; otherwise it may begin the next generation, since names of launches recur.
+   job idle for 30 days is forgotten, with its number). A launch (incarnation) that was not seen
+   before begins the next generation. A superseded launch gets no place while a member of the newer
+   one is joined; otherwise it may begin the next generation, since names of launches recur.
 2. All joined members of a job are of its present generation and agree on the spec and on dp_size.
    A member that differs is refused while any member has a place. If none has, a different spec
    begins a generation and replaces the old spec, and progress starts from zero.
 3. Only a joined member of the present generation is renewed. Others get LeaseExpired and have to
-join again; the join names the launch, and decides. A member gets LeaseFenced, and stops, only while
-a member of a newer launch is joined.
+   join again; the join names the launch, and decides. A member gets LeaseFenced, and stops, only
+   while a member of a newer launch is joined.
 4. A place (dp_rank, rank) may have any number of members of the present launch: a rank and its
    DataLoader workers, or a process and the one that replaces it. Data requests are idempotent and
    progress is a maximum, so several members do no harm, and a dead one expires. Only a newer launch
    fences others.
 5. The answer to a join or a leave is durable. A restart gives every joined member a full lease, so
-it stops no member.
+   it stops no member.
 6. A lease ends when its member's node says so, or after `lease_s` in which the coordinator was
    awake: a clock jump, a suspended machine or a blocked disk never ends a lease.
 7. Within a generation, the progress of a job and of a member does not go back. (A crash may forget

@@ -1,10 +1,11 @@
-"""A process that indexes shards for a node: it parses foreign bytes, with a limit on its memory.
+"""A process that indexes shards for a node: it parses untrusted bytes, with a memory limit.
 
 Invariants:
-1. It has no credentials and opens no connection: the node reads, but for local files.
+1. It has no credentials and opens no connection: the node reads for it, except local files.
 2. Several shards are indexed at once, each in a thread, since most of the time goes into waiting
-   for bytes. What ends the process, or takes its memory, may be any of them: the node finds out.
-3. It ends when its socket does.
+   for bytes. If the process crashes or runs out of memory, any of them may be the cause: the node
+   finds out which.
+3. It exits when its socket closes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from dataplane.rpc import local, tasks
 from dataplane.store.local import LocalStore
 
 PART_BYTES = 8 << 20
-"""Of bytes that are asked for, and of an index that is told, in one message."""
-_STACK_BYTES = 4 << 20  # of a thread: it counts against the limit
+"""Maximum bytes of a read, or of an index, in one message."""
+_STACK_BYTES = 4 << 20  # per thread, since it counts against the limit
 _TELL_S = 1.0
 
 
@@ -88,7 +89,7 @@ class _AskedShard:
 
 @dataclass(slots=True, eq=False)
 class _LocalShard:
-    """A shard that is a file; the node hears now and then that it is being read."""
+    """A local file; the node is told periodically that it is being read."""
 
     sock: socket.socket
     task: int
@@ -114,7 +115,7 @@ class _LocalShard:
 
 
 def run(sock: socket.socket, memory_bytes: int) -> None:
-    """Index what the node names until it goes away, with so much memory for all of this process."""
+    """Index the shards that the node names, until the node goes away, with this memory limit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     threading.stack_size(_STACK_BYTES)

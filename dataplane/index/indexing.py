@@ -1,8 +1,8 @@
 """A dataset's manifest: list the shards, index them in parallel, check that their schemas agree.
 
-1. The manifest depends only on what was listed, never on the order in which shards were done.
+1. The manifest depends only on the listing, never on the order in which shards were indexed.
 2. The dataset's schema is that of the first shard that has one.
-3. What was indexed before a failure or an interruption is not indexed again (see journal.py).
+3. Shards indexed before a failure or an interruption are not indexed again (see journal.py).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def open_dataset(
 ) -> Manifest:
     """The manifest of a dataset, or the one that was saved under a url that ends in ".manifest".
 
-    A saved manifest is taken as it is: a shard that changed since then is found when it is read.
+    A saved manifest is not checked against the store: a changed shard is detected when it is read.
 
     Raises:  as `index_dataset`.  CorruptShard: the saved manifest is damaged.
     """
@@ -136,10 +136,12 @@ def index_dataset(
     connect: Connect = stores.connect,
     index_shard: IndexShard | None = None,
 ) -> Manifest:
-    """The manifest of the shards that `urls` name, made or remembered. "" remembers nothing.
+    """The manifest of the shards that `urls` name, from the cache or newly made. A cache folder of
+    "" caches nothing.
 
     `progress` is called in the caller's thread, at the start and after each shard. `index_shard`
-    is called in threads; the default trusts the bytes, and parses them in this process.
+    is called in threads; the default parses the bytes in this process, so use it only for trusted
+    ones.
 
     Raises:  ConfigError: no shards, several formats, no samples, no such format or cache folder.
     SchemaMismatch: two shards differ.  CorruptShard.  The StoreError family.  DatasetChangedError.
@@ -181,8 +183,8 @@ def choose_shards(
 ) -> tuple[Format, list[ObjectInfo]]:
     """The dataset's format, and the listed objects that are its shards.
 
-    Folders hold other files beside shards (README.md, dataset_info.json): what was not named by its
-    own url is left out unless its name is that of a shard.
+    Folders contain other files besides shards (README.md, dataset_info.json): objects that were not
+    listed by their own url are left out, unless they have a suffix of shards.
     """
     literal = set(names)
     formats = [registry.format_of_url(shard.url) for shard in listed]
@@ -190,7 +192,7 @@ def choose_shards(
     if format_name:
         chosen = registry.by_name(format_name)
         named = [s for s, f in by_suffix() if (f and f.name == chosen.name) or s.url in literal]
-        # Many TFRecord shards have no ending at all (train-00000-of-01024).
+        # Many TFRecord shards have no suffix at all (train-00000-of-01024).
         named = named or [s for s, f in by_suffix() if f is None]
         shards = named or list(listed)
         return chosen, shards
@@ -282,7 +284,7 @@ class _Run:
                 if not running:
                     return
                 ended, _ = wait(running, return_when=FIRST_COMPLETED)
-                # Of several failures at once, the first shard's is the one to tell.
+                # If several shards fail at once, report the first one's error.
                 for future in sorted(ended, key=running.__getitem__):
                     shard = running.pop(future)
                     self._accept_new(shard, keys[shard], future.result(), journal)
@@ -303,7 +305,9 @@ class _Run:
         self._arrived(shard, index)
 
     def _arrived(self, shard: int, index: ShardIndex) -> None:
-        """Accept it once the first shard is there, whose schema all others are compared with."""
+        """Accept it once the first shard is indexed, since all schemas are compared with that
+        one.
+        """
         self._early[shard] = index
         if 0 in self._early or 0 in self._done:
             for each in sorted(self._early):
@@ -311,7 +315,7 @@ class _Run:
 
     def _accept(self, shard: int, index: ShardIndex) -> None:
         url = self._listed[shard].url
-        # Without a sample there is nothing that a schema could be inferred from.
+        # Without a sample, no schema could be inferred.
         if len(index.schema) or not is_inferred(index.schema):
             if self._reference is None:
                 self._reference = (url, index.schema)
@@ -353,7 +357,7 @@ def _nulls_as(schema: pa.Schema, nodes: int, index: ShardIndex) -> Sequence[int]
 
 def check_same(found: pa.Schema, url: str, expected: pa.Schema, first_url: str) -> None:
     """Refuse a shard whose schema is not the first shard's. Metadata, nullability and the order of
-    columns may differ; inferred schemas may differ but where they contradict each other.
+    columns may differ; inferred schemas may differ as long as they do not contradict each other.
 
     Raises:  SchemaMismatch: shard, field, expected, found.
     """

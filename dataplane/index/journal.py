@@ -1,11 +1,11 @@
-"""What indexing remembers between runs: one folder a dataset, under the node's cache folder.
+"""The cache of indexing between runs: one folder per dataset, under the node's cache folder.
 
-1. A shard's index is believed only under the shard's url, size and etag, its format and the version
-   of our code: a changed shard is indexed again, alone.
-2. Each process appends to a log of its own, in frames with a checksum. A killed process leaves at
-   most a torn last frame, which readers leave out; two processes never write to one file.
-3. Whole files (`shards-*.log`, `*.manifest`) appear at once or not at all, under a name that says
-   their content, and are never changed.
+1. A shard's index is used only for the same url, size, etag, format and version of our code: a
+   changed shard is indexed again, but no other.
+2. Each process appends to its own log, in frames with a checksum. A killed process leaves at most a
+   torn last frame, which readers skip; two processes never write to one file.
+3. Whole files (`shards-*.log`, `*.manifest`) appear complete or not at all, under a name derived
+   from their content, and are never changed.
 4. A finished run leaves one `shards-*.log` and the last few manifests, however often it was
    interrupted before.
 """
@@ -59,7 +59,7 @@ def listing_key(format_: Sequence[object], keys: Sequence[str]) -> str:
 
 
 class IndexJournal:
-    """The memory of one dataset, that is of one list of urls read as one format."""
+    """The cache of one dataset, that is, of one list of urls read as one format."""
 
     def __init__(self, cache_dir: str, dataset: str) -> None:
         self._folder = Path(cache_dir) / "index" / dataset
@@ -72,7 +72,7 @@ class IndexJournal:
             self._found = sorted(self._folder.glob("*.log"))
 
     def manifest(self, key: str) -> Manifest | None:
-        """The finished manifest of this listing, if there is one and it is whole."""
+        """The finished manifest of this listing, if there is one and it is intact."""
         path = self._folder / f"{key}.manifest"
         try:
             content = path.read_bytes()
@@ -103,7 +103,7 @@ class IndexJournal:
     def finish(
         self, key: str, manifest: Manifest, shards: Iterable[tuple[str, ShardIndex]]
     ) -> None:
-        """Publish the manifest and one log of all its shards; the logs of other runs go."""
+        """Publish the manifest and one log of all its shards; remove the logs of other runs."""
         written: set[str] = set()
         kept = self._folder / f"shards-{key}.log"
         with cache_faults(self._folder):
@@ -116,13 +116,13 @@ class IndexJournal:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the log; what is in it stays for the next run."""
+        """Close the log; its content stays for the next run."""
         if self._log is not None:
             os.close(self._log)
             self._log = None
 
     def _sweep(self) -> None:
-        """Remove what a process that was killed while publishing may have left."""
+        """Remove files that a process killed during publishing may have left."""
         for path in self._folder.glob(".*.tmp"):
             if time.time() - _written_at(path) > STALE_S:
                 path.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ class IndexJournal:
 
 @contextlib.contextmanager
 def cache_faults(folder: Path) -> Iterator[None]:
-    """Raises:  ConfigError: instead of what the operating system has against the cache folder."""
+    """Raises:  ConfigError: instead of an OSError about the cache folder."""
     try:
         yield
     except OSError as fault:
@@ -149,17 +149,17 @@ def _written_at(path: Path) -> float:
 
 
 def encode_index(index: ShardIndex) -> bytes:
-    """One shard's index, as another process can read it."""
+    """Serialise one shard's index for another process."""
     return _encoded("", index, set())
 
 
 def decode_index(content: bytes) -> ShardIndex:
-    """What `encode_index` was given."""
+    """The inverse of `encode_index`."""
     return _read_log(content)[""]
 
 
 def _encoded(key: str, index: ShardIndex, written: set[str]) -> bytes:
-    """One shard's frame, after that of its schema where the log does not hold it yet."""
+    """One shard's frame, preceded by its schema's frame if the log does not have it yet."""
     schema = index.schema.serialize().to_pybytes()
     name = hashlib.blake2b(schema, digest_size=16).hexdigest()
     frames = b""
@@ -233,8 +233,9 @@ def _write(fd: int, content: bytes) -> None:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Make a whole file appear. Without a name until it is whole, so that a kill leaves nothing;
-    a file system that cannot do that gets a temporary name, which a later run sweeps.
+    """Publish a file atomically. It has no name until it is complete, so that a kill leaves nothing
+    behind. On file systems without unnamed files it has a temporary name, which a later run
+    removes.
     """
     try:
         fd = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -267,7 +268,7 @@ def _publish_named(path: Path, content: bytes) -> None:
 
 
 def shard_keys(format_: Sequence[object], shards: Iterable[ObjectInfo]) -> list[str]:
-    """What each shard's index is remembered under: `digest(*format_, url, size, etag)`."""
+    """The cache key of each shard's index: `digest(*format_, url, size, etag)`."""
     head = json.dumps(format_, separators=(",", ":"))[:-1]
     found = []
     for shard in shards:

@@ -1,14 +1,14 @@
-"""Indexing shards in processes of their own: whatever is in a shard, the node is not harmed.
+"""Indexes shards in separate processes, so that no shard can harm the node.
 
 Invariants:
 1. No byte of a shard is parsed in the node. Its store reads them, so that retries, outages and
-   credentials stay in one place; local files are read where they are parsed.
-2. Every process has a limit on its memory. One that ends, or says that it is short of memory, may
-   have done so for any of its shards: each gets a second process of its own, one at a time, and
-   what ends that is blamed on the shard.
-3. A shard that gives no sign of life for a while is stuck; time that goes into reading from a store
-   does not count, since stores have deadlines of their own.
-4. Processes are started when there is something to index, and end with the run.
+   credentials stay in one place; the indexing process reads local files itself.
+2. Every process has a memory limit. If one crashes or runs out of memory, any of its shards may be
+   the cause: each then gets a process of its own, one at a time, and if that fails too, the shard
+   is blamed.
+3. A shard without progress for a while is stuck; time spent reading from a store does not count,
+   since stores have their own deadlines.
+4. Processes are started when a shard must be indexed, and end with the run.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from dataplane.worker.process import WORDS_BYTES_MAX, start_parser
 
 _PROCESSES_MAX = 4
 _TASKS_BEFORE_NEXT = 2
-"""So many shards in each process before there is one more."""
-# Indexing a shard is waiting for a few round trips.
+"""Number of shards in each process before another one is started."""
+# Indexing a shard is mostly waiting for a few round trips.
 _INDEXED_AT_ONCE = 16
 _READS_AT_ONCE = 16
 _LOOK_S = 0.25
@@ -53,7 +53,7 @@ _trace = Trace("node")
 
 
 class _Ended(Exception):
-    """The process that had the shard is of no more use."""
+    """The process that had the shard has ended."""
 
     def __init__(self, end: ProcessEnd) -> None:
         super().__init__(end.words)
@@ -62,7 +62,9 @@ class _Ended(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One shard in a process. `reads` are under way for it; `failure` is what one of them met."""
+    """One shard in a process. `reads` are its reads in flight; `failure` is the error of one of
+    them.
+    """
 
     shard: StoredShard
     arrived: queue.SimpleQueue[tasks.FromIndexerBody | None] = field(
@@ -86,7 +88,7 @@ class IndexProcesses:
 
     @classmethod
     def of(cls, config: NodeConfig) -> Self:
-        """As a node's workers are limited."""
+        """With the limits of a node's workers."""
         return cls(
             WorkerBytes.of(config),
             config.task_timeout_s,
@@ -112,7 +114,7 @@ class IndexProcesses:
         except StoreError:
             if local_path(shard.url) is None:
                 raise
-        # A file server that is away: the node's own store knows how to wait.
+        # The file server is unreachable: the node's own store handles the wait.
         return self._index(format_, shard, is_local=False)
 
     def _index(self, format_: Format, shard: StoredShard, *, is_local: bool) -> ShardIndex:
@@ -135,7 +137,7 @@ class IndexProcesses:
 
     @contextlib.contextmanager
     def _one_of_many(self) -> Iterator[_Process]:
-        """The process that has the least to do; a new one where all have enough."""
+        """The process with the fewest shards; a new one if all have enough."""
         with self._choosing:
             usable = [process for process in self._shared if not process.has_ended]
             process = min(usable, key=lambda one: one.users, default=None)
@@ -153,7 +155,7 @@ class IndexProcesses:
 
 
 class _Process:
-    """One process, and the thread that receives what it says."""
+    """One process, and the thread that receives its messages."""
 
     def __init__(self, memory_bytes: int, reads: ThreadPoolExecutor) -> None:
         self.users = 0
@@ -179,7 +181,7 @@ class _Process:
     def index(
         self, order: tasks.IndexShard, shard: StoredShard, ends: list[ProcessEnd], timeout_s: float
     ) -> ShardIndex:
-        """What the process says of a shard.
+        """The process's answer for a shard.
 
         Raises:  _Ended: nothing; why is added to `ends`.
         """
@@ -189,7 +191,7 @@ class _Process:
             if self.has_ended:
                 task.arrived.put(None)
         try:
-            with contextlib.suppress(PeerLost):  # its end is told where answers are
+            with contextlib.suppress(PeerLost):  # its end is reported where answers are received
                 local.send(self._sock, tasks.ToIndexer(number, order))
             return self._answered(number, task, timeout_s)
         except _Ended as ended:
@@ -200,7 +202,7 @@ class _Process:
                 del self._tasks[number]
 
     def kill(self) -> None:
-        """End it, and whatever waits for it. May be called twice."""
+        """Kill the process, and fail everything that waits for it. May be called twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._process.kill()
@@ -242,7 +244,7 @@ class _Process:
             return body
 
     def _read(self, number: int, task: _Task, asked: tasks.ReadShard) -> None:
-        """In a thread of the node: read for a shard, and tell what was read."""
+        """In a thread of the node: read for a shard, and send the bytes."""
         try:
             answer = _bytes_for(task, asked)
         except BaseException as error:  # noqa: BLE001 - raised for the shard, also a panic
@@ -254,7 +256,7 @@ class _Process:
             local.send(self._sock, tasks.ToIndexer(number, answer))
 
     def _receive(self) -> None:
-        with contextlib.suppress(DataplaneError):  # it is gone, or speaks nonsense
+        with contextlib.suppress(DataplaneError):  # it is gone, or sent an invalid message
             while True:
                 said, descriptors = local.receive(self._sock, tasks.FromIndexer)
                 for fd in descriptors:
@@ -275,7 +277,7 @@ class _Process:
         self._sock.close()
 
     def _ended(self, end: ProcessEnd | None) -> _Ended:
-        """It is of no more use: `end` says why, or its exit status."""
+        """The process has ended: `end` says why, or else its exit status."""
         self.kill()
         end = end or self._end
         assert end is not None
@@ -284,7 +286,7 @@ class _Process:
 
 
 def open_manifest(config: NodeConfig, connect: Connect, source: messages.DatasetSource) -> Manifest:
-    """A node's way to a dataset: what is not remembered is indexed in processes.
+    """Open a dataset for a node: shards that are not cached are indexed in processes.
 
     Raises:  as `open_dataset`.
     """

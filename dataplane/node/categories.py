@@ -5,9 +5,9 @@ distinct values. Fetching, decoding and budgets are the same as for any job.
 
 Invariants:
 1. A column of a dataset is read once at a time, however many trainers wait for it; reading stops
-when the last of them has gone.
+   when the last of them has gone.
 2. The values are stored in the cache folder, under the dataset's fingerprint. A manifest may
-contain them too.
+   contain them too.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Invariants:
 1. Connections never use up the descriptors that logs, imports, workers and shards need: there are
-at most `count_max`, and one process has at most half of them.
+   at most `count_max`, and one process has at most half of them.
 2. A connection that sends no Hello within `_HELLO_S` is closed. If there is no room for a new one,
-the one that has been silent longest is closed at once. So idle connections keep no trainer out.
+   the one that has been silent longest is closed at once. So idle connections keep no trainer out.
 3. If descriptors run short anyway, no connection is accepted for a second, so that the loop does
-not spin.
+   not spin.
 """
 
 from __future__ import annotations

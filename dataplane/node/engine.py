@@ -5,9 +5,9 @@ plan, fetch, decoding or assembly becomes an event for the scheduler.
 
 Invariants:
 1. Events are handled one after the other: the effects of one are carried out, in order, before the
-next is passed to the scheduler.
+   next is passed to the scheduler.
 2. Memory is reserved before anything writes into it. If the machine refuses it, the task that
-needed it fails with that error.
+   needed it fails with that error.
 """
 
 from __future__ import annotations

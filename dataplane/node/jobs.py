@@ -5,7 +5,7 @@ Invariants:
 2. A member that was admitted is renewed until it leaves, its process ends, or its lease is lost.
 3. A delivery arena lives as long as a member uses it; two members with one dp_rank share it.
 4. Slabs are shared by the members of one delivery, and by jobs of one group with equal spec and
-place, but only with transforms, where making a slab costs more than copying it.
+   place, but only with transforms, where making a slab costs more than copying it.
 """
 
 from __future__ import annotations

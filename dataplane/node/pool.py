@@ -4,17 +4,17 @@ die.
 Invariants:
 1. Each task is reported exactly once, as done or failed.
 2. If a worker died or ran out of memory, its task is given to a worker started afterwards, so that
-killing all workers at once hits each task only once. The second death is blamed on the task. A
-stuck worker is killed; its task is tried again only if that can tell which block is to blame.
+   killing all workers at once hits each task only once. The second death is blamed on the task. A
+   stuck worker is killed; its task is tried again only if that can tell which block is to blame.
 3. Before a task, a worker is told everything it needs and does not know yet; a new worker knows
-nothing.
+   nothing.
 4. A worker that has opened a block is told to forget it before it gets any other message after the
-block's memory was reused.
+   block's memory was reused.
 5. Surplus workers exit once they are idle; an additional worker gets tasks only after it has
-started up.
+   started up.
 6. Nothing on the event loop waits for a process to die: a process blocked in the kernel, in a read
-from an unreachable file server, dies only when that read ends. Until then it keeps its place and
-its task, since it might still write into the task's memory.
+   from an unreachable file server, dies only when that read ends. Until then it keeps its place and
+   its task, since it might still write into the task's memory.
 """
 
 from __future__ import annotations

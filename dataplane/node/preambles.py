@@ -6,10 +6,10 @@ block refers to its preamble by number and place.
 
 Invariants:
 1. A preamble that is held for a block stays in place. The others are dropped when room is needed,
-the one unheld for longest first.
+   the one unheld for longest first.
 2. A number is never reused, so that a worker cannot take a new preamble for an old one.
 3. If too many are held and there is no room, the preamble is not held here, and is read into the
-block's own region.
+   block's own region.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How large the slabs of a job are, from what is known of its samples before any is read."""
+"""Estimates how large the slabs of a job are, before any of its samples is read."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from dataplane.scheduler.walk import SlabSizes
 from dataplane.transforms.images import delivered
 
 _BATCHES_MAX = 256
-# A slab is told in one packet: so much for all of its batches, so much for a batch of one column.
+# One packet describes a slab: this many bytes for all batches, and this many per batch and column.
 _TOLD_BYTES_MAX = 128 << 10
 _TOLD_BYTES_A_PIECE = 16
-# A batch of rows of different lengths may well be larger than the mean says.
+# A batch of rows of different lengths may be larger than the mean suggests.
 _SPREAD = 1.25
-# Of how many parts of a stored sample are bytes, as large as images, for one that is text or lists.
+# Weight of image-like bytes in a stored sample, relative to text or lists.
 _BYTES_PARTS = 8
 
 
 def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -> SlabSizes:
-    """From the mean size of a sample: as many batches as fit into `slab_bytes`, one at least."""
+    """Slab sizes from the mean size of a sample: as many batches as fit into `slab_bytes`, at least
+    one.
+    """
     samples = dataset.manifest.sample_count
     largest = spec.global_batch if spec.end is End.PAD else min(spec.global_batch, samples)
     rows = -(-largest // dp_size)
@@ -37,7 +39,7 @@ def slab_sizes(dataset: Dataset, spec: JobSpec, dp_size: int, slab_bytes: int) -
 
 
 def _row_bytes(dataset: Dataset, spec: JobSpec) -> tuple[int, int]:
-    """What one sample takes in a slab: exactly, for its images; about, for all else."""
+    """Bytes of one sample in a slab: exact for its images, approximate for everything else."""
     if not spec.transforms:
         return 0, dataset.row_bytes
     names = {image.column for image in spec.transforms}

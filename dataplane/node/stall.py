@@ -1,4 +1,4 @@
-"""Why a rank gets no batch: the error for one that has waited as long as it may."""
+"""The error for a rank that has waited for a batch until its deadline: why it gets none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _URLS_ASKED_MAX = 64
 def stall_error(
     stalled: Stalled, urls: Sequence[str], node_id: str, trouble: Trouble
 ) -> DataplaneError:
-    """The error of the store, if the next slab lacks blocks that it does not give; else a
-    DataStallError that names the stage. `urls` are of their shards.
+    """The store's error, if the next slab lacks blocks that the store does not deliver; else a
+    DataStallError that names the stage. `urls` are those of the blocks' shards.
     """
     waited_s, shard = stalled.waited_s, urls[0] if urls else None
     for url in [*dict.fromkeys(urls)][:_URLS_ASKED_MAX]:

@@ -12,7 +12,7 @@ _TICK_S = 0.5
 
 
 async def wait_stop(stop: asyncio.Event, seconds: float, *, is_draining: bool) -> None:
-    """Until `stop` is set or the time has passed; a drain that is under way just waits."""
+    """Wait until `stop` is set or the time has passed; during a drain, wait the whole time."""
     if is_draining:
         await asyncio.sleep(seconds)
         return
@@ -25,10 +25,10 @@ async def wait_stop(stop: asyncio.Event, seconds: float, *, is_draining: bool) -
 async def done_before(
     stop: asyncio.Event, waiting: Coroutine[Any, Any, None], meanwhile: Callable[[], None]
 ) -> bool:
-    """Whether this came to its end before `stop` was set; cancelled if not. `meanwhile` is called
-    now and then.
+    """Whether this finished before `stop` was set; otherwise it is cancelled. `meanwhile` is called
+    periodically.
 
-    Raises:  whatever it raises.
+    Raises:  every error that it raises.
     """
     task = asyncio.create_task(waiting)
     stopping = asyncio.create_task(stop.wait())

@@ -1,8 +1,8 @@
-"""Streams of members: the one that is asked for, and the one that will be asked for next.
+"""Streams of members: the current one, and the next one, which is prepared ahead.
 
 Invariants:
-1. What is made ahead of the trainer is taken as it is, or closed, with the next stream that the
-   member opens; it has nothing that another stream of the member needs.
+1. When a member opens its next stream, the stream that was prepared ahead is either used as it is
+   or closed; it holds no resources that another stream of the member needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ORDERS_MAX = 8
 
 
 class Streams:
-    """Opens them. Orders are remembered: the ranks of a job walk the same one."""
+    """Opens streams. Orders are cached, since the ranks of a job use the same one."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class Streams:
     async def open(
         self, member: ServedMember, request: messages.OpenStream, send: Send
     ) -> tuple[ServedStream, messages.StreamOpened]:
-        """Start a walk of this member.
+        """Open a stream of this member.
 
         Raises:  ConfigError: no such cursor or step.
         """
@@ -62,7 +62,7 @@ class Streams:
         return stream, messages.StreamOpened(stream.stream_id, stream.walk.step_count)
 
     def _made_ahead(self, member: ServedMember, at: Stream) -> ServedStream | None:
-        """The stream that was made for whoever would ask for this, if it is this that is asked."""
+        """The stream that was prepared ahead, if it is the requested one."""
         stream, member.next_epoch = member.next_epoch, None
         if stream is None:
             return None
@@ -73,7 +73,7 @@ class Streams:
         return stream
 
     def _follow(self, member: ServedMember, stream: ServedStream) -> None:
-        """All of this epoch is planned: begin with the next, which the trainer will ask for."""
+        """The whole epoch is planned: start the next one, which the trainer will request."""
         task = background.start("next epoch", self._open_next_epoch(member, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -83,7 +83,7 @@ class Streams:
         try:
             order = await self._order(member, now.epoch + 1)
         except DataplaneError:
-            return  # whoever asks for it will be told
+            return  # the error comes when it is requested
         is_only = [*member.streams.values()] == [stream] and member.next_epoch is None
         if stream.is_closed or not is_only or member.closed:
             return
@@ -94,7 +94,7 @@ class Streams:
         )
 
     def close_all(self, member: ServedMember) -> None:
-        """Of a member that is gone."""
+        """Close all streams of a member that is gone."""
         for stream in [*member.streams.values(), *filter(None, [member.next_epoch])]:
             self._engine.close_stream(stream)
         member.streams.clear()
@@ -117,7 +117,7 @@ class Streams:
         return await asyncio.shield(future)
 
     def _forget_failed(self, key: object, done: asyncio.Future[SampleOrder]) -> None:
-        """Whoever asks for this order again has it tried again."""
+        """Planning failed: let the next request for this order try again."""
         if (done.cancelled() or done.exception()) and self._orders.get(key) is done:
             del self._orders[key]
 

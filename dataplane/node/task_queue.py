@@ -1,15 +1,16 @@
-"""Which task goes next, and to which worker. Pure: time is an argument.
+"""Decides which task runs next, and on which worker. Pure: time is an argument.
 
 Invariants:
-1. Of the tasks that may go, the most urgent goes first, then the oldest. But a worker that decoded
-   a block of a shard last has the shard open and knows its footer: it gets the first task of that
-   shard among the oldest AHEAD of the same dataset and urgency. No task is passed over more than
-   AHEAD times in a row, and no worker stays idle to wait for a task of its shards.
+1. Of the eligible tasks, the most urgent goes first, then the oldest. Exception: the worker that
+   last decoded a block of a shard has the shard open and knows its footer, so it gets the first
+   task of that shard among the AHEAD oldest tasks of the same dataset and urgency. No task is
+   passed over more than AHEAD times in a row, and no worker stays idle to wait for a task of its
+   shards.
 2. A dataset alone has all workers.
-3. Where there are several, long tasks leave one worker to the others: nobody's slab waits until
-   somebody else's blocks are decoded. With a single worker there is none to leave.
-4. A task waits for a worker, or for the end of a task that is being done: so it is enough to ask
-   whenever a task ends or comes.
+3. If there are several datasets, long tasks leave one worker to the others, so that one job's slab
+   does not wait for another job's blocks to be decoded. This needs at least two workers.
+4. A task only waits for a worker, or for the end of a running task, so it is enough to ask for the
+   next task whenever one arrives or ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataplane.rpc.tasks import Decode
 LONG_S = 0.5
 """Most tasks take some 10 ms. A block of a table of 100,000 columns takes seconds."""
 LIVE_S = 10.0
-"""So long after its last task a dataset may have another one at any moment."""
+"""For this long after its last task, a dataset counts as active."""
 AHEAD = 16
 _FADING = 0.9
 _SHARDS_MAX = 1 << 14
@@ -33,8 +34,8 @@ _SHARDS_MAX = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """Tasks of one dataset and urgency with their numbers, the oldest first; it was passed over so
-    many times.
+    """Tasks of one dataset and urgency with their numbers, the oldest first. `passed`: how often
+    the oldest was passed over.
     """
 
     tasks: deque[tuple[int, PoolTask]] = field(default_factory=deque)
@@ -43,8 +44,8 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """The tasks of one dataset that wait, and what is known of those before: when the last one came
-    or ended, and how long about the longest of the last few took, if any has ended.
+    """The waiting tasks of one dataset, when the last one came or ended, and about how long the
+    longest of the last few took, if any has ended.
     """
 
     by_urgency: dict[int, _Waiting] = field(default_factory=dict)
@@ -59,23 +60,23 @@ class _Line:
 
 
 class TaskQueue:
-    """All tasks that wait, by dataset."""
+    """All waiting tasks, by dataset."""
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
         self._numbers = itertools.count(1)
         self._readers: OrderedDict[str, int] = OrderedDict()
-        """Which worker decoded a block of a shard last, of the shards that were used last."""
+        """For recently used shards: the worker that last decoded a block of each."""
 
     def add(self, task: PoolTask, urgency: int, now: float) -> None:
-        """It waits from now on; the smallest urgency goes first."""
+        """Add a task; the smallest urgency goes first."""
         line = self._lines.setdefault(task.dataset.dataset_id, _Line())
         line.last = now
         waiting = line.by_urgency.setdefault(urgency, _Waiting())
         waiting.tasks.append((next(self._numbers), task))
 
     def ended(self, task: PoolTask, now: float) -> None:
-        """A worker is done with it, and has begun with it at `task.started`."""
+        """A worker has finished the task, which it started at `task.started`."""
         line = self._lines.setdefault(task.dataset.dataset_id, _Line())
         line.took_s = max(now - task.started, _FADING * (line.took_s or 0.0))
         line.last = now
@@ -83,8 +84,8 @@ class TaskQueue:
     def take(
         self, idle: Sequence[int], busy: Mapping[int, PoolTask], worker_count: int, now: float
     ) -> tuple[PoolTask, int] | None:
-        """The task to begin now, if there is one, and which of the idle workers gets it. `busy` is
-        what the others are at, of `worker_count` in all.
+        """The task to start now, if there is one, and the idle worker that gets it. `busy` has the
+        tasks of the other workers, of `worker_count` in total.
         """
         tasks = list(busy.values())
         self._forget(tasks, now)
@@ -109,7 +110,7 @@ class TaskQueue:
         return task, worker
 
     def take_any(self) -> PoolTask | None:
-        """One of those that wait, whatever is under way."""
+        """One of the waiting tasks, whatever is running."""
         line = next((line for line in self._lines.values() if line.by_urgency), None)
         return None if line is None else self._removed(line, min(line.by_urgency), 0)
 
@@ -122,12 +123,12 @@ class TaskQueue:
         for at, reader in enumerate(readers):
             if reader in idle:
                 return at, reader
-        # The shards of others are left to them, as long as there is something else to do.
+        # Leave the shards of other workers to them, as long as there is other work.
         at = next((at for at, reader in enumerate(readers) if reader not in busy), 0)
         return at, idle[0]
 
     def _reader(self, task: PoolTask) -> int:
-        """Who decoded a block of its shard last; -1 if nobody did."""
+        """The worker that last decoded a block of the task's shard; -1 if none did."""
         shard = _shard_of(task)
         return -1 if shard is None else self._readers.get(shard, -1)
 
@@ -151,13 +152,13 @@ class TaskQueue:
         room = max(worker_count - 1, 1)
         if at_work.count(key) >= room:
             return False
-        # Of one that is new nobody knows how long its tasks take: it may find out.
+        # The duration of a new dataset's tasks is unknown: let one run to measure it.
         if key not in long or others <= long:
             return True
         return sum(at in long for at in at_work) < room
 
     def _forget(self, tasks: list[PoolTask], now: float) -> None:
-        """Datasets that have no tasks, and had none for a while."""
+        """Forget datasets that have had no tasks for a while."""
         at_work = {task.dataset.dataset_id for task in tasks}
         for key, line in list(self._lines.items()):
             if not line.by_urgency and key not in at_work and now - line.last > LIVE_S:
@@ -165,5 +166,5 @@ class TaskQueue:
 
 
 def _shard_of(task: PoolTask) -> str | None:
-    """The shard that it decodes a block of."""
+    """The shard of the block that the task decodes."""
     return task.body.raw.url if isinstance(task.body, Decode) else None

@@ -1,19 +1,19 @@
-"""Tells what has held the node's event loop, and for how long.
+"""Logs what has blocked the node's event loop, and for how long.
 
-While one callback runs, nobody else is served: no slab is handed over, no block is asked for. The
-loop waits for events with `select()`, so that a *turn* is what it does between two of them. A turn
-that takes more than HOLD_S holds the loop.
+While one callback runs, no other work is done: no slab is handed over, no block is requested. The
+loop waits for events in `select()`; the work between two such waits is a *turn*. A turn longer than
+HOLD_S is a *hold* of the loop.
 
-1. A turn counts with the processor time of the loop's own thread (`ran`), and with the time for
-   which that thread waited (`waited`): in a blocking call, or for the interpreter lock.
+1. The length of a turn is the processor time of the loop's thread (`ran`) plus the time that the
+   thread waited (`waited`) in a blocking call or for the interpreter lock.
 2. Time for which the machine had no processor for the loop, or none for the thread that had the
-   lock, does not count: a busy machine is no defect of the node. Where the kernel does not say how
-   long a thread waits for a processor, only what `ran` counts.
-3. While the loop waits for events, another thread may keep the interpreter to itself: whatever
-   comes then has to wait as well. The watching thread is late then; that counts as `waited`.
-4. It costs the loop some 0.6 us a turn. A thread of its own looks at it every LOOK_S while it is
-   at work, and notes where it is if the turn is late; the thread rests while the loop does.
-5. One line in LINE_S at most, with the longest hold since the line before it.
+   lock, does not count: a busy machine is not a defect of the node. If the kernel does not report
+   how long a thread waits for a processor, only `ran` counts.
+3. While the loop waits for events, another thread may hold the interpreter lock, and new events
+   have to wait too. The watching thread is then late as well; that counts as `waited`.
+4. It costs the loop some 0.6 us a turn. A separate thread checks the loop every LOOK_S while it is
+   busy, and records where it is if the turn is late; it sleeps while the loop is idle.
+5. At most one line every LINE_S, with the longest hold since the previous line.
 
 Source:  Documentation/scheduler/sched-stats.rst (schedstat of a thread)
 """
@@ -37,18 +37,18 @@ HOLD_S = 0.02
 LOOK_S = 0.01
 LINE_S = 10.0
 _STILL_S = 0.001
-"""A thread that took less between two looks was not at work."""
+"""A thread that used less CPU than this between two looks was idle."""
 _FRESH_S = 0.001
-"""So old may be what is known of the thread's processor time when a turn begins."""
+"""Maximum age of the reading of the thread's processor time when a turn begins."""
 _OTHERS_MAX = 3
 _WAITING = frozenset({"concurrent.futures.thread", "queue", "selectors", "threading", __name__})
-"""Modules in which threads that have nothing to do wait."""
+"""Modules in which idle threads wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One turn that held the loop: the time that its thread ran and that it waited, in seconds;
-    where that was, and what other threads did if it waited.
+    """One turn that held the loop: how long its thread ran and waited, in seconds, where it was,
+    and what other threads did if it waited.
     """
 
     ran_s: float
@@ -58,13 +58,13 @@ class Hold:
 
     @property
     def held_s(self) -> float:
-        """In all."""
+        """The sum of both, in seconds."""
         return self.ran_s + self.waited_s
 
 
 @dataclass(frozen=True, slots=True)
 class LoopHolds:
-    """How often the loop was held since the watch began, and for how long at most, in seconds."""
+    """How often the loop was held since the watch began, and the longest hold, in seconds."""
 
     count: int = 0
     longest_s: float = 0.0
@@ -72,8 +72,8 @@ class LoopHolds:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Readings of one moment: in which turn, the processor time of the loop's thread and of all
-    other threads, and for how long the loop's has waited for a processor, all in seconds.
+    """Readings at one moment: the turn, the processor time of the loop's thread and of all other
+    threads, and how long the loop's thread has waited for a processor, all in seconds.
     """
 
     turn: int
@@ -105,7 +105,7 @@ class Watchdog:
         self._untold: list[Hold] = []
 
     def start(self) -> None:
-        """Watch the running loop from now on. One that waits without a selector is not watched."""
+        """Start watching the running loop. Loops without a selector are not watched."""
         selector = getattr(asyncio.get_running_loop(), "_selector", None)
         if selector is None or self._thread is not None:
             return
@@ -122,7 +122,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell what was not told yet, and watch no longer. May be called twice."""
+        """Log what was not logged yet, and stop watching. May be called twice."""
         self._is_closed = True
         if self._thread is None or self._waits is None:
             return
@@ -133,7 +133,7 @@ class Watchdog:
         self._thread = None
 
     def statistics(self) -> LoopHolds:
-        """What has been seen so far."""
+        """The holds so far."""
         with self._lock:
             return self._seen
 
@@ -159,7 +159,7 @@ class Watchdog:
         return timed
 
     def _end(self, took_s: float, ran_s: float) -> None:
-        """A turn has taken so long."""
+        """A turn has ended."""
         with self._lock:
             is_looked_at = self._last.turn == self._turn
             waited_s = self._waited_s(took_s, ran_s, is_looked_at=is_looked_at)
@@ -186,7 +186,8 @@ class Watchdog:
         before = self._before if is_looked_at else self._last
         now = self._read(self._waits)
         waited_s = took_s - ran_s - (now.queued_s - before.queued_s)
-        # Whoever had the lock has used a processor; if nobody did, others had the processors.
+        # The thread with the lock has used a processor; if no thread did, other processes had the
+        # processors.
         others_s = now.others_s - before.others_s
         blocked_s = self._blocked_s if is_looked_at else 0.0
         return max(min(waited_s, max(others_s, blocked_s)), 0.0)
@@ -220,7 +221,7 @@ class Watchdog:
                 self._rest()
 
     def _was_late(self, late_s: float, before: _Look) -> None:
-        """The watching thread could not run for so long, though a processor was free."""
+        """The watching thread could not run for this long, although a processor was free."""
         waited_s = min(late_s, self._last.others_s - before.others_s)
         if waited_s > HOLD_S:
             frames = sys._current_frames()  # noqa: SLF001 - as in _look
@@ -228,7 +229,9 @@ class Watchdog:
             self._keep(Hold(0.0, waited_s, "interpreter lock", _doing(frames)))
 
     def _rest(self) -> None:
-        """Until the loop's next turn. It looks whether this thread rests after it has begun it."""
+        """Sleep until the loop's next turn, which checks, after it has begun, whether this thread
+        sleeps.
+        """
         self._is_resting = True
         if not self._began and not self._is_closed:
             self._wake.wait()
@@ -242,7 +245,7 @@ class Watchdog:
         if not began or now.at - began <= LOOK_S:
             return
         if last.turn == now.turn and now.own_s - last.own_s < _STILL_S:
-            # No longer than this thread has slept: what it had to wait for, others did, too.
+            # No longer than this thread has slept: other threads had to wait as long as it did.
             self._blocked_s += min(now.at - last.at, LOOK_S)
         frames = sys._current_frames()  # noqa: SLF001 - nothing else tells where another thread is
         frame = frames.pop(self._ident, None)
@@ -273,7 +276,7 @@ class Watchdog:
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost function of ours, and the one that it has called where that is not ours."""
+    """The innermost function of ours, and the foreign function that it has called, if any."""
     inner = ours = frame
     while not _module(ours).startswith("dataplane"):
         if ours.f_back is None:
@@ -283,7 +286,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _doing(frames: Mapping[int, FrameType]) -> str:
-    """What threads do that are not idle, as far as that is known."""
+    """What the threads that are not idle are doing, as far as known."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     busy = [
         f"{names.get(ident, ident)} {_place(frame)}"

@@ -3,7 +3,7 @@ two comparisons exactly. That takes a fraction of the time of a binary search, w
 processor cannot predict.
 
 1. The cost is the same for a thousand intervals and for millions: the table has about one entry per
-interval, and entries outside the caches are prefetched.
+   interval, and entries outside the caches are prefetched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The manifest: a dataset's shards and blocks, with a fingerprint.
 
 1. Two manifests are equal if and only if their fingerprints are: same shards, same content, cut
-into the same blocks. The `urls` that the user passed are not part of it.
+   into the same blocks. The `urls` that the user passed are not part of it.
 2. Every block has samples; blocks lie in shard order, and in a shard in the format's order.
 3. A file is accepted only if its checksum and its fingerprint are correct.
 """

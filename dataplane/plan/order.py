@@ -42,7 +42,7 @@ class SampleOrder(Protocol):
     mixtures and packs can be orders too.
 
     1. The same positions always give the same samples, for every caller and however the positions
-    are grouped.
+       are grouped.
     2. No sample of a block is outside the block's span.
     """
 

@@ -1,10 +1,10 @@
 """The shards of a manifest, column by column: a million shards are a few arrays, not objects.
 
 1. Operations over all shards take a few passes over arrays; a `Shard` object is made only on
-request.
+   request.
 2. Nothing here is a mapped file: a manifest is read into memory. Any process that may write to the
-cache folder could truncate a mapped file, and SIGBUS would then kill the node. A compressed file
-must be read anyway, which is as fast as checking an uncompressed one.
+   cache folder could truncate a mapped file, and SIGBUS would then kill the node. A compressed file
+   must be read anyway, which is as fast as checking an uncompressed one.
 """
 
 from __future__ import annotations

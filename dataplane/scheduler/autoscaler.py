@@ -3,7 +3,7 @@
 Invariants:
 1. Never fewer than `least`, never more than `most`.
 2. Workers are added only while all are busy and a trainer waits. If that does not make more slabs
-they are removed again; the next attempt comes after a delay that grows each time.
+   they are removed again; the next attempt comes after a delay that grows each time.
 3. Other workers are removed only if they were not needed for `CALM_LOOKS` looks.
 """
 

@@ -6,13 +6,13 @@
 Invariants:
 1. A block is never loaded twice at the same time, however many tasks wait for it (single flight).
 2. The memory of a block is not reused while the block is pinned, or while a fetch or a worker
-writes it.
+   writes it.
 3. The block evicted first is the one that the plan needs last. To make room for a block that no
-task waits for, only blocks that are needed later are evicted. Everything else in the arena is
-evicted before any block that is still needed.
+   task waits for, only blocks that are needed later are evicted. Everything else in the arena is
+   evicted before any block that is still needed.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 5. Trails only use free memory: nothing is evicted for them, and they are evicted with their block.
-No trails are added while the arena `is_short` of room for a task.
+   No trails are added while the arena `is_short` of room for a task.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ passed it, and when it is about to be evicted but another reader is much closer 
 Invariants:
 1. Every block that was added and not removed is in `never`, or in the heaps of one reader.
 2. `farthest` yields each evictable block once: first blocks that no reader needs any more; then
-blocks that are needed later, each at least half as far away as any that follows; last blocks of
-open windows, which may be needed at once, least recently touched first (except for windows opened
-since that order was made).
+   blocks that are needed later, each at least half as far away as any that follows; last blocks of
+   open windows, which may be needed at once, least recently touched first (except for windows
+   opened since that order was made).
 3. Adding a block and finding the next victim take time logarithmic in the number of blocks. A
-reader that starts, ends, or moves back takes a pass over all blocks of its dataset.
+   reader that starts, ends, or moves back takes a pass over all blocks of its dataset.
 """
 
 from __future__ import annotations

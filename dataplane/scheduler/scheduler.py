@@ -10,14 +10,14 @@ Invariants:
    of its blocks at once, and then finishes without needing memory. So no two tasks can wait for
    each other's memory, and no task that waits for its trainer takes memory from one that does not.
 3. A waiting stream gets a slot: finished slabs that were not requested yet may lose theirs and are
-made again later.
+   made again later.
 4. A slab has one consumer, which may write into it. Streams over the same steps get separate, equal
-slabs from blocks that were loaded once; streams of one group get copies of a slab that was made
-once.
+   slabs from blocks that were loaded once; streams of one group get copies of a slab that was made
+   once.
 5. Consumers may hold slabs forever. If they hold too many together, they must copy the next ones
-and return the slot (`copy_out`).
+   and return the slot (`copy_out`).
 6. Every PlanSteps, Fetch, DecodeBlock, AssembleSlab and CopyKept is answered by exactly one event,
-and memory that it may write is not reused before that event.
+   and memory that it may write is not reused before that event.
 """
 
 from __future__ import annotations

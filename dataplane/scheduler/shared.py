@@ -9,14 +9,14 @@ map, so a trainer's writes change only its own copy.
 
 Invariants:
 1. A slab is never made twice at the same time. Other consumers wait only for the worker that makes
-it, never for a trainer: a trainer that lags or stops delays no other.
+   it, never for a trainer: a trainer that lags or stops delays no other.
 2. Kept slabs take at most half of the block arena, those that no known consumer has yet to reach at
-most a sixteenth, and all of them only memory that no block needs (blocks.py, 3).
+   most a sixteenth, and all of them only memory that no block needs (blocks.py, 3).
 3. The memory of a slab is not reused while a worker writes or reads it.
 4. Slabs that no known consumer has yet to reach are evicted first, oldest first; then those that
-are needed last. A new slab is not kept if all others are needed sooner.
+   are needed last. A new slab is not kept if all others are needed sooner.
 5. A slab is kept if its group was declared (more consumers may come), or if a known consumer has
-yet to reach it.
+   yet to reach it.
 """
 
 from __future__ import annotations

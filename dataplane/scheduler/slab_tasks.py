@@ -6,13 +6,13 @@
 
 Invariants:
 1. During assembly, a task pins all of its blocks, or the shared slab that is copied into its slot.
-It needs no more memory, so it always finishes.
+   It needs no more memory, so it always finishes.
 2. A slot is free again when its stream no longer needs the slab, or its trainer has released it.
 3. If a task is cut, the task with its other batches comes directly after it in the stream.
 4. `missing` has exactly the blocks of a waiting task that are not ready; those that are not being
-loaded are also in `idle`.
+   loaded are also in `idle`.
 5. The first task of a stream with a request gets a slot as soon as one is free or holds a slab that
-was not requested: a slab made too early never blocks one that is needed now.
+   was not requested: a slab made too early never blocks one that is needed now.
 """
 
 from __future__ import annotations
@@ -247,9 +247,7 @@ class SlabTasks:
     # -- assembling ------------------------------------------------------------------------------
 
     def assemble(self, task: SlabTask, shared: SharedSlab | None) -> bool:
-        """Start copying a task's slab, or assembling it from its ready blocks: False if no slot is
-        free.
-        """
+        """Copy a task's slab, or assemble it from its ready blocks: False if no slot is free."""
         slot = self._slot_for(task)
         if slot is None:
             return False
@@ -336,9 +334,7 @@ class SlabTasks:
         return slot
 
     def _spare(self, task: SlabTask) -> SlabTask | None:
-        """A finished slab that is neither held nor requested, in a slot that this task could
-        use.
-        """
+        """A finished slab, neither held nor requested, in a slot that this task could use."""
         for stream in task.delivery.streams:
             for other in reversed(stream.tasks):
                 if (

@@ -3,11 +3,11 @@
 Invariants:
 1. The plans of a walk, one after the other, cover the steps of its slice exactly once.
 2. The length of a plan is estimated from the slabs made so far. A wrong estimate costs time but
-changes no batch.
+   changes no batch.
 3. The first plan is one batch, and later plans grow, so that the first batch is early. A walk that
-is planned ahead of its consumer does not need this, unless it is aligned.
+   is planned ahead of its consumer does not need this, unless it is aligned.
 4. The plans of an aligned walk end at the same steps of the epoch for every consumer, whatever was
-made so far, so that consumers a few batches apart need the same slabs.
+   made so far, so that consumers a few batches apart need the same slabs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A canonical block, opened: where in memory the rows of each of its columns lie."""
+"""An opened canonical block: where in memory the rows of each column lie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class BufferSpan:
-    """Bytes [offset, offset + length) of an Arrow buffer; there is none where nothing is in it."""
+    """Bytes [offset, offset + length) of an Arrow buffer, which is None if empty."""
 
     buffer: pa.Buffer | None
     offset: int
@@ -63,14 +63,14 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockColumns:
-    """One canonical block, opened; whoever holds it keeps its memory.
+    """One opened canonical block. Its memory lives as long as this object.
 
-    `batch` is the block, without packed columns; `values[c]` the rows of a FIXED column, or what
-    `starts[c]` (int64[rows + 1], in elements) cuts into runs; `valid[c]` is there for a column that
-    has nulls. Where there is a row_layout, its rows are one column more, the last.
+    `batch` is the block without packed columns. `values[c]` has the rows of a FIXED column, or the
+    values that `starts[c]` (int64[rows + 1], in elements) divides into rows. `valid[c]` exists for
+    columns with nulls. With a row_layout, the packed rows are one additional column, the last.
 
     Shapes:  valid[c]: uint8[rows].   table: int64[columns, 4], the addresses of values, starts and
-    valid, 0 for what is not there, and the count of elements that the starts cut.
+    valid, 0 for missing ones, and the number of elements that the starts divide.
     """
 
     batch: pa.RecordBatch
@@ -104,7 +104,7 @@ def open_block(
     row_layout: RowLayout | None = None,
     packed: BufferSpan = NOTHING,
 ) -> BlockColumns:
-    """Where the columns of a canonical block lie, some of them in packed rows.
+    """Open a canonical block, some of whose columns may be in packed rows.
 
     Raises:  RowOutOfBounds: a buffer ends before its column does.
     """

@@ -1,8 +1,8 @@
-"""How a worker process ended, and what the log and whoever waits for its task are told of it.
+"""How a worker process ended, and the errors for the log and for the tasks that waited for it.
 
-A task gets a second worker: the first may have been killed by somebody who did not mean the task,
-or earlier tasks had left it short of memory. What ends two becomes one error, which names shard and
-block, and row and column where they are known.
+A task gets a second worker: the first may have been killed for reasons unrelated to the task, or
+earlier tasks may have used up its memory. If both end, one error names shard and block, and row and
+column if they are known.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
 from dataplane.units import raise_to, show_bytes, ways_to_set
 
-# What C++ and Python say when memory runs out where no error can be returned.
+# Messages of C++ and Python when memory runs out and no error can be returned.
 _MEMORY_WORDS = ("bad_alloc", "MemoryError", "Cannot allocate memory")
 _WORDS_MAX = 200
 
 
 class Cause(enum.Enum):
-    """Why a worker is no more."""
+    """Why a worker ended."""
 
     CRASHED = "crashed"
     KILLED = "killed"
@@ -32,7 +32,7 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How one worker ended: the cause, and a phrase that goes on after its name."""
+    """How one worker ended: the cause, and a phrase to put after its name."""
 
     cause: Cause
     words: str
@@ -40,8 +40,8 @@ class ProcessEnd:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """What a worker was at. `block` counts the shard's blocks and `row` its rows, from 0;
-    `first_row` is the block's.
+    """The place that a worker was working at. `block` and `row` count from 0 within the shard;
+    `first_row` is the block's first row.
     """
 
     shard: str
@@ -63,13 +63,13 @@ class WorkerPlace:
 
     @property
     def nouns(self) -> dict[str, str | int | None]:
-        """As errors have them."""
+        """The nouns for errors."""
         return {"shard": self.shard, "block": self.block, "row": self.row, "column": self.column}
 
 
 def end_of(status: int, last_words: str, *, is_machine_short: bool) -> ProcessEnd:
-    """What an exit status says, together with the last lines of stderr. `is_machine_short`: since
-    the worker was started, the kernel has killed processes because memory ran out.
+    """How a worker ended, from its exit status and the last lines of stderr. `is_machine_short`:
+    since the worker was started, the kernel has killed processes because memory ran out.
     """
     if status == -signal.SIGKILL:
         if is_machine_short:
@@ -95,8 +95,8 @@ def _name_of(number: int) -> str:
 def blame(
     doing: str, place: WorkerPlace, ends: Sequence[ProcessEnd], limit_bytes: int
 ) -> DataplaneError:
-    """The error for a task at which these workers ended. `doing` is a phrase that speaks of the
-    place as "it"; `limit_bytes` is what each worker might take.
+    """The error for a task at which these workers ended. `doing` is a phrase about the place;
+    `limit_bytes` is the memory limit of each worker.
     """
     last = ends[-1]
     who = "a worker process ended" if len(ends) == 1 else f"{len(ends)} worker processes ended"
@@ -142,7 +142,7 @@ def blame(
 
 
 def nobody_alive(end: ProcessEnd) -> DataplaneError:
-    """The error for every job that waits where no worker comes up."""
+    """The error for all waiting jobs if no worker can be started."""
     return DataplaneError(
         f"no worker process stays alive: the last one {end.words}; look at the node's output for "
         "the reason"

@@ -41,7 +41,7 @@ class _Pieces:
     """Where the pieces of one column lie, counted from where the column starts.
 
     Shapes:  values, sides, width: int64[batches]; a FIXED column has no sides and no width.
-    ends: int64[batches + 1], where the first so many batches end.   spans: as Rows.spans.
+    ends: int64[batches + 1], where the first i batches end.   spans: as Rows.spans.
     """
 
     values: Ints
@@ -54,8 +54,8 @@ class _Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """How many of the batches fitted, where their columns lie, and how many bytes they took or, if
-    not even one fitted, how many that one needs.
+    """How many of the batches fitted, where their columns lie, and how many bytes they took; if
+    none fitted, the bytes that the first one needs.
     """
 
     batch_count: int
@@ -65,7 +65,7 @@ class Gathered:
 
 
 class Gather:
-    """One slab in the making."""
+    """Assembles one slab."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Gather:
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
         self._alike: dict[int, _Pieces] = {}  # FIXED columns, by the size of a row
-        # A copy: the trainer maps the memory that an index is told in.
+        # A copy, since the trainer can write to the memory that the index comes in.
         row_index = np.array(row_index, np.int32, order="C")
         self._index = row_index
         self._rows = open_rows(blocks, row_index)
@@ -95,7 +95,8 @@ class Gather:
         ]
 
     def into(self, slab: memoryview, expect: Callable[[int], None] | None = None) -> Gathered:
-        """Write as many whole batches as fit; `expect` is told before how many bytes they take.
+        """Write as many whole batches as fit; `expect` is called before with the bytes that they
+        take.
 
         Shapes:  slab: uint8[bytes], writable, page-aligned.
         Raises:  RowOutOfBounds: a row is not where its block says.
@@ -116,7 +117,7 @@ class Gather:
     def _written(self, out: _Slab, begins: Ints) -> Iterator[Column]:
         """Every column, from where it begins on; packed ones all at once."""
         packed = frozenset(self._packing.columns if self._packing is not None else ())
-        # Of FIXED columns; together, since a wide table has tens of thousands.
+        # FIXED columns, all at once, since a wide table has tens of thousands.
         bounds = (begins[:, None] + np.outer(self._sizes, out.bounds)).tolist()
         for at, (spec, ends) in enumerate(zip(self._specs, bounds, strict=True)):
             if at in packed:
@@ -175,7 +176,7 @@ class Gather:
     def _streams(
         self, spec: ColumnSpec, blocks: Sequence[BlockColumns], row_index: RowIndex
     ) -> _Pieces:
-        """One Arrow stream a batch, of its own rows alone; nothing for an empty batch."""
+        """One Arrow stream per batch, with only the batch's rows; empty for an empty batch."""
         streams = [b""] * len(self._batch_rows)
         groups, name = list(by_block(row_index)), spec.name
         if groups:
@@ -211,7 +212,7 @@ class _Slab:
 
     @functools.cached_property
     def _places(self) -> tuple[Ints, Ints]:
-        """Of each row: its batch, and its place in it."""
+        """The batch of each row, and its place in the batch."""
         batch = np.repeat(np.arange(len(self._batch_rows)), self._batch_rows)
         return batch, np.arange(self.bounds[-1]) - self.bounds[batch]
 

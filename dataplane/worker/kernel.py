@@ -35,12 +35,10 @@ _SIGNATURES: dict[str, compiled.Signature] = {
 
 @functools.cache
 def kernel() -> compiled.Compiled:
-    """The library that was made from the kernel.c which lies here, loaded once; numpy takes its
-    place where there is none.
-    """
+    """The library compiled from this kernel.c, loaded once; without it, numpy is used instead."""
     return load(LIBRARY, SOURCE)
 
 
 def load(path: Path, source: Path) -> compiled.Compiled:
-    """A library, if it is there and was made from this source."""
+    """The library, if it exists and was compiled from this source."""
     return compiled.load(path, source, "gather_source_crc", _SIGNATURES)

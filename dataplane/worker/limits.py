@@ -1,4 +1,4 @@
-"""What memory a process that parses foreign bytes may take."""
+"""Memory limits of processes that parse untrusted bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _DECODING_TIMES = 3
 
 @dataclass(frozen=True, slots=True)
 class WorkerBytes:
-    """What a worker may take of its own: `base`, and what the largest block of a dataset takes in
-    addition, up to `most` in all.
+    """The private memory that a worker may take: `base`, plus what the largest block of a dataset
+    needs, up to `most` in total.
     """
 
     base: int
@@ -23,7 +23,7 @@ class WorkerBytes:
 
     @classmethod
     def of(cls, config: NodeConfig) -> Self:
-        """As a node's configuration has it."""
+        """From a node's configuration."""
         return cls(config.worker_memory_bytes, config.worker_memory_bytes_max)
 
     def for_blocks_of(self, decoded_bytes: int) -> int:

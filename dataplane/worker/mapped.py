@@ -30,14 +30,15 @@ class MappedShard:
     fd: int
     mapping: mmap.mmap
     number: int
-    """Below 0, and of no other mapping: while the file is not written, its bytes are the same."""
+    """Negative and unique to this mapping, whose bytes stay the same as long as the file is not
+    written."""
 
     def check(self) -> None:
         """Raises:  DatasetChangedError: the file was written since it was indexed."""
         _check_etag(self.url, self.etag, self.fd)
 
     def populate(self, columns: BlockColumns) -> None:
-        """Map the columns of a block, as far as they lie in the file, and nothing else of it."""
+        """Map only the columns of a block that lie in the file."""
         start = np.frombuffer(self.mapping, np.uint8).ctypes.data
         for part in columns.values:
             if start <= part.address < start + len(self.mapping):

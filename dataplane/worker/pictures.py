@@ -38,7 +38,7 @@ class Pictures:
         self._images = {at: images[s.name] for at, s in enumerate(specs) if s.name in images}
         self._bytes_before = {at: _bytes_of(specs[:at]) for at in self._images}
         self._render, self._origins = render, origins
-        # Held for their memory, to which addresses point.
+        # Kept alive, since addresses point into their memory.
         self._held = kept
         self._trails = np.array(
             [(0, 0) if each is None else (each.ctypes.data, len(each)) for each in kept], np.int64
@@ -79,8 +79,8 @@ class Pictures:
     def _trails_of(
         self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, spans: tuple[Ints, Ints]
     ) -> Ints | None:
-        """Where the images lie among all bytes of their blocks, in other columns too, says where
-        their trails do.
+        """Find the trails of images: their places follow from the places of all bytes of the block,
+        including other columns.
         """
         if not self._images[at].is_cut or not self._trails.any():
             return None
@@ -121,7 +121,9 @@ class Pictures:
 
 
 def _key_of(block: BlockColumns, row: int) -> str | None:
-    """What a sample of a tar file is called; None of other samples, or if the job left it out."""
+    """The key of a sample in a tar file; None for other samples, or if the job left that column
+    out.
+    """
     if KEY not in block.batch.schema.names:
         return None
     key = block.batch.column(KEY)[row].as_py()

@@ -1,5 +1,5 @@
-"""Where the columns of a batch lie, without a Python object for any of them: a wide table has tens
-of thousands, and to look at each takes longer than to decode it.
+"""Where the columns of a batch lie, without a Python object per column: a wide table has tens of
+thousands, and inspecting each would take longer than decoding it.
 
 Source:  https://arrow.apache.org/docs/format/CDataInterface.html
 """
@@ -22,9 +22,9 @@ _LENGTH, NULLS, OFFSET, VALUES = range(4)
 
 
 def placed_columns(batch: pa.RecordBatch, how: Compiled | None = None) -> Ints | None:
-    """Of each column: its length, its nulls (-1 where nobody counted them), how many rows of its
-    values come before its own, and their address, 0 where it has none. It holds as long as the
-    batch does. None where there is no compiled kernel.
+    """For each column: its length, its null count (-1 if not counted), the offset in rows of its
+    first value, and the address of its values, 0 if it has none. Valid as long as the batch lives.
+    None without the compiled kernel.
 
     Shapes:  result: int64[columns, 4].
     """

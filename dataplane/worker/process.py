@@ -1,7 +1,7 @@
 """One worker process and its socket: started by exec, killed, and collected without waiting.
 
-A process that was killed may live on: one that sleeps in the kernel, in a read from a file server
-that is away, dies only when the kernel wakes it. So nothing here waits on the event loop.
+A killed process may stay alive for a while: one blocked in the kernel, in a read from an
+unreachable file server, dies only when the kernel wakes it. So nothing here blocks the event loop.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Self
 from dataplane.rpc import local
 
 MEMORY_BYTES = 1 << 30
-"""Of its own, that a worker may take if nobody says otherwise."""
-# Arrow's allocator would reserve a GiB to use it bit by bit, and a limit counts what is reserved.
+"""Default limit on a worker's private memory."""
+# Arrow's allocator would reserve a GiB and use it gradually, but the limit counts reserved memory.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
 _PAUSE_S = 0.001
 _PAUSE_S_MAX = 0.5
 WORDS_BYTES_MAX = 4096
-"""Of its stderr, that are kept to tell how it ended."""
+"""Bytes at the end of its stderr that are kept, to report how it ended."""
 _PIECE_BYTES = 4096
 _PIECES_LEFT_MAX = 16
-"""Of a pipe that is about to be closed: as much as a pipe holds."""
+"""Bytes to read from a pipe before it is closed: the capacity of a pipe."""
 
 
 def start_parser(
     role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
 ) -> subprocess.Popen[bytes]:
-    """Run a process that parses foreign bytes, a "worker" or an "indexer": its end of its socket,
-    its stderr, and the memory that it may take of its own.
+    """Start a process that parses untrusted bytes, a "worker" or an "indexer", with its end of the
+    socket, its stderr, and a limit on its private memory.
     """
     descriptor = sock.fileno()
     command = [sys.executable, "-P", "-m", "dataplane.node"]
@@ -51,8 +51,8 @@ def start_parser(
 
 
 class WorkerProcess:
-    """A worker process of this node, our end of its socket, and the end of what it wrote to its
-    stderr, which is passed on.
+    """A worker process of this node, our end of its socket, and the last lines of its stderr, which
+    is passed on.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WorkerProcess:
 
     @classmethod
     def start(cls, stderr_fd: int | None, memory_bytes: int = MEMORY_BYTES) -> Self:
-        """Run one that may take so much memory; its stderr goes to ours, or to this one."""
+        """Start a worker with this memory limit; its stderr goes to ours, or to the given one."""
         ours, theirs = local.pair()
         ours.setblocking(False)
         said, says = os.pipe()
@@ -91,25 +91,25 @@ class WorkerProcess:
         return self._stderr.tail.decode(errors="replace")
 
     def on_readable(self, call: Callable[[], None]) -> None:
-        """Have this called whenever the worker has sent something, or hung up."""
+        """Call this whenever the worker has sent something or closed its connection."""
         self._loop.add_reader(self.sock.fileno(), call)
 
     def end(self, ended: Callable[[int], None]) -> None:
-        """Hang up and kill it; `ended` gets the exit status when the process is gone, and with it
-        every thread that could still write into our memory.
+        """Close the connection and kill it. `ended` gets the exit status when the process is gone,
+        with every thread that could still write into our memory.
         """
         self._hang_up()
         self._process.kill()
         self._collect(ended, _PAUSE_S)
 
     def kill(self) -> None:
-        """Hang up and kill it, and hear no more of it. May be called twice."""
+        """Close the connection and kill it, without waiting for its end. May be called twice."""
         self._hang_up()
         self._stderr.close()
         self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is gone within this time. Blocks, so it is for a node that ends."""
+        """Whether it is gone within this time. Blocks, so use it only when the node exits."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self._process.returncode is not None
@@ -130,7 +130,7 @@ class WorkerProcess:
 
 
 class StderrCopy:
-    """Passes on what comes out of a pipe, and remembers the last of it."""
+    """Passes on the output of a pipe, and keeps the end of it."""
 
     def __init__(self, source_fd: int, target_fd: int) -> None:
         self.tail = b""
@@ -141,7 +141,7 @@ class StderrCopy:
         self._loop.add_reader(source_fd, self._copy)
 
     def close(self) -> None:
-        """Take what is left in the pipe, and close it. May be called twice."""
+        """Read what is left in the pipe, and close it. May be called twice."""
         for _ in range(_PIECES_LEFT_MAX):
             if not self._copy():
                 break
@@ -168,7 +168,7 @@ class StderrCopy:
         return True
 
     def _pass_on(self, piece: bytes) -> None:
-        """Drop it where nobody reads, rather than let the event loop wait."""
+        """Drop it if there is no reader, rather than block the event loop."""
         poll = select.poll()
         poll.register(self._target_fd, select.POLLOUT)
         if any(event & select.POLLOUT for _, event in poll.poll(0)):

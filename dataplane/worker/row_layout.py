@@ -1,5 +1,5 @@
-"""Packed blocks: the small columns of a row side by side, so that a row that is read at random is
-one miss of the cache or two, and not one for each column.
+"""Packed blocks: the small columns of a row lie side by side, so that reading a random row costs
+one or two cache misses instead of one per column.
 
 In the block arena a packed block is the Arrow stream of its other columns, then its packed rows,
 up to the end of its region; both start at multiples of a cache line.
@@ -31,20 +31,20 @@ from dataplane.worker.rows import fields_of
 
 _LINE_BYTES = 64
 _SMALL_BYTES = 32
-"""A longer row of a column is worth a miss of its own."""
+"""Longer values of a column are not packed: a cache miss for each is acceptable."""
 _COLUMNS_MIN = 4
-"""Fewer columns would not be read that much faster than it takes to pack them."""
+"""With fewer columns, faster reading does not pay for packing."""
 _PADDING_SHARE = 8
 """Rows are padded, so that they cross fewer lines, by this part of their size at most."""
 
 
 def plan_row_layout(specs: Sequence[ColumnSpec]) -> RowLayout | None:
-    """Which columns are worth it, or None where they are too few."""
+    """The columns worth packing, or None if there are too few."""
     every = row_sizes(specs)
     sizes = {at: size for at, size in enumerate(every) if 0 < size <= _SMALL_BYTES}
     if len(sizes) < _COLUMNS_MIN:
         return None
-    # Equal ones side by side: the kernel turns several of them at once.
+    # Columns of equal size side by side, since the kernel transposes several of them at once.
     columns = sorted(sizes, key=lambda at: -sizes[at])
     widths = np.array([sizes[at] for at in columns], np.int64)
     ends = np.cumsum(widths)
@@ -53,7 +53,7 @@ def plan_row_layout(specs: Sequence[ColumnSpec]) -> RowLayout | None:
 
 
 def _padded(size: int) -> int:
-    """The widest alignment that costs little."""
+    """The row size, padded to the widest alignment that costs little."""
     for step in (_LINE_BYTES, _LINE_BYTES // 2, _LINE_BYTES // 4, _LINE_BYTES // 8):
         padded = -(-size // step) * step
         if (padded - size) * _PADDING_SHARE <= size:
@@ -62,7 +62,7 @@ def _padded(size: int) -> int:
 
 
 def stored_bytes(batch: pa.RecordBatch, row_layout: RowLayout | None) -> int:
-    """What a canonical block takes in the block arena."""
+    """Bytes of a canonical block in the block arena."""
     stream = _others(batch, row_layout)
     mock = pa.MockOutputStream()
     with pa.ipc.new_stream(mock, stream.schema) as writer:
@@ -122,7 +122,7 @@ def open_stored(
 
 
 def _others(batch: pa.RecordBatch, row_layout: RowLayout | None) -> pa.RecordBatch:
-    """What is not packed: as many rows, even where no column is left."""
+    """The columns that are not packed, with the same number of rows even if no column is left."""
     if row_layout is None:
         return batch
     packed = frozenset(row_layout.columns)

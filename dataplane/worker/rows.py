@@ -1,7 +1,7 @@
-"""The rows of one slab, taken from wherever they lie: with the compiled kernel, or with numpy.
+"""Copies the rows of one slab from their blocks: with the compiled kernel, or with numpy.
 
-Both give the same bytes. The compiled one runs at memory speed; the other is for machines that have
-no C compiler, and shows what the first does.
+Both give the same bytes. The compiled one runs at memory speed; the numpy one is for machines
+without a C compiler, and documents the first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataplane.worker.kernel import kernel
 
 
 class Rows(Protocol):
-    """The rows of one slab in their order, column by column. Arrays that are shorter than the slab
-    has rows are about its first rows.
+    """The rows of one slab in their order, column by column. Arrays shorter than the slab's number
+    of rows refer to its first rows.
     """
 
     def fixed(self, at: int, row_bytes: int, out: Bytes) -> None:
@@ -30,7 +30,7 @@ class Rows(Protocol):
         """
 
     def packed(self, row_layout: RowLayout, count: int, out: Bytes, begins: Ints) -> None:
-        """The first rows of all columns that are packed, each column from where it begins in `out`.
+        """The first rows of all packed columns, each column at its place in `out`.
 
         Shapes:  begins: int64[columns], in the order of the row_layout.
         Raises:  RowOutOfBounds: a column does not end within `out`.
@@ -45,8 +45,8 @@ class Rows(Protocol):
 
     def runs(self, at: int, element_bytes: int, spans: tuple[Ints, Ints], put: Ints, room: Ints,
              out: Bytes, padding: bytes = b"") -> None:  # fmt: skip
-        """The rows of a variable column: row i goes to out[put[i] :], and what it leaves of the
-        `room[i]` bytes that it has is filled with elements like `padding`, or zero.
+        """The rows of a variable column: row i goes to out[put[i] :], and the rest of its `room[i]`
+        bytes is filled with copies of `padding`, or zeros.
 
         Shapes:  put, room: int64[rows], in bytes.   out: uint8[bytes].
         Raises:  RowOutOfBounds: a row is not among the values, or larger than its room.
@@ -65,7 +65,7 @@ Open = Callable[[Sequence[BlockColumns], RowIndex], Rows]
 def rows_of(blocks: Sequence[BlockColumns], row_index: RowIndex) -> Rows:
     """Rows of these blocks, in the order of the index, as fast as this installation can.
 
-    Shapes:  row_index: int32[rows, 2], (block, row), in memory that nobody else writes.
+    Shapes:  row_index: int32[rows, 2], (block, row), in memory that no other process writes.
     Raises:  RowOutOfBounds: there is no such block, or no such row in it.
     """
     library = kernel().library
@@ -83,7 +83,7 @@ class CompiledRows:
         assert row_index.flags.c_contiguous
         assert row_index.dtype == np.int32
         self._library, self._rows = library, len(row_index)
-        # Held for their memory, to which addresses point.
+        # Kept alive, since addresses point into their memory.
         self._blocks, self._index = blocks, row_index
         block_rows = np.array([block.rows for block in blocks], np.int64)
         first = library.gather_check(
@@ -200,7 +200,7 @@ class NumpyRows:
 
 
 def fields_of(row_layout: RowLayout, addresses: Ints) -> Ints:
-    """What the kernel knows of packed rows, and of columns that lie at these addresses.
+    """The kernel's description of packed rows and of the columns at these addresses.
 
     Shapes:  addresses: int64[columns].   result: int64[columns, 3].
     """

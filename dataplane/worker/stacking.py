@@ -1,6 +1,6 @@
-"""Blocks in which some columns lie side by side, row after row, as one column of fixed-size lists.
+"""Joins some columns of a block, row by row, into one column of fixed-size lists.
 
-So a batch of them is one copy a row, as of any column of fixed-size lists.
+A batch of them then takes one copy per row, like any column of fixed-size lists.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dataplane.worker.columns import RowLayout
 
 @dataclass(frozen=True, slots=True)
 class StackedPlan:
-    """How blocks become batch columns: first the leaves, then what the stacks make of them.
+    """How blocks become batch columns: first the leaves, then the stacks made from them.
 
     `specs` and `schema` are those of batches, in their order. `lists` are the forms of list columns
-    that do not come as they are, by place. `is_plain`: all columns of the dataset come as they are
-    stored, and are numbers: a block without nulls is in canonical form.
+    that are changed, by index. `is_plain`: all columns of the dataset are numbers and come as
+    stored, so a block without nulls is in canonical form.
     """
 
     leaves: ColumnPlan
@@ -47,7 +47,7 @@ class StackedPlan:
 
 
 def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> StackedPlan:
-    """As `plan_columns`; columns that are stacked need no other mention.
+    """As `plan_columns`; stacked columns need not be listed in columns=.
 
     Raises:  ConfigError: as `plan_columns`, and for a column that cannot be stacked.
     """
@@ -61,7 +61,7 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
     names = {spec.name for spec in leaves.specs}
     for name in members:
         if name not in names:
-            # Lists the columns that exist where there is none of this name.
+            # If there is no column of this name, this raises an error that lists the existing ones.
             plan_columns(schema, alone(options, name))
             raise ConfigError(
                 f"column {name!r} has fields, but a stack needs single numbers: list its fields",
@@ -81,7 +81,7 @@ def plan_stacked(schema: pa.Schema, options: ColumnOptions, url: str = "") -> St
 
 
 def _with_mask(stack: StackSpec, names: Collection[str]) -> Iterator[StackSpec]:
-    """A stack, and that of its columns' masks if they have some."""
+    """A stack, and the stack of its columns' masks if there are any."""
     yield stack
     masks = tuple(map(is_null_name, stack.columns))
     if masks[0] in names:
@@ -135,7 +135,8 @@ def _side_by_side(
 def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
     if array.type == target:
         return array
-    # As numpy and torch convert: what a float cannot hold exactly becomes the nearest it can.
+    # As numpy and torch convert: a number that a float cannot hold exactly becomes the nearest
+    # float.
     with np.errstate(over="ignore", invalid="ignore"):
         values = array.to_numpy(zero_copy_only=False).astype(target.to_pandas_dtype())
     return pa.array(values, target)

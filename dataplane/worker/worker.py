@@ -1,11 +1,11 @@
 """A worker process: decodes blocks into the block arena and gathers slabs. One task at a time.
 
 Invariants:
-1. A worker keeps no state that another could not rebuild: whatever kills it, its task is given to
-   the next one.
-2. It writes only into the regions that its task names, and into the trails of blocks that it names;
-   and reads nothing it was not told of.
-3. It ends when its socket does: a node that dies takes its workers along.
+1. A worker keeps no state that another could not rebuild: if it is killed, its task goes to the
+   next one.
+2. It writes only into the regions that its task names, and into the trails of the task's blocks; it
+   reads only memory and files named by the node.
+3. It exits when its socket closes, so workers do not outlive their node.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _APART_BYTES = 1 << 20
 _FAULT_S_MAX = 0.02
-"""A page that is read from a disk takes no longer, as a rule."""
+"""Reading a page from a disk usually takes no longer than this."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Dataset:
 
 @dataclass(frozen=True, slots=True)
 class _OpenBlock:
-    """A block to gather from, the file that its rows lie in, if they do, which rows it has, and the
+    """A block to gather from: the mapped file of its rows, if any, which rows it has, and the
     trails of its images.
     """
 
@@ -73,7 +73,7 @@ class _OpenBlock:
 
 @dataclass(slots=True)
 class _State:
-    """All that a worker remembers between two tasks, and whom it tells where it is."""
+    """Everything that a worker remembers between two tasks, and where it reports its progress."""
 
     memory_bytes: int
     tell: Callable[[tasks.Reading], None]
@@ -85,7 +85,7 @@ class _State:
 
 
 def run(sock: socket.socket, memory_bytes: int) -> None:
-    """Answer tasks until the node goes away, with so much memory for all of this process."""
+    """Answer tasks until the node goes away, with this memory limit for the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     limit_memory(memory_bytes)
@@ -136,14 +136,14 @@ def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -
 
 
 def _timed(state: _State, body: tasks.Assemble | tasks.Decode) -> tasks.ResultBody:
-    """The answer, with the time that went into waiting for the disk where pages came from one."""
+    """The answer, with the time spent waiting for the disk, if pages were read from one."""
     before, began = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic()
     done = _assemble(state, body) if isinstance(body, tasks.Assemble) else _decode(state, body)
     after = resource.getrusage(resource.RUSAGE_THREAD)
     if after.ru_majflt == before.ru_majflt:
         return done
     busy_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # Whoever waits for a disk gives the processor up; whoever has to share it is made to.
+    # Waiting for a disk is a voluntary context switch; sharing a processor is an involuntary one.
     gave_up, was_made = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
     waited_s = (time.monotonic() - began - busy_s) * gave_up / max(gave_up + was_made, 1)
     most_s = (after.ru_majflt - before.ru_majflt) * _FAULT_S_MAX
@@ -195,7 +195,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
 def _canonical_batch(
     state: _State, dataset: _Dataset, raw: tasks.RawBlockRef
 ) -> tuple[pa.RecordBatch, Ints | None]:
-    """A block in canonical form, and where its columns lie if that was looked at."""
+    """A block in canonical form, and the places of its columns if they were determined."""
     preamble, body, number = _raw_views(state, raw, is_whole=dataset.is_whole)
     block = base.RawBlock(
         raw.url, raw.index, raw.rows, raw.place, raw.shard_bytes, raw.preamble_place,
@@ -297,7 +297,8 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
         layout = encode(Layout(made.columns)) if made.batch_count else b""
         return tasks.Assembled(made.batch_count, made.bytes_needed, made.bytes_used, layout)
     finally:
-        # Afterwards: whatever was written before now may be among the rows, or be their fault.
+        # Check after reading: earlier changes of the file may be among the rows, or have caused the
+        # error.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
 
@@ -305,8 +306,8 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
 def _read_one_by_one(
     state: _State, dataset: _Dataset, body: tasks.Assemble, rows: RowIndex
 ) -> None:
-    """Do what the task does once before, block by block and image by image, and tell of each: one
-    of them has ended a worker.
+    """Run the task's reads once in advance, block by block and image by image, and report each
+    before it is read: one of them has crashed a worker.
     """
     for at, key in enumerate(body.block_keys):
         block = state.blocks[key]
@@ -325,7 +326,7 @@ def _read_one_by_one(
 def _gather_apart(
     dataset: _Dataset, block: _OpenBlock, rows: Sequence[int], render: tasks.Render | None
 ) -> None:
-    """Gather rows of one block into memory that is thrown away."""
+    """Gather rows of one block into scratch memory."""
     pictures = _pictures(dataset, [block], render)
     specs = dataset.plan.specs if pictures is None else pictures.specs
     index = np.array([(0, row) for row in rows], np.int32).reshape(-1, 2)
@@ -339,7 +340,7 @@ def _gather_apart(
 
 
 def _keep(state: _State, arena: Arena, body: tasks.Assemble, length: int) -> None:
-    """Before the trainer has the slab, and may write into it."""
+    """Copy the slab to `keep` before the trainer gets it and may write into it."""
     if body.keep is not None and length <= body.keep.length:
         made = Region(body.slab.offset, length)
         _copy(arena, made, state.arenas[0], Region(body.keep.offset, length))
@@ -361,7 +362,7 @@ def _pictures(
 ) -> Pictures | None:
     if render is None:
         return None
-    # Pillow and libjpeg are loaded where there are images.
+    # Import Pillow and libjpeg only if there are images.
     from dataplane.worker.pictures import Pictures
 
     origins = [block.origin for block in blocks if block.origin is not None]

@@ -153,7 +153,7 @@ def test_cases_of_one_name_that_are_not_the_same_are_not_compared():
     old, new = of((1.0,), (1.0,)), of((1.0,), (1.0,), ranks=4)
     found = compare(old, new)
     assert found.changes == ()
-    assert found.uncompared == ("tokens · local: another case: ranks 4, was 1",)
+    assert found.uncompared == ("tokens · local: a different case: ranks 4, was 1",)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,16 @@ def test_cases_of_one_name_that_are_not_the_same_are_not_compared():
 def test_other_samples_are_not_compared(other):
     old = bench_report.small()
     new = dataclasses.replace(old, workloads=(bench_report.workload(**other),))
-    assert compare(old, new).uncompared == ("tokens · local: other samples, or other batches",)
+    assert compare(old, new).uncompared == (
+        "tokens · local: different samples, or different batches",
+    )
 
 
 def test_the_gist_tells_how_far_ratios_moved():
     old, new = of((100.0, 110.0), (50.0, 50.0)), of((120.0, 132.0), (50.0, 50.0))
     first, second = gist(compare(old, new))
-    assert first == "2 of 2 figures changed by more than the spreads of both reports."
-    assert second.startswith("1 ratio to peers moved by 20% in the median, by 20% at most")
+    assert first == "2 of 2 figures changed by more than the spread of either report."
+    assert second.startswith("1 ratio to peers changed by 20% in the median, by 20% at most")
     assert second.endswith("(tokens · local, torch DataLoader).")
 
 

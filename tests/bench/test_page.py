@@ -342,12 +342,12 @@ def busy_report(**load):
 
 def test_a_machine_that_was_busy_is_told_at_the_top_and_beside_the_case():
     text = page.render(busy_report(others=0.31, steal=0.05))
-    told = "busy with something else in 1 of 2 cases: other processes took up to 31% and the"
+    told = "had other load in 1 of 2 cases: other processes took up to 31% and the"
     assert text.index(told) < text.index("<main>")
     assert text.count("the machine was busy: other processes took 31% and the hypervisor took") == 1
     assert "the hypervisor took up to 3% of its CPU time" in page.render(busy_report(steal=0.03))
     for quiet in ({}, {"others": 0.05, "steal": 0.001}, {"others": None}):
-        assert "busy with something else" not in page.render(busy_report(**quiet))
+        assert "had other load" not in page.render(busy_report(**quiet))
 
 
 def test_every_axis_has_tick_marks_with_numbers(opened, report):

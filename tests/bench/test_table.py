@@ -86,7 +86,7 @@ def test_other_samples_noise_and_a_slow_harness_are_noted():
 def test_samples_that_nobody_compared_are_noted():
     unknown = bench_report.system("torch", (1.0,), same_samples=None)
     text = printed(of(unknown))
-    assert "nobody looked whether the samples are the source's: torch" in " ".join(text.split())
+    assert "not checked whether the samples are the source's: torch" in " ".join(text.split())
     assert "Dataplane was not measured here" in text
 
 

@@ -109,7 +109,7 @@ def test_service_names_are_normal_and_one_per_user() -> None:
     assert names.served_name(1, "unix:/a/B") != names.served_name(1, "unix:/a/b")
     assert names.served_name(1, "host:7077") != names.served_name(2, "host:7077")
     assert isinstance(find_endpoint(None, "run"), Embedded)
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="not an address"):
         find_endpoint("host", "run")
 
 

@@ -1,1 +1,1 @@
-"""What was measured, as a table, as JSON, as a page, and against an older run."""
+"""Reports of a run: as a table, as JSON, as a page, and compared with an older run."""

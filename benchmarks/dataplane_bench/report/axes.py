@@ -1,6 +1,6 @@
-"""The parts that plots are drawn with: axes, lines, notes, in Plotly's words.
+"""The parts of plots: axes, lines, notes, in Plotly's format.
 
-All text is escaped, since Plotly reads a part of HTML in its labels. Colours are names of CSS
+All text is escaped, since Plotly interprets some HTML in labels. Colours are names of CSS
 variables, which page.js looks up.
 """
 
@@ -17,13 +17,13 @@ _ROW, _FRAME = 27, 66
 _TICK = 4
 _TICKS_MIN, _TICKS_MAX = 3, 8
 _STEPS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
-"""Where a logarithmic axis may have its ticks: of each decade, from few to many."""
+"""Possible ticks of a logarithmic axis within each decade, from few to many."""
 _NAME_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """`about` is for those who cannot see it. `kind` is a name for its place on the page."""
+    """`about` is a description for screen readers. `kind` names its place on the page."""
 
     kind: str
     heading: str
@@ -34,7 +34,7 @@ class Plot:
 
 
 def height_of(rows: int) -> int:
-    """Of a plot with so many systems below each other, pixels."""
+    """Height in pixels of a plot with this many systems below each other."""
     return _FRAME + _ROW * rows
 
 
@@ -78,7 +78,7 @@ def layout(
         "yaxis": up,
     }
     if labels:
-        # The figures stand in a column of their own, at the right: never below a whisker.
+        # The figures are in a separate column at the right, so that no whisker crosses them.
         same = {
             "overlaying": "y",
             "side": "right",
@@ -95,7 +95,7 @@ def anchor() -> dict[str, Any]:
 
 
 def axis(title: str) -> dict[str, Any]:
-    """From 0 on."""
+    """An axis that starts at 0."""
     return {
         "title": {"text": escaped(title), "standoff": 6, "font": {"size": 11, "color": "--muted"}},
         "gridcolor": "--grid",

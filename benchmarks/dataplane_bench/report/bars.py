@@ -23,13 +23,13 @@ from dataplane_bench.report.figures import CaseFigures, Spread, SystemFigures
 from dataplane_bench.report.marks import Mark, Marks
 
 BOUND_SHOWN = 4.0
-"""A bound this many times beyond the fastest system is a line at the edge: at its place it would
-leave no room for the bars."""
+"""A bound this many times beyond the fastest system is drawn as a line at the edge; at its true
+place it would leave no room for the bars."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarScale:
-    """What bars are of. `label` is what stands beside a bar of that height."""
+    """The quantity that bars show. `label` is the text beside a bar of that height."""
 
     kind: str
     heading: str
@@ -75,7 +75,7 @@ STALL = BarScale(
 def bars(
     measure: BarScale, case: CaseFigures, drawn: Sequence[SystemFigures], marks: Marks
 ) -> Plot | None:
-    """A bar a system; where a figure is a spread, its whiskers and a dot a round."""
+    """One bar per system; if a figure is a spread, whiskers and one dot per round."""
     rows: list[tuple[SystemFigures, Spread]] = []
     for one in drawn:
         found = measure.figure(one)
@@ -142,7 +142,7 @@ def _dots(place: int, found: Spread) -> dict[str, Any] | None:
 
 
 def _add_bounds(made: dict[str, Any], case: CaseFigures, highest: float) -> None:
-    """A line for each bound; where all are far away, one at the edge for the tightest."""
+    """One line per bound; if all are far away, only the tightest one, at the edge."""
     shown = [one for one in case.bounds if one[1].median <= BOUND_SHOWN * highest]
     made["shapes"] = [line(limit.median, "--ink", "dash") for _, limit in shown]
     made["annotations"] = [

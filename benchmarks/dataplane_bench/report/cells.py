@@ -1,4 +1,4 @@
-"""How figures are worded: cells and headings of every table, in a terminal or on a page."""
+"""Text of figures: cells and headings of every table, in a terminal or on a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTHING = "-"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Digits that matter: 0.0123, 1.23, 12.3, 1,234; a whole number keeps three of them."""
+    """Three significant digits: 0.0123, 1.23, 12.3, 1,234."""
     if value is None:
         return NOTHING
     if not value:
@@ -38,7 +38,7 @@ def rate(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """0.034 -> "3%"; what is below one percent keeps a digit."""
+    """0.034 -> "3%"; below one percent, one more digit."""
     if value is None:
         return NOTHING
     return f"{value * 100:.1f}%" if 0 < value < 0.0095 else f"{value * 100:.0f}%"
@@ -50,7 +50,7 @@ def times(value: float | None) -> str:
 
 
 def off(spread: Spread | None) -> str:
-    """How far the farthest round is from the median: "±3%"; nothing of one round."""
+    """The largest distance of a round from the median: "±3%"; "" for one round."""
     relative = spread.relative if spread else None
     return "" if relative is None else f"±{share(relative)}"
 
@@ -66,7 +66,7 @@ def gibibytes(value: float | None) -> str:
 
 
 def median(spread: Spread | None) -> float | None:
-    """Of a spread that may be unknown."""
+    """The median of a spread that may be unknown."""
     return spread.median if spread else None
 
 
@@ -87,7 +87,7 @@ def settings_told(settings: Settings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A column of a case's table. `short` is folded at its spaces in a terminal."""
+    """A column of a case's table. `short` may be wrapped at its spaces in a terminal."""
 
     short: str
     long: str
@@ -102,13 +102,13 @@ def _ratio(one: SystemFigures) -> str:
 _RATIO = Heading(
     "ratio",
     "Dataplane is",
-    "how many times as fast Dataplane was as this system, in the same round; below 1 it was slower",
+    "Dataplane's rate divided by this system's, in the same round; below 1, Dataplane was slower",
     _ratio,
 )
 _OFF = Heading(
     "±",
     "±",
-    "how far the farthest round is from the median",
+    "largest distance of a round from the median",
     lambda one: off(one.main),
 )
 RATES = (
@@ -122,19 +122,19 @@ RATES = (
     Heading(
         "GB/s",
         "GB/s",
-        "the same as delivered bytes: what the trainer gets, after decoding",
+        "the same in bytes that the trainer receives, after decoding",
         lambda one: number(one.gb_per_s, 2),
     ),
     Heading(
         "x of bound",
         "x of the bound",
-        "samples/s as a part of what the hardware allows, measured in the same rounds",
+        "samples/s divided by what the hardware allows, measured in the same rounds",
         lambda one: number(one.of_bound, 2),
     ),
     Heading(
         "CPU s /M",
         "CPU-s per M samples",
-        "CPU seconds of all its processes, daemons and workers included, per million samples",
+        "CPU seconds per million samples, of all its processes, including daemons and workers",
         lambda one: number(one.cpu_s_per_million),
     ),
     Heading(
@@ -152,13 +152,14 @@ RATES = (
     Heading(
         "stall",
         "stall share",
-        "share of its time that a trainer waits whose step takes as long as the line above says",
+        "share of its time that a trainer waits, if its step takes as long as given in the line "
+        "above",
         lambda one: share(one.stall_share),
     ),
     Heading(
         "p99 ms",
         "p99 wait, ms",
-        "the wait for a batch that one of a hundred exceeds",
+        "wait for a batch that one batch in a hundred exceeds",
         lambda one: number(one.wait_p99_ms, 2),
     ),
     _RATIO,
@@ -169,7 +170,7 @@ TRAINER = Heading(
     "share of a core that the trainer's loading thread used, of all ranks and jobs together",
     lambda one: share(one.trainer_cpu_share),
 )
-"""Only where there is room for it."""
+"""Shown only if there is room for it."""
 STARTS = (
     Heading(
         "first s",
@@ -181,13 +182,13 @@ STARTS = (
     Heading(
         "by",
         "by",
-        "how it found its place again: from its state, or by a replay of all that came before",
+        "how it resumed: from its state, or by a replay of all batches before",
         lambda one: one.by or NOTHING,
     ),
     Heading(
         "CPU s",
         "CPU s",
-        "CPU seconds of all its processes until then",
+        "CPU seconds of all its processes until the first batch",
         lambda one: number(one.cpu_s),
     ),
     Heading(
@@ -201,7 +202,7 @@ STARTS = (
 
 
 def headings(case: CaseFigures, *, are_wide: bool = False) -> tuple[Heading, ...]:
-    """The columns that say something of this case, after the system's name."""
+    """The columns that have figures in this case, after the system's name."""
     columns = STARTS if case.is_start else RATES
     if are_wide:
         columns = (*columns[:-1], TRAINER, columns[-1])
@@ -219,7 +220,7 @@ def title(case: CaseFigures) -> str:
 
 
 def label(one: SystemFigures) -> str:
-    """A system's name in a table; "!" marks samples that were not the source's."""
+    """A system's name in a table; "!" marks systems whose samples differ from the source's."""
     return one.result.title if is_comparable(one.result) else f"{one.result.title} !"
 
 
@@ -236,7 +237,7 @@ SUMMARY = ("case", "Dataplane", "best peer", "its", "Dataplane is", "range", "x 
 
 
 def summary(cases: Iterable[CaseFigures]) -> list[tuple[str, ...]]:
-    """A line a case: Dataplane, the best peer, and how they compare."""
+    """One line per case: Dataplane, the best peer, and their ratio."""
     return [_summary(case) for case in cases]
 
 

@@ -1,8 +1,8 @@
-"""A report against an older one: what became faster or slower, and what only looks so.
+"""Compares a report with an older one: what became faster or slower, and what only seems so.
 
 Machines drift: a figure may change because the machine was busier. So ratios to peers, which were
-measured in the same rounds, are compared too. A change is marked where the rounds of the one
-report and those of the other do not overlap; of a single round nothing can be said.
+measured in the same rounds, are compared too. A change is marked if the rounds of the two reports
+do not overlap. With a single round, no change can be marked.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from dataplane_bench.report.results import BenchReport
 from dataplane_bench.report.table import said
 
 _CHOICES = ("peers", "scenarios", "urls")
-"""Options that say what was measured, and not how: a comparison sees that by itself."""
+"""Options that say what was measured, not how; the comparison sees these differences by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A figure then and now."""
+    """A figure in the old and in the new report."""
 
     old: Spread | None
     new: Spread | None
 
     @property
     def change(self) -> float | None:
-        """Now as a multiple of then."""
+        """The new figure divided by the old one."""
         if self.old is None or self.new is None or not self.old.median:
             return None
         return self.new.median / self.old.median
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it is more than what the rounds of either report differ among themselves."""
+        """Whether the change is larger than the spread of either report."""
         if self.old is None or self.new is None:
             return False
         if min(len(self.old.values), len(self.new.values)) < 2:
@@ -56,8 +56,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class CaseChange:
-    """One system in one case. `main` is samples/s, or seconds to the first batch; `speed` is what
-    is compared, samples or starts a second; `ratio` is Dataplane's to this peer.
+    """One system in one case. `main` is samples/s, or seconds to the first batch; `speed` is the
+    compared figure, samples or starts a second; `ratio` is Dataplane's to this peer.
     """
 
     case: str
@@ -70,7 +70,7 @@ class CaseChange:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What a reader must see."""
+        """The marks shown to the reader."""
         found = []
         if self.speed.is_beyond:
             found.append("faster" if (self.speed.change or 0) > 1 else "slower")
@@ -81,8 +81,8 @@ class CaseChange:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`cautions` are differences of machine, versions and options; `uncompared` is what only one
-    report has, or has otherwise.
+    """`cautions` are differences of machine, versions and options; `uncompared` lists cases that
+    only one report has, or that differ.
     """
 
     old: str
@@ -93,7 +93,7 @@ class Comparison:
 
     @property
     def ratios(self) -> tuple[tuple[float, CaseChange], ...]:
-        """How far each ratio moved, as a share, the farthest first."""
+        """The relative change of each ratio, the largest first."""
         moved = [
             (abs(change - 1), one)
             for one in self.changes
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def compare(old: BenchReport, new: BenchReport) -> Comparison:
-    """Every system of every case that both reports have. Neither needs what the other has."""
+    """Compare every system of every case that both reports have. Either may have more."""
     before = {_key(case): case for case in case_figures(old)}
     changes: list[CaseChange] = []
     uncompared: list[str] = []
@@ -129,16 +129,16 @@ def _key(case: CaseFigures) -> tuple[str, str]:
 
 
 def _other_case(old: CaseFigures, new: CaseFigures) -> str:
-    """Why two cases of one name cannot be compared; "" where they can."""
+    """Why two cases of one name cannot be compared; "" if they can."""
     told = [
         f"{name} {getattr(new.case, name)}, was {getattr(old.case, name)}"
         for name in (field.name for field in dataclasses.fields(new.case))
         if getattr(new.case, name) != getattr(old.case, name)
     ]
     if told:
-        return f"another case: {'; '.join(told)}"
+        return f"a different case: {'; '.join(told)}"
     if _samples(old.workload) != _samples(new.workload):
-        return "other samples, or other batches"
+        return "different samples, or different batches"
     return ""
 
 
@@ -159,7 +159,7 @@ def _changes(old: CaseFigures, new: CaseFigures) -> Iterator[CaseChange]:
 def _change(
     case: CaseFigures, old: SystemFigures | None, new: SystemFigures | None
 ) -> Iterator[CaseChange]:
-    """None of a system of which neither report has a figure."""
+    """The change of one system; None if neither report has a figure for it."""
     either = new or old
     speed = _pair(old, new, lambda one: one.speed)
     if either is None or (speed.old is None and speed.new is None):
@@ -217,7 +217,7 @@ def show(old: BenchReport, new: BenchReport, console: Console | None = None) -> 
 
 
 def render(found: Comparison) -> RenderableType:
-    """Cautions first, then a table a case, then what it amounts to."""
+    """Cautions first, then a table per case, then a summary."""
     parts: list[RenderableType] = [
         Text(),
         said(f"compared with the report of {found.old}", "bold"),
@@ -260,12 +260,12 @@ def gist(found: Comparison) -> list[str]:
         return ["The two reports have no case in common."]
     marked = [one for one in found.changes if one.speed.is_beyond or one.ratio.is_beyond]
     of = f"{len(marked)} of {counted(len(found.changes), 'figure')}"
-    told = [f"{of} changed by more than the spreads of both reports."]
+    told = [f"{of} changed by more than the spread of either report."]
     if found.ratios:
         middle = statistics.median(share for share, _ in found.ratios)
         farthest, one = found.ratios[0]
         told.append(
-            f"{counted(len(found.ratios), 'ratio')} to peers moved by {cells.share(middle)} in the"
-            f" median, by {cells.share(farthest)} at most ({one.case}, {one.system})."
+            f"{counted(len(found.ratios), 'ratio')} to peers changed by {cells.share(middle)} in "
+            f"the median, by {cells.share(farthest)} at most ({one.case}, {one.system})."
         )
     return told

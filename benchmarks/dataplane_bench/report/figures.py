@@ -1,10 +1,10 @@
-"""What the trials of a report amount to: medians, spreads, ratios. Pure; no wording.
+"""Computes medians, spreads and ratios from the trials of a report. Pure; no text.
 
-A figure of a system in a case is the median of its rounds. Ratios are taken pair by pair, within
-a round, and then their median: what slows a whole round slows both sides of it. A ratio says how
-many times as fast Dataplane was: above 1 it was faster. What is not known is None: of a system
-that refused, failed or was not measured, of a figure that the mode does not give, and of a ratio
-between systems that did not deliver the same samples.
+A figure of a system in a case is the median of its rounds. A ratio is computed within each round,
+and its median is reported, so that load which slows a whole round slows both sides. A ratio above 1
+means that Dataplane was faster. Unknown values are None: for a system that refused, failed or was
+not measured, for a figure that the mode does not give, and for a ratio between systems that did not
+deliver the same samples.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from dataplane_bench.report.results import (
 )
 
 NOISY = 0.15
-"""A round this far from the median, as a share of it, is told to the reader."""
+"""The report mentions rounds this far from the median, as a share of it."""
 OTHERS = 0.1
-"""Other processes that took more than this share of the machine's cores are told to the reader."""
+"""The report mentions it if other processes took more than this share of the machine's cores."""
 STEAL = 0.02
-"""As is a hypervisor that took more than this share of their time."""
+"""The same for the hypervisor (steal time)."""
 HEADROOM = 3.0
-"""The harness alone must be so many times as fast as the fastest system, or it is told."""
+"""The report mentions it if the harness alone is less than this many times as fast as the fastest
+system."""
 
 Rounds = Mapping[int, float]
-"""A value of each round that has one."""
+"""One value for each round that has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,14 @@ class Spread:
 
     @property
     def relative(self) -> float | None:
-        """How far the farthest round is from the median, as a share of it; None of one round."""
+        """The largest distance of a round from the median, as a share of it; None for one round."""
         if len(self.values) < 2 or not self.median:
             return None
         return max(self.high - self.median, self.median - self.low) / abs(self.median)
 
 
 class Standing(enum.StrEnum):
-    """What became of a system in a case."""
+    """The outcome of a system in a case."""
 
     MEASURED = "measured"
     REFUSED = "refused"
@@ -76,10 +77,10 @@ class Standing(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SystemFigures:
-    """One system in one case. `reason` is why it was not measured, "" where it was.
+    """One system in one case. `reason` says why it was not measured, "" if it was.
 
-    `speed` is what systems are sorted and compared by: samples a second, or starts a second.
-    `typical` is the trial whose speed is the median, for what is drawn over time.
+    Systems are sorted and compared by `speed`: samples a second, or starts a second. `typical` is
+    the trial with the median speed, for plots over time.
     """
 
     result: SystemResult
@@ -104,7 +105,7 @@ class SystemFigures:
 
     @property
     def main(self) -> Spread | None:
-        """The figure that its case is about: samples/s, or seconds to the first batch."""
+        """The main figure of its case: samples/s, or seconds to the first batch."""
         return self.samples_per_s or self.first_batch_s
 
     @property
@@ -147,12 +148,12 @@ class CaseFigures:
 
     @property
     def is_busy(self) -> bool:
-        """Whether others used the machine while the case was measured."""
+        """Whether other processes used the machine while the case was measured."""
         return is_busy(self.load)
 
     @property
     def is_start(self) -> bool:
-        """Whether the case is about seconds until a first batch, and not about rates."""
+        """Whether the case measures seconds until a first batch instead of rates."""
         return is_start(self.case)
 
     @property
@@ -174,8 +175,8 @@ class CaseFigures:
 
     @property
     def harness_headroom(self) -> float | None:
-        """How many times as fast as the fastest system the harness alone is; None where a trainer
-        computes, since that is as fast as anything can be.
+        """The harness's rate alone, divided by the fastest system's; None if a trainer computes,
+        since that limits the rate.
         """
         harness, fastest = self.harness, self.measured[:1]
         if self.case.step_ms or not fastest or fastest[0].is_harness:
@@ -186,7 +187,7 @@ class CaseFigures:
 
 
 def is_busy(load: Mapping[str, float]) -> bool:
-    """Whether this load of others (see `CaseResult`) is worth a warning."""
+    """Whether this load by other processes (see `CaseResult`) is worth a warning."""
     return load.get("others", 0.0) > OTHERS or load.get("steal", 0.0) > STEAL
 
 
@@ -196,7 +197,7 @@ def is_start(case: BenchCase) -> bool:
 
 
 def is_comparable(result: SystemResult) -> bool:
-    """Whether nothing is known against its samples being the same as everybody's."""
+    """Whether its samples are not known to differ from the source's."""
     return result.same_samples is not False
 
 
@@ -292,7 +293,7 @@ def _standing(result: SystemResult) -> tuple[Standing, str]:
 
 
 def speeds_of(result: SystemResult, case: BenchCase) -> Rounds:
-    """Samples, or starts, a second of each round; none of a system that refused or failed."""
+    """Samples, or starts, a second in each round; none for a system that refused or failed."""
     if result.refused or result.error:
         return {}
     if is_start(case):
@@ -302,7 +303,7 @@ def speeds_of(result: SystemResult, case: BenchCase) -> Rounds:
 
 
 def ratio_of(ours: SystemResult, other: SystemResult, case: BenchCase) -> Spread | None:
-    """How many times as fast as `other` ours was, in each round that both have."""
+    """Our speed divided by `other`'s, in each round that both have."""
     if not (is_comparable(ours) and is_comparable(other)):
         return None
     return spread(_quotients(speeds_of(ours, case), speeds_of(other, case)).values())
@@ -335,7 +336,7 @@ def _middle(result: SystemResult, name: str) -> float | None:
 
 
 def _rounds(result: SystemResult, name: str) -> dict[int, float]:
-    """A figure of each round that has it. A trial without a round's number has its place's."""
+    """The figure of each round that has it. A trial without a round number gets its index."""
     found = {}
     for place, trial in enumerate(result.trials):
         number = known(trial.get(name))

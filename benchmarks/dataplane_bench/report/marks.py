@@ -1,9 +1,10 @@
-"""How a system looks, everywhere: one colour, one dash and one pattern of its own.
+"""The appearance of each system in all plots: its colour, dash and pattern.
 
-Hues are those of the palette of Okabe and Ito, darker or lighter where bars need it; people with
-any colour vision can tell them apart, and a test looks. Dataplane has one that nobody shares. There
-are more peers than such hues, so two share one, and the second is dashed and hatched. Colours are
-names of variables of page.css, which has each twice: for a light page and for a dark one.
+Hues are from the palette of Okabe and Ito, made darker or lighter for bars if needed; people with
+any colour vision can distinguish them, and a test checks this. Dataplane has a hue of its own.
+There are more peers than hues, so two peers share one, and the second is dashed and hatched.
+Colours are names of variables of page.css, which has each twice: for a light page and for a dark
+one.
 
 Source: M. Okabe, K. Ito, Color Universal Design, 2008.
 """
@@ -33,7 +34,8 @@ Marks = Mapping[str, Mark]
 
 
 def marks(names: Iterable[str]) -> Marks:
-    """A mark for each. A known system has the same in every report; unknown ones come after."""
+    """A mark for each system. A known system has the same mark in every report; unknown ones come
+    after."""
     strangers = sorted(set(names) - {OURS, HARNESS, *PEERS})
     found = {name: _mark(place) for place, name in enumerate((*PEERS, *strangers))}
     found[OURS] = Mark("--ours", width=3.2)

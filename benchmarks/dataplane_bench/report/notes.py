@@ -1,4 +1,5 @@
-"""What a reader is told in sentences: what a case is, who was not measured, the notes, the gist."""
+"""The sentences of a report: what a case is, which systems were not measured, notes, and the
+summary."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _BOUNDS = {
 
 
 def one_line(text: str) -> str:
-    """The gist of an error: its first line and, of a loader's last words, the last."""
+    """An error in short: its first line, and the last line of the loader's output."""
     printable = "".join(one if one.isprintable() or one == "\n" else " " for one in text)
     lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]
     if not lines:
@@ -52,7 +53,7 @@ def one_line(text: str) -> str:
 
 
 def about(case: CaseFigures) -> str:
-    """What is loaded, how, and what the hardware allows."""
+    """Describes a case: what is loaded, how, and what the hardware allows."""
     told = [_mode(case.case)]
     if case.workload is not None:
         told.append(_samples(case.workload))
@@ -67,7 +68,7 @@ def about(case: CaseFigures) -> str:
 
 def _mode(case: BenchCase) -> str:
     where = {StorageKind.LOCAL: "local disk", StorageKind.S3: "S3"}[case.store]
-    served = ", a daemon being there before" if case.served else ""
+    served = ", with a running daemon" if case.served else ""
     match case.mode:
         case Mode.STEADY:
             what = "steady rates"
@@ -94,7 +95,7 @@ def _samples(workload: Workload) -> str:
 
 
 def absent(case: CaseFigures) -> list[tuple[str, str]]:
-    """Who was not measured: a name, and why in one line."""
+    """The systems that were not measured: a name, and the reason in one line."""
     word = {Standing.REFUSED: "no part in it", Standing.FAILED: "failed"}
     return [
         (one.result.title, f"{word.get(one.standing, 'not measured')}: {one_line(one.reason)}")
@@ -103,7 +104,7 @@ def absent(case: CaseFigures) -> list[tuple[str, str]]:
 
 
 def notes(case: CaseFigures) -> list[str]:
-    """What a reader must know before believing a case."""
+    """What a reader must know before trusting a case."""
     told = []
     differing = [one.result.title for one in case.measured if not is_comparable(one.result)]
     if differing:
@@ -114,7 +115,7 @@ def notes(case: CaseFigures) -> list[str]:
         if one.result.same_samples is None and not one.is_harness
     ]
     if unknown:
-        told.append(f"nobody looked whether the samples are the source's: {', '.join(unknown)}")
+        told.append(f"not checked whether the samples are the source's: {', '.join(unknown)}")
     noisy = [f"{one.result.title} {off(one.main)}" for one in case.measured if one.is_noisy]
     if noisy:
         told.append(f"noisy, a round more than {NOISY:.0%} off the median: {', '.join(noisy)}")
@@ -123,8 +124,8 @@ def notes(case: CaseFigures) -> list[str]:
     headroom = case.harness_headroom
     if headroom is not None and headroom < HEADROOM:
         told.append(
-            f"the harness alone is only {times(headroom)} as fast as the fastest system:"
-            " it may be what is measured"
+            f"the harness alone is only {times(headroom)} as fast as the fastest system: it may "
+            "limit the figures"
         )
     if case.ours is None:
         told.append("Dataplane was not measured here, so there are no ratios")
@@ -165,7 +166,7 @@ def gist(cases: Sequence[CaseFigures]) -> list[str]:
 
 
 def busy(report: BenchReport) -> str:
-    """A warning where others used the machine during the run; "" where they did not."""
+    """A warning if other processes used the machine during the run, else ""."""
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     loads = [{name: known(value) or 0.0 for name, value in case.load.items()} for case in cases]
     heavy = [load for load in loads if is_busy(load)]
@@ -174,9 +175,8 @@ def busy(report: BenchReport) -> str:
     worst = max(heavy, key=lambda load: sum(load.values()))
     where = f"{len(heavy)} of {counted(len(cases), 'case')}"
     return (
-        f"The machine was busy with something else in {where}: {_load(worst, 'up to ')}. Figures"
-        " are lower than on an idle machine, and ratios less certain: measure again when nothing"
-        " else runs."
+        f"The machine had other load in {where}: {_load(worst, 'up to ')}. Figures are lower than "
+        f"on an idle machine, and ratios less certain: measure again on an idle machine."
     )
 
 
@@ -228,7 +228,8 @@ def versions(report: BenchReport) -> list[str]:
 
 
 def sweeps(cases: Sequence[CaseFigures]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Of each system: for which cases, its format, what was chosen and what else was tried."""
+    """For each system: the cases, its format, the chosen settings, and the others that were
+    tried."""
     found: dict[str, dict[str, list[CaseFigures]]] = {}
     for case in cases:
         for one in case.systems:
@@ -242,7 +243,7 @@ def sweeps(cases: Sequence[CaseFigures]) -> list[tuple[str, list[tuple[str, str]
 
 
 def _titles(cases: Sequence[CaseFigures], every: Iterable[Sequence[CaseFigures]]) -> str:
-    """The cases' titles; a scenario's name alone stands for all of its cases."""
+    """The cases' titles; a scenario's name alone means all of its cases."""
     known_of = [case for of in every for case in of]
     told = []
     for case in cases:

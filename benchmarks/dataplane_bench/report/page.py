@@ -1,7 +1,7 @@
-"""The report as one page that needs nothing but itself: no network, no other file.
+"""The report as one self-contained page: no network, no other file.
 
-The template escapes whatever it is given; what plots are made of is JSON in which no tag can start.
-The page forbids itself to load or run anything but the two scripts that it has, by their hashes.
+The template escapes all values; plots are JSON that cannot contain the start of a tag. The page's
+policy allows only its two scripts, by their hashes, and no loading of anything else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _DASHES = {"solid": "", "dash": "7 4", "dot": "2 4"}
 
 
 def write(report: BenchReport, path: Path) -> None:
-    """Raises:  ConfigError: the file cannot be written, or what draws is not installed."""
+    """Raises:  ConfigError: the file cannot be written, or the plotting library is not
+    installed."""
     text = render(report)
     try:
         path.write_text(text, encoding="utf-8")
@@ -45,7 +46,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A system in a legend: by its dot where it has a `symbol`, else by its line."""
+    """A system in a legend: a dot if it has a `symbol`, else a line."""
 
     name: str
     title: str
@@ -67,7 +68,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What the template says of a case."""
+    """The template's values for a case."""
 
     id: str
     title: str
@@ -84,7 +85,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class _Scenario:
-    """What the template says of a question."""
+    """The template's values for a scenario."""
 
     id: str
     name: str
@@ -95,7 +96,7 @@ class _Scenario:
 
 
 def render(report: BenchReport) -> str:
-    """The page.   Raises:  ConfigError: what draws is not installed."""
+    """The page.   Raises:  ConfigError: the plotting library is not installed."""
     try:
         import jinja2
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
@@ -219,7 +220,7 @@ def _overview_keys(found: Sequence[CaseFigures], looks: Marks) -> list[_Key]:
 
 
 def _failures(found: Sequence[CaseFigures]) -> list[tuple[str, str]]:
-    """Whole errors, last words included."""
+    """Whole errors, including the loader's last output."""
     return [
         (f"{cells.title(case)}, {one.result.title}", one.result.error)
         for case in found
@@ -229,7 +230,7 @@ def _failures(found: Sequence[CaseFigures]) -> list[tuple[str, str]]:
 
 
 def _drawings(placed: Sequence[_Placed]) -> str:
-    """JSON that can stand in a script element: nothing in it ends one."""
+    """JSON that is safe in a script element: nothing in it can end the element."""
     told: list[dict[str, Any]] = [
         {"id": one.id, "group": one.group, **one.plot.drawing} for one in placed
     ]
@@ -245,5 +246,5 @@ def _part(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """As a page's policy names a script."""
+    """The hash of a script, as a page's policy writes it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

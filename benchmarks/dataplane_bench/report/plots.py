@@ -63,7 +63,7 @@ def overview(cases: Sequence[CaseFigures], marks: Marks) -> Plot | None:
             }
         )
     ratios = [each for drawn in lines for each in drawn["x"]]
-    across = log_axis("times as fast as the peer", [*ratios, 1.0], "x")
+    across = log_axis("times the peer's speed", [*ratios, 1.0], "x")
     made = layout(across, names([cells.title(case) for case in rows])) | {
         "shapes": [line(1.0, "--ours", "solid")],
     }
@@ -73,7 +73,7 @@ def overview(cases: Sequence[CaseFigures], marks: Marks) -> Plot | None:
 
 
 def of_case(case: CaseFigures, marks: Marks) -> list[Plot]:
-    """All plots of a case, of what it has figures of."""
+    """All plots of a case for which it has figures."""
     drawn = [one for one in case.measured if not one.is_harness]
     if not drawn:
         return []
@@ -99,7 +99,7 @@ def _waits(drawn: Sequence[SystemFigures], marks: Marks) -> Plot | None:
     ]
     if not rows:
         return None
-    # Nothing is 0 on a logarithmic axis: what is faster than a microsecond is drawn as one.
+    # A logarithmic axis has no 0: waits below a microsecond are drawn as one microsecond.
     ends = [(max(p50, 0.001), max(p99, 0.001)) for _, p50, p99 in rows]
     places = [len(rows) - 1 - place for place in range(len(rows))]
     colours = [marks[one.result.name].colour for one, _, _ in rows]
@@ -152,9 +152,9 @@ def _over_time(
     unit: str,
     points_of: Callable[[Mapping[str, Any]], Points],
 ) -> Plot | None:
-    """A line a system, of the round whose speed is the median."""
+    """One line per system, for the round with the median speed."""
     lines = []
-    # Dataplane comes last, and so lies above the others.
+    # Dataplane is drawn last, so that it lies above the others.
     for one in sorted(drawn, key=lambda one: one.is_ours):
         points = points_of(one.typical or {})
         mark = marks[one.result.name]

@@ -1,4 +1,4 @@
-"""What a run of the benchmark found: frozen values, written as one JSON file and read again.
+"""The results of a benchmark run: frozen values, written to and read from one JSON file.
 
 A trial's figures are a mapping with these keys (those that its mode gives):
 
@@ -38,7 +38,7 @@ Figures = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One choice of settings in the sweep: what it gave, or why it failed."""
+    """One choice of settings in the sweep: its rate, or why it failed."""
 
     settings: Settings
     samples_per_s: float = 0.0
@@ -47,9 +47,9 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class SystemResult:
-    """One system in one case. `refused`: it has no part in it, and why. `error`: it failed.
+    """One system in one case. `refused`: why it does not take part. `error`: why it failed.
 
-    `trials` has one entry a round. `same_samples` is None where nobody looked (the harness).
+    `trials` has one entry per round. `same_samples` is None if it was not checked (the harness).
     """
 
     name: str
@@ -67,7 +67,7 @@ class SystemResult:
 
 @dataclass(frozen=True, slots=True)
 class HardwareBound:
-    """What the hardware allows in a case, measured in the same run: one figure a round."""
+    """What the hardware allows in a case, measured in the same run: one figure per round."""
 
     name: str
     samples_per_s: tuple[float, ...]
@@ -75,8 +75,8 @@ class HardwareBound:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """All systems in one case. `load` is what others did during its rounds, as shares of the time
-    of all cores: "others" (processes that are not of this run), "steal" (the hypervisor).
+    """All systems in one case. `load` is other load during its rounds, as shares of the time of all
+    cores: "others" (processes outside this run), "steal" (the hypervisor).
     """
 
     case: BenchCase
@@ -87,7 +87,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """All cases of one question."""
+    """All cases of one scenario."""
 
     name: str
     question: str
@@ -102,7 +102,7 @@ class BenchReport:
     `machine`: cpu, cores, memory_bytes, kernel, python, storage. `versions`: of every package that
     took part, by system. `sample_bytes`: delivered bytes of a sample, by workload.
     `bounds`: what the machine can do ("memcpy_gb_per_s", ...), one figure a round. `missing`:
-    systems that took no part, and why ("not installed: dataplane bench --install-peer ray").
+    systems that did not take part, and why ("not installed: dataplane bench --install-peer ray").
     """
 
     created: str
@@ -128,7 +128,7 @@ def write(report: BenchReport, path: Path) -> None:
 
 
 def to_json(report: BenchReport) -> str:
-    """What JSON has no word for (not a number, infinity) is null."""
+    """Values that JSON cannot express (NaN, infinity) become null."""
     return json.dumps(json.loads(wire.line(report), parse_constant=lambda _: None), indent=1)
 
 
@@ -144,13 +144,15 @@ def read(path: Path) -> BenchReport:
 
 
 def from_json(told: object, name: str) -> BenchReport:
-    """A report as `to_json` wrote it; `name` is whose, for the error.
+    """A report from the text that `to_json` wrote; `name` names it in errors.
 
-    Raises:  ConfigError: it is none, or of another version.
+    Raises:  ConfigError: it is not a report, or has another version.
     """
     version = told.get("version") if isinstance(told, dict) else None
     if isinstance(version, int) and version != VERSION:
-        raise ConfigError(f"{name} is a report of version {version}, and this reads {VERSION}")
+        raise ConfigError(
+            f"{name} is a report of version {version}, but this release reads version {VERSION}"
+        )
     try:
         report: BenchReport = _value(BenchReport, told, "report")
     except _Unfit as error:
@@ -159,7 +161,7 @@ def from_json(told: object, name: str) -> BenchReport:
 
 
 class _Unfit(Exception):
-    """A value is not of its type; says where."""
+    """A value has the wrong type; says where."""
 
 
 def _value(kind: Any, told: Any, at: str) -> Any:
@@ -178,7 +180,7 @@ def _value(kind: Any, told: Any, at: str) -> Any:
         pairs = _expect(told, dict, at)
         return {name: _value(arguments[1], one, f"{at}.{name}") for name, one in pairs.items()}
     if kind is float:
-        # What was not a number was written as null.
+        # NaN was written as null.
         return math.nan if told is None else float(_expect(told, int | float, at))
     if kind is Path or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         try:
@@ -189,7 +191,7 @@ def _value(kind: Any, told: Any, at: str) -> Any:
 
 
 def _fields(kind: Any, told: Mapping[str, Any], at: str) -> Any:
-    # A field that this version does not know is left out: a newer one may have added it.
+    # Ignore fields that this version does not know: a newer one may have added them.
     types_of = typing.get_type_hints(kind)
     required = dataclasses.MISSING
     found = {}

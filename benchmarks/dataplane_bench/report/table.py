@@ -1,6 +1,6 @@
 """The report in a terminal, and as Markdown.
 
-A terminal of 80 columns shows every column: headings are folded, and names where they must.
+Every column fits into a terminal of 80 columns: headings are wrapped, and names if necessary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def show(report: BenchReport, console: Console | None = None) -> None:
 
 
 def render(report: BenchReport, width: int) -> RenderableType:
-    """Every case, the settings and how they were chosen, who took no part, and the summary."""
+    """Every case, the settings and how they were chosen, systems that did not take part, and the
+    summary."""
     cases = case_figures(report)
     gap = 1 if width < NARROW else 2
     widths = _widths(cases, width, gap)
@@ -48,7 +49,7 @@ def render(report: BenchReport, width: int) -> RenderableType:
 
 
 def said(text: str, style: str = "") -> Text:
-    """Text that is no markup, without what would steer a terminal."""
+    """Text without markup and without terminal control characters."""
     return Text("".join(one if one.isprintable() or one == "\n" else " " for one in text), style)
 
 
@@ -57,7 +58,7 @@ def _machine_line(report: BenchReport) -> Text:
 
 
 def _widths(cases: Sequence[CaseFigures], width: int, gap: int) -> dict[str, int]:
-    """One width for a column in all cases, so that they stand below each other."""
+    """One width per column over all cases, so that the columns align."""
     found: dict[str, int] = {}
     for case in cases:
         for one in cells.headings(case):
@@ -111,7 +112,7 @@ def _coloured(one: SystemFigures, column: str, cell: str) -> Text:
 
 
 def _hanging(name: str, text: str | Text) -> Table:
-    """A line whose second part is folded below itself."""
+    """A line whose second part wraps with a hanging indent."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(width=_HANGING, overflow="fold")
     table.add_column(overflow="fold", style="dim")
@@ -226,7 +227,7 @@ def _markdown_sweeps(cases: Sequence[CaseFigures]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text in which nothing is markup."""
+    """Text in which nothing is interpreted as markup."""
     for mark in "\\`*_[]<>|#":
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.split())
