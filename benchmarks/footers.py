@@ -1,0 +1,144 @@
+"""What does a block cost where the footers of its dataset are large?
+
+    python benchmarks/footers.py [--shards 100] [--columns 100] [--groups 100] [--json]
+
+Footers of Parquet shards with so many columns and row groups, and blocks of 1 MiB from a store in
+memory, in random order. Told is the CPU time of a node that fetches a block, with the preamble
+copied to it and without; and of a worker that looks up a block's footer, if it parses all of it
+and as it is done. All per block, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import random
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import DataplaneError
+from dataplane.formats.base import RawBlock
+from dataplane.formats.parquet_footers import Footers, parsed
+from dataplane.model import ObjectInfo, Region
+from dataplane.node.fetch import Fetcher
+from dataplane.rpc.tasks import RawBlockRef
+
+BLOCK_BYTES, AT_ONCE = 1 << 20, 16
+BLOCKS_FETCHED, BLOCKS_FOUND, BLOCKS_PARSED = 2000, 1000, 100
+
+
+def footer_of(columns: int, groups: int) -> bytes:
+    """The footer of a shard of floats."""
+    values, sink = np.random.default_rng(1).random(groups), io.BytesIO()
+    table = pa.table({f"column_{each:05d}": values for each in range(columns)})
+    pq.write_table(table, sink, row_group_size=1)
+    content = sink.getvalue()
+    return content[-8 - int.from_bytes(content[-8:-4], "little") :]
+
+
+class MemoryStore:
+    """Shards that are a footer, and then zeros."""
+
+    def __init__(self, footer: bytes) -> None:
+        self._footer, self._body = footer, bytes(BLOCK_BYTES)
+
+    def head(self, url: str) -> ObjectInfo:
+        return ObjectInfo(url, len(self._footer) + BLOCK_BYTES, "tag")
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter([self.head(prefix)])
+
+    def read(self, _url: str, offset: int, length: int, _etag: str) -> bytes:
+        return self._body[:length] if offset else self._footer
+
+    def stream(self, _url: str, _etag: str) -> Iterator[bytes]:
+        yield self._footer
+
+
+async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
+    """CPU of this process for a block that is fetched, the second time that its shard is read."""
+    arena, store, chance = Arena.create("footers", 64 << 20), MemoryStore(footer), random.Random(1)
+    arena.reserve(arena.size_bytes)
+    place, preamble = Region(len(footer), BLOCK_BYTES), Region(0, len(footer))
+    length = place.length + preamble.length
+    fetcher = Fetcher(AT_ONCE, lambda _url: store, preamble_bytes=shards * 2 * len(footer))
+    free: asyncio.Queue[int] = asyncio.Queue()
+
+    async def read(urls: list[str]) -> None:
+        for key, url in enumerate(urls):
+            slot = await free.get()
+
+            def ended(error: DataplaneError | None, key: int = key, slot: int = slot) -> None:
+                assert error is None
+                fetcher.let_go(key)
+                free.put_nowait(slot)
+
+            raw = RawBlockRef(url, 0, 1, place, preamble, length, "tag")
+            fetcher.fetch(key, raw, arena.view(slot * length, length), ended, is_copied=is_copied)
+        for slot in [await free.get() for _ in range(AT_ONCE)]:
+            free.put_nowait(slot)
+
+    for slot in range(AT_ONCE):
+        free.put_nowait(slot)
+    await read([f"s3://b/{each}" for each in range(shards)])
+    began = time.process_time()
+    await read([f"s3://b/{chance.randrange(shards)}" for _ in range(BLOCKS_FETCHED)])
+    fetcher.close()
+    return (time.process_time() - began) / BLOCKS_FETCHED * 1e6
+
+
+def found_us(footer: bytes, shards: int, groups: int, *, is_whole: bool) -> float:
+    """CPU of a worker that looks up the footer of a block."""
+    footers, chance, nowhere = Footers(), random.Random(1), Region(0, 0)
+    count = BLOCKS_PARSED if is_whole else BLOCKS_FOUND
+    spent = 0.0
+    for each in range(-2 * shards, count):  # after each shard was seen
+        number = chance.randrange(shards)
+        block = RawBlock(
+            f"s3://b/{number}", chance.randrange(groups), 1, nowhere, 0, nowhere,
+            memoryview(footer), memoryview(b""), (), number + 1,
+        )  # fmt: skip
+        if is_whole and each < 0:
+            continue
+        began = time.thread_time()
+        if is_whole:
+            parsed(footer)
+        else:
+            footers.group_of(block)
+        spent += time.thread_time() - began if each >= 0 else 0.0
+    return spent / count * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--shards", type=int, default=100)
+    parser.add_argument("--columns", type=int, default=100)
+    parser.add_argument("--groups", type=int, default=100)
+    parser.add_argument("--json", action="store_true", help="figures as JSON")
+    given = parser.parse_args()
+    footer = footer_of(given.columns, given.groups)
+    found = {
+        "footer, bytes": float(len(footer)),
+        "node, footer copied to the block": asyncio.run(
+            fetched_us(footer, given.shards, is_copied=True)
+        ),
+        "node, footer kept apart": asyncio.run(fetched_us(footer, given.shards, is_copied=False)),
+        "worker, footer parsed whole": found_us(footer, given.shards, given.groups, is_whole=True),
+        "worker, as it is done": found_us(footer, given.shards, given.groups, is_whole=False),
+    }
+    if given.json:
+        print(json.dumps({name: round(value, 1) for name, value in found.items()}))
+        return
+    for name, value in found.items():
+        print(f"{name:<40}{value:>12,.0f}")
+
+
+if __name__ == "__main__":
+    main()
