@@ -102,6 +102,30 @@ EQUAL = (
         "a sentence: some kernels do not tell who has a lock",
     ),
     (
+        _SCHEDULER + "slab_tasks.py",
+        "self._numbers = itertools.count(1)",
+        "self._numbers = itertools.count(2)",
+        "any numbers do that rise",
+    ),
+    (
+        _SCHEDULER + "scheduler.py",
+        "self._slab_ids = itertools.count(1)",
+        "self._slab_ids = itertools.count(2)",
+        "any numbers do that rise",
+    ),
+    (
+        _SCHEDULER + "blocks.py",
+        "self._keys = itertools.count(1)",
+        "self._keys = itertools.count(2)",
+        "any numbers do that rise",
+    ),
+    (
+        _SCHEDULER + "blocks.py",
+        "self._touches = itertools.count(1)",
+        "self._touches = itertools.count(2)",
+        "any numbers do that rise",
+    ),
+    (
         _SCHEDULER + "autoscaler.py",
         "pause: int = 0",
         "pause: int = 1",

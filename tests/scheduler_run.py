@@ -292,6 +292,9 @@ class Run:
             one = self.chance.choice(waiting)
             one.after = None
             self.tell(events.StreamAdopted(one.number))
+            stream = self.scheduler._streams.find(one.number)
+            assert stream is not None
+            assert not stream.is_ahead, "a stream that was adopted still waits for another"
 
     def forget_one(self) -> None:
         """All jobs over a dataset end, while work for them is under way, and one begins again."""
