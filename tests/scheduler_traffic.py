@@ -235,7 +235,7 @@ class Traffic:
         if task is None:
             expected = "plan"
         elif task.phase is not SlabPhase.WAITING:
-            expected = {SlabPhase.ASSEMBLING: "assembling", SlabPhase.READY: "ready"}[task.phase]
+            expected = task.phase.name.lower()
         elif slab is not None and slab.made is None:
             expected = "being made for another job of its group"
         elif slab is None and task.missing:
