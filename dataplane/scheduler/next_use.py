@@ -92,6 +92,8 @@ class _Resident:
     never: dict[int, None] = field(default_factory=dict)
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
     serials: Iterator[int] = field(default_factory=itertools.count)
+    has_moved: bool = False
+    """Whether a look at one reader's blocks has moved some to another."""
 
     def use(self, key: int) -> int:
         """How many positions away the next use may be, over all readers."""
@@ -169,6 +171,7 @@ class _Resident:
                 if 2 * use >= reader.use(key):
                     return use
                 self.place(key)
+                self.has_moved = True
             heapq.heappop(reader.by_first)
         return 0
 
@@ -231,10 +234,7 @@ class NextUse:
     def _needed_later(self) -> Iterator[tuple[CachedBlock, int]]:
         residents = self._residents.values()
         heads = [(one, reader) for one in residents for reader in one.readers.values()]
-        best = [
-            (-use, at) for at, head in enumerate(heads) if (use := head[0].farthest_of(head[1]))
-        ]
-        heapq.heapify(best)
+        best = _ranked(heads)
         passed: list[tuple[_Resident, int]] = []
         try:
             while best:
@@ -248,7 +248,9 @@ class NextUse:
                     if resident.blocks[key].is_evictable:
                         yield resident.blocks[key], use
                     use = resident.farthest_of(reader)
-                if use:
+                if resident.has_moved:
+                    best = _ranked(heads)
+                elif use:
                     heapq.heappush(best, (-use, at))
         finally:
             for resident, key in passed:
@@ -285,6 +287,18 @@ class NextUse:
             if key not in known and not resident.use(key)
         ]
         return [(touched, block) for touched, _, block in sorted(found, key=lambda each: each[:2])]
+
+
+def _ranked(heads: Sequence[tuple[_Resident, _Reader]]) -> list[tuple[int, int]]:
+    """A heap of (-use, which) of the farthest block of each of these readers."""
+    while True:
+        for resident, _ in heads:
+            resident.has_moved = False
+        found = [(-r.farthest_of(reader), at) for at, (r, reader) in enumerate(heads)]
+        if not any(resident.has_moved for resident, _ in heads):
+            best = [each for each in found if each[0]]
+            heapq.heapify(best)
+            return best
 
 
 def _learn(spans: Spans, reading: WalkPosition, blocks: Sequence[CachedBlock]) -> None:

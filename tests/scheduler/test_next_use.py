@@ -164,6 +164,17 @@ def test_of_open_windows_the_one_touched_longest_ago_goes_first(
                 memory.evict(oldest)
 
 
+def test_a_block_that_another_reader_comes_to_sooner_than_thought_is_given_all_the_same() -> None:
+    order = _order([1] * 200, 1, 1, 1)
+    first, _ = order.block_span(np.arange(200))
+    index = first.tolist().index(100)
+    memory = Memory([1] * 200, [WalkPosition(1, order, 0), WalkPosition(2, order, 10)])
+    memory.touch(index)
+    assert memory.farthest() == [(index, 90)]
+    memory.readings = [WalkPosition(1, order, 60), WalkPosition(2, order, 10)]
+    assert memory.farthest() == [(index, 40)]
+
+
 def test_what_was_only_looked_at_is_still_there() -> None:
     rows = [2] * 20
     memory = Memory(rows, [WalkPosition(1, _order(rows, 1, 1, 4), 11)])
