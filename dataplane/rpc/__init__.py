@@ -1,1 +1,1 @@
-"""The wires. Protobuf never leaves this room."""
+"""All messages between processes. Protobuf and gRPC stay inside this package."""

@@ -43,9 +43,9 @@ Address = TcpAddress | UnixAddress
 
 
 def parse(address: str) -> Address:
-    """What an address means.
+    """Parse an address.
 
-    Raises:  ConfigError: it is no address.
+    Raises:  ConfigError: it is not an address.
     """
     if address.startswith(_UNIX):
         path = address.removeprefix(_UNIX)
@@ -74,9 +74,10 @@ def parse(address: str) -> Address:
 
 
 def resolve(address: TcpAddress) -> TcpAddress:
-    """The same with the host as one IP address, so that all of a name is bound or nothing.
+    """The same with the host as one IP address, so that a name with several addresses is bound
+    once.
 
-    Raises:  ConfigError: the name means nothing here.
+    Raises:  ConfigError: the name cannot be resolved.
     """
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)

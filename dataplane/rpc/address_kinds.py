@@ -1,4 +1,4 @@
-"""Addresses as settings: what may be given, and in what words that is told."""
+"""Addresses as settings: the allowed forms, and how help texts describe them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node asks of a coordinator, wherever that runs."""
+"""The interface of a coordinator, wherever it runs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from dataplane.rpc.membership import (
 class Coordination(Protocol):
     """A coordinator: in this process, or behind gRPC. Every call may be repeated.
 
-    Every call raises PeerLost where the coordinator does not answer.
+    Every call raises PeerLost if the coordinator does not answer.
     """
 
     async def register_node(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
-        """A node says that it is there.
+        """Register a node.
 
         Raises:  VersionMismatch: the node is of another version.
         """
 
     async def join(self, request: JoinRequest) -> JoinResponse:
-        """A rank takes its place in a job. An answer means that it survives a restart.
+        """A rank takes its place in a job. When the answer arrives, the place survives a restart of
+        the coordinator.
 
         Raises:  SpecMismatch: field, expected, found.  LeaseFenced: a newer launch of the job
         runs.  ConfigError: an impossible place.
         """
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        """A node renews its members; one verdict a member, in the request's order.
+        """A node renews its members; the answer has one verdict per member, in the request's order.
 
         Raises:  VersionMismatch: the node is of another version.
         """

@@ -1,4 +1,4 @@
-"""How long the names may be that a peer sends: they are kept, logged and shown."""
+"""Limits on the length of names that a peer sends, since they are stored, logged and shown."""
 
 from __future__ import annotations
 

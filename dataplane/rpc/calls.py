@@ -1,4 +1,4 @@
-"""The coordinator as seen over gRPC: deadlines on every call, retries, our own errors."""
+"""A client of the coordinator over gRPC: deadlines on every call, retries, our own errors."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _WAIT = wait_random_exponential(multiplier=0.05, max=1.0)
 class CoordinatorClient:
     """`Coordination` over gRPC, from one event loop. Connects with the first call.
 
-    A call waits `timeout_s` for an answer. Joining and registering, without which nothing can
-    start, are repeated for `patience_s` while nobody answers; the others come again by themselves.
+    A call waits `timeout_s` for an answer. Without an answer, join and register are repeated for
+    `patience_s`, since nothing can start without them; the other calls are periodic anyway.
     """
 
     def __init__(self, address: str, timeout_s: float = 5.0, patience_s: float = 10.0) -> None:
@@ -93,7 +93,7 @@ class CoordinatorClient:
         return cast(StatusResponse, await self._call("status", request))
 
     async def close(self) -> None:
-        """Hang up; may be called twice."""
+        """Close the connection; may be called twice."""
         self._closed = True
         self._calls.clear()
         if self._channel is not None:

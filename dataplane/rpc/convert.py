@@ -1,7 +1,7 @@
-"""Frozen values to protobuf messages and back, by the descriptors themselves.
+"""Converts frozen values to protobuf messages and back, from the descriptors.
 
-One converter a class is made on first use from the dataclass's fields and the message's
-descriptor, so that a field is named in two places only: the proto file, and the frozen value.
+On first use, one converter per class is made from the dataclass's fields and the message's
+descriptor, so that a field is named in only two places: the proto file and the frozen value.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(cls: type[T], wire: bytes) -> T:
-    """The value that `encode` was given.
+    """The inverse of `encode`.
 
     Raises:  ConfigError: the bytes are not such a message.
     """
@@ -68,7 +68,7 @@ def decode(cls: type[T], wire: bytes) -> T:
 
 
 def to_proto(value: object) -> Message:
-    """The protobuf message that says the same."""
+    """The protobuf message with the same content."""
     if isinstance(value, errors.DataplaneError):
         return error_to_proto(value)
     cls: _Class = type(value)
@@ -76,7 +76,7 @@ def to_proto(value: object) -> Message:
 
 
 def from_proto(cls: type[T], message: Message) -> T:
-    """The value that says the same as this message."""
+    """The value with the same content as this message."""
     return cast(T, _reader(cast(_Class, cls))(message))
 
 
@@ -87,7 +87,7 @@ def error_to_proto(error: errors.DataplaneError) -> Message:
 
 
 def error_from_proto(message: Any) -> errors.DataplaneError:
-    """The error that crossed the wire."""
+    """The error that was sent."""
     nouns = {name: json.loads(noun) for name, noun in message.nouns.items()}
     return errors.rebuild(message.name, message.message, nouns)
 
@@ -130,8 +130,8 @@ def _value_class(descriptor: Descriptor) -> _Class:
 
 @functools.cache
 def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
-    """Takes a value apart into what its message's constructor takes: a message in it is a dict,
-    None is absent.
+    """Converts a value to the arguments of its message's constructor: nested messages become dicts,
+    None is left out.
     """
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
     names = [field.name for field in dataclasses.fields(cls) if field.name != _ENVELOPE]

@@ -1,11 +1,11 @@
-"""Unix SOCK_SEQPACKET sockets: one message a packet, file descriptors beside it.
+"""Unix SOCK_SEQPACKET sockets: one message per packet, with its file descriptors.
 
 Used between trainer and node and between node and worker. No gRPC here: a training process links
 this module.
 
-A message that is too large for a packet, as those of very wide tables are, lies in a sealed memfd:
-the packet says how large it is, and brings the descriptor behind those of the message. It starts
-with a byte that no protobuf message starts with.
+A message too large for a packet (very wide tables have such messages) is sent in a sealed memfd:
+the packet gives its size, and carries the memfd after the message's own descriptors. Such a packet
+starts with a byte that no protobuf message starts with.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def listen(name: str, backlog: int = 128) -> socket.socket:
 def connect(name: str, timeout_s: float) -> socket.socket:
     """A connection to the node that listens under this name.
 
-    Raises:  PeerLost: nobody listens there.
+    Raises:  PeerLost: no process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _widen(sock)
@@ -80,7 +80,7 @@ def _widen(sock: socket.socket) -> None:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """(pid, uid, gid) of the other side, as the kernel knows them."""
+    """(pid, uid, gid) of the peer, from the kernel."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
@@ -96,7 +96,7 @@ def send(sock: socket.socket, value: object, descriptors: tuple[int, ...] = ()) 
 
 
 def send_encoded(sock: socket.socket, wire: bytes, descriptors: tuple[int, ...] = ()) -> None:
-    """As `send`, of a message that was encoded before."""
+    """As `send`, for a message that is already encoded."""
     if len(wire) <= PACKET_BYTES_MAX:
         _send_packet(sock, wire, descriptors)
         return
@@ -126,7 +126,7 @@ def _send_packet(sock: socket.socket, wire: bytes, descriptors: tuple[int, ...])
 
 
 def _sealed(wire: bytes) -> int:
-    """A memfd with this content, which nobody can change."""
+    """A sealed memfd with this content."""
     try:
         fd = os.memfd_create("dataplane-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -174,9 +174,9 @@ def receive(sock: socket.socket, cls: type[T]) -> tuple[T, tuple[int, ...]]:
 
 
 def last_messages(sock: socket.socket, cls: type[T]) -> Iterator[T]:
-    """What still lies in the socket of a peer that is gone, without its file descriptors.
+    """The messages left in the socket of a peer that is gone, without their file descriptors.
 
-    The kernel tells of the end before it: a send fails at once, and so does the first receive where
+    The kernel reports the end before them: a send fails at once, and so does the first receive if
     the peer left something unread.
     """
     ends = 0
@@ -194,10 +194,10 @@ def last_messages(sock: socket.socket, cls: type[T]) -> Iterator[T]:
 
 
 def _large(packet: bytes, fds: array.array[int]) -> bytes:
-    """The message in the last descriptor, which is taken away.
+    """The message in the last descriptor, which is removed from the list.
 
-    Raises:  ConfigError: it is no sealed memfd of that size. Nothing else can be read: a read from
-    memory never waits, and what is sealed does not change.
+    Raises:  ConfigError: it is not a sealed memfd of that size. Other files are refused, since only
+    a sealed memfd never blocks a read and never changes.
     """
     if len(packet) != _LARGE_PACKET.size or not fds:
         raise ConfigError("a large message came without its memory")

@@ -1,8 +1,8 @@
-"""What nodes and people say to a coordinator, and its answers.
+"""Requests of nodes and commands to a coordinator, and its answers.
 
-Frozen values, what leaves this room in place of protobuf. Names and fields equal those of
-proto/dataplane/rpc/v1/coordinator.proto, whose comments are the specification; a test holds the two
-against each other. Repeated fields are tuples, an absent optional is None.
+Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
+of proto/dataplane/rpc/v1/coordinator.proto, whose comments are the specification; a test compares
+the two. Repeated fields are tuples, an absent optional is None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataplane.model import Topology
 
 @dataclass(frozen=True, slots=True)
 class RegisterNodeRequest:
-    """A node says it is there."""
+    """Registers a node."""
 
     node_id: str
     host: str = ""
@@ -27,7 +27,7 @@ class RegisterNodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class RegisterNodeResponse:
-    """How long a lease lives, and which start of the coordinator answered."""
+    """The duration of a lease, and which start of the coordinator answered."""
 
     lease_s: float
     coordinator_id: str
@@ -72,7 +72,7 @@ class MemberProgress:
 
 @dataclass(frozen=True, slots=True)
 class StoreOutage:
-    """A store that does not answer a node, which goes on asking."""
+    """A store that does not answer a node, which keeps retrying."""
 
     store: str
     away_s: float
@@ -81,8 +81,8 @@ class StoreOutage:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRequest:
-    """A node renews its members together, and tells which stores it waits for, and how often and
-    how long something held its event loop.
+    """A node renews all of its members, and reports the stores it waits for, and how often and how
+    long its event loop was held.
     """
 
     node: RegisterNodeRequest
@@ -94,7 +94,7 @@ class HeartbeatRequest:
 
 @dataclass(frozen=True, slots=True)
 class MemberVerdict:
-    """What the coordinator says of one member."""
+    """The coordinator's verdict on one member."""
 
     member_id: str
     error: DataplaneError | None = None
@@ -111,8 +111,8 @@ class HeartbeatResponse:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """A rank left: on purpose, or `lost`, because its process ended. `progress` is how far it came,
-    where its node knows.
+    """A rank left: on purpose, or `lost` because its process ended. `progress` is its last
+    progress, if its node knows it.
     """
 
     job_id: str
@@ -123,7 +123,7 @@ class LeaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeaveResponse:
-    """It is gone."""
+    """The rank has left."""
 
 
 @dataclass(frozen=True, slots=True)

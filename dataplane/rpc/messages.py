@@ -1,8 +1,8 @@
-"""What a trainer and its node say to each other.
+"""The messages between a trainer and its node.
 
-Frozen values, what leaves this room in place of protobuf. Names and fields equal those of
-proto/dataplane/rpc/v1/local.proto, whose comments are the specification; a test holds the two
-against each other. Repeated fields are tuples, an absent optional is None.
+Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
+of proto/dataplane/rpc/v1/local.proto, whose comments are the specification; a test compares the
+two. Repeated fields are tuples, an absent optional is None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataplane.model import (
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A trainer's first words."""
+    """A trainer's first message."""
 
     version: str
     protocol: int
@@ -34,7 +34,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The node's first words. `awaited` is whom it waits for itself before it opens jobs."""
+    """The node's first message. `awaited` names the process that it waits for before it opens
+    jobs.
+    """
 
     version: str
     protocol: int
@@ -72,7 +74,7 @@ class OpenJob:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job as every rank has it; the delivery arena's descriptor comes along."""
+    """The job, equal on every rank; sent with the delivery arena's descriptor."""
 
     spec: JobSpec
     digest: str
@@ -88,7 +90,7 @@ class JobOpened:
 
 @dataclass(frozen=True, slots=True)
 class DescribeColumns:
-    """Asks what the columns of a job are made of, from the one numbered `first` on."""
+    """Requests the types of a job's columns, from column number `first` on."""
 
     job_id: str
     first: int = 0
@@ -96,8 +98,8 @@ class DescribeColumns:
 
 @dataclass(frozen=True, slots=True)
 class DescribedColumn:
-    """One column, what the shards hold of it, how long its lists may be (0: any length), and of
-    codes how many values they stand for.
+    """One column: its stored type, the maximum length of its lists (0: no limit), and for codes the
+    number of distinct values.
     """
 
     spec: ColumnSpec
@@ -118,7 +120,7 @@ class ColumnsDescribed:
 
 @dataclass(frozen=True, slots=True)
 class ReadCategories:
-    """Asks what the codes of a column stand for, from the code `first` on."""
+    """Requests the values of a column's codes, from the code `first` on."""
 
     job_id: str
     column: str
@@ -135,7 +137,7 @@ class CategoriesRead:
 
 @dataclass(frozen=True, slots=True)
 class OpenStream:
-    """A walk over the steps of this rank's slice that remain at `cursor`."""
+    """Opens a stream over the steps of this rank's slice that remain at `cursor`."""
 
     job_id: str
     epoch: int
@@ -154,7 +156,7 @@ class StreamOpened:
 
 @dataclass(frozen=True, slots=True)
 class NextSlab:
-    """Asks for one more slab, and tells how far the trainer has come."""
+    """Requests the next slab, and reports the trainer's progress."""
 
     stream_id: int
     cursor: int = 0
@@ -188,8 +190,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Where a slab was while it was made, in microseconds, one stage after the other; and what was
-    done for its dataset since the slab before.
+    """The time that a slab spent in each stage, in microseconds, and the work done for its dataset
+    since the slab before.
     """
 
     fetch: int = 0
@@ -227,7 +229,7 @@ class EndOfStream:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Nobody holds a tensor of these slabs any more."""
+    """The trainer holds no tensor of these slabs any more."""
 
     job_id: str
     slab_ids: tuple[int, ...]
@@ -235,7 +237,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """The trainer stopped walking, when all ranks had consumed `cursor` samples."""
+    """The trainer stopped reading the stream, when all ranks had consumed `cursor` samples."""
 
     stream_id: int
     cursor: int = 0
@@ -243,8 +245,8 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class CloseJob:
-    """The trainer closed its loader: at this place of the stream that it walked last. With
-    `at_exit` its process ends, and reads what it holds until the socket closes.
+    """The trainer closed its loader, at this position of its last stream. With `at_exit` its
+    process is exiting, and may read the slabs it holds until the socket closes.
     """
 
     job_id: str
@@ -278,7 +280,7 @@ FromNodeBody = (
 
 @dataclass(frozen=True, slots=True)
 class ToNode:
-    """The envelope of a trainer's message; request 0 wants no answer."""
+    """The envelope of a trainer's message; request 0 needs no answer."""
 
     request_id: int
     body: ToNodeBody

@@ -10,10 +10,10 @@ _LOOPBACK = "127.0.0.1"
 
 
 def served_name(uid: int, service: str) -> str:
-    """The node of this host and user that serves for the coordinator at `service`. Letters' case
-    and the several names of loopback make no difference.
+    """The socket name of this user's node on this host for the coordinator at `service`. Upper and
+    lower case, and the different names of loopback, give the same name.
 
-    Raises:  ConfigError: `service` is no address.
+    Raises:  ConfigError: `service` is not an address.
     """
     parsed = address.parse(service.strip())
     if isinstance(parsed, address.TcpAddress):
@@ -24,7 +24,7 @@ def served_name(uid: int, service: str) -> str:
 
 
 def embedded_name(uid: int, version: str, run: str) -> str:
-    """The node that the trainers of one run on this host start and share."""
+    """The socket name of the node that the trainers of one run on this host share."""
     return _name(uid, "embedded", version, run)
 
 

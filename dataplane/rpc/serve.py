@@ -1,6 +1,6 @@
-"""A gRPC server: where it listens, what it answers, how it stops.
+"""A gRPC server: listening, answering, stopping.
 
-While it drains, its health is NOT_SERVING and new calls are sent away.
+While it drains, its health is NOT_SERVING and new calls are rejected.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GrpcServer:
             self._free_tcp(self._wanted)
 
     async def start(self, service: Coordination) -> str:
-        """Answer calls. Returns the address, with the port that was chosen for port 0.
+        """Start answering calls. Returns the address, with the actual port if port 0 was requested.
 
         Raises:  ConfigError: taken, not of this machine, not allowed, or open to the network.
         """
@@ -108,7 +108,7 @@ class GrpcServer:
         return self.address
 
     async def stop(self, grace_s: float) -> None:
-        """Send new calls away, give those in flight `grace_s`, hang up; may be called twice."""
+        """Reject new calls, give those in flight `grace_s`, then close; may be called twice."""
         self._draining = True
         await self._health.enter_graceful_shutdown()
         try:

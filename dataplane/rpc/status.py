@@ -1,7 +1,7 @@
 """Our errors as gRPC statuses and back.
 
 The status code is for proxies, dashboards and other people's clients; our own read the Error
-message in the trailing metadata, which keeps class, sentence and nouns.
+message in the trailing metadata, which has class, message and nouns.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _CODES: dict[type[DataplaneError], grpc.StatusCode] = {
 
 
 def code_of(error: DataplaneError) -> grpc.StatusCode:
-    """The status code under which an error travels."""
+    """The status code with which an error is sent."""
     return next(_CODES[cls] for cls in type(error).__mro__ if cls in _CODES)
 
 
 def trailer_of(error: DataplaneError) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata under which an error travels, cut to what headers can carry."""
+    """The trailing metadata with which an error is sent, cut to the size limit of headers."""
     wire = error_to_proto(error).SerializeToString()
     for length in (1024, 256, 32):
         if len(wire) > _ERROR_BYTES_MAX:
@@ -63,7 +63,7 @@ def details_of(error: DataplaneError) -> str:
 
 
 def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
-    """The error behind a failed call: the peer's own, or what the wire says of the peer."""
+    """The error behind a failed call: the peer's own error, or one for the failed connection."""
     sent = _sent(failure.trailing_metadata() or ())
     if sent is not None:
         return sent

@@ -1,8 +1,8 @@
-"""What a node orders from its workers, and their answers.
+"""The tasks that a node gives to its workers, and their answers.
 
-Frozen values, what leaves this room in place of protobuf. Names and fields equal those of
-proto/dataplane/rpc/v1/worker.proto, whose comments are the specification; a test holds the two
-against each other. Repeated fields are tuples, an absent optional is None.
+Frozen values, used outside this package instead of protobuf classes. Names and fields equal those
+of proto/dataplane/rpc/v1/worker.proto, whose comments are the specification; a test compares the
+two. Repeated fields are tuples, an absent optional is None.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataplane.model import ColumnOptions, ImageSpec, Region
 from dataplane.rpc.messages import Batch
 
 BLOCK_ARENA, PREAMBLE_ARENA = 0, (1 << 64) - 2
-"""The ids of arenas that are not of a rank."""
+"""The ids of arenas that do not belong to a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It is done."""
+    """The task is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a worker is about to read."""
+    """The block or image that a worker is about to read."""
 
     block_key: int
     row: int | None = None
@@ -38,7 +38,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class AttachArena:
-    """Map the arena whose descriptor comes along."""
+    """Map the arena whose descriptor is sent with this message."""
 
     arena_id: int
 
@@ -65,9 +65,9 @@ class OpenDataset:
 
 @dataclass(frozen=True, slots=True)
 class RawBlockRef:
-    """The bytes of one block: in the block arena (preamble, then body), or in a local file. Where
-    not all of them are needed, `pieces` are what is. A preamble that lies in the arena of preambles
-    has a number, and nothing is where it would be in the block arena.
+    """The bytes of one block: in the block arena (preamble, then body), or in a local file. If only
+    some of them are needed, `pieces` lists these. A preamble in the arena of preambles has a
+    number; its room in the block arena is then empty.
     """
 
     url: str
@@ -124,7 +124,7 @@ class BlockSource:
 
 @dataclass(frozen=True, slots=True)
 class OpenBlocks:
-    """Blocks that later Assembles name by key, and those to forget."""
+    """Blocks that later Assemble tasks name by key, and blocks to forget."""
 
     dataset_id: int
     blocks: tuple[BlockSource, ...] = ()
@@ -133,7 +133,7 @@ class OpenBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Render:
-    """Which columns of a slab are images, and what their random numbers depend on."""
+    """The image columns of a slab, and the inputs of their random numbers."""
 
     images: tuple[ImageSpec, ...]
     seed: int
@@ -159,7 +159,7 @@ class Assemble:
 
 @dataclass(frozen=True, slots=True)
 class CopySlab:
-    """Fill a slab with one that was kept."""
+    """Copy a kept slab into a slot."""
 
     kept: Region
     arena_id: int
@@ -183,7 +183,7 @@ ResultBody = DataplaneError | Done | Decoded | Assembled | Reading | OutOfMemory
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The envelope of a node's order to a worker."""
+    """The envelope of a node's message to a worker."""
 
     body: TaskBody
 
@@ -197,7 +197,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class IndexShard:
-    """Index one shard, which is a file that the process may read if it `is_local`."""
+    """Index one shard. If it `is_local`, it is a file that the process reads itself."""
 
     format: str
     url: str
@@ -208,7 +208,7 @@ class IndexShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardBytes:
-    """What a process that indexes has asked for."""
+    """The bytes that an indexing process has requested."""
 
     request: int
     content: bytes = b""
@@ -218,7 +218,7 @@ class ShardBytes:
 
 @dataclass(frozen=True, slots=True)
 class ReadShard:
-    """Asks for bytes of a shard, or for the next piece of all of it."""
+    """Requests bytes of a shard, or the next piece of the whole shard."""
 
     request: int
     place: Region | None = None
@@ -226,12 +226,12 @@ class ReadShard:
 
 @dataclass(frozen=True, slots=True)
 class StillReading:
-    """A process that reads a file by itself is not stuck."""
+    """Sent by a process that reads a local file, to show that it is not stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndexed:
-    """What indexing gave, or a part of that."""
+    """The result of indexing, or a part of it."""
 
     index: bytes
     more: bool = False
@@ -243,7 +243,7 @@ FromIndexerBody = DataplaneError | OutOfMemory | ReadShard | StillReading | Shar
 
 @dataclass(frozen=True, slots=True)
 class ToIndexer:
-    """The envelope of what a node says to a process that indexes."""
+    """The envelope of a node's message to an indexing process."""
 
     task: int
     body: ToIndexerBody
@@ -251,7 +251,7 @@ class ToIndexer:
 
 @dataclass(frozen=True, slots=True)
 class FromIndexer:
-    """The envelope of what such a process says."""
+    """The envelope of an indexing process's message."""
 
     task: int
     body: FromIndexerBody

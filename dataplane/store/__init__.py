@@ -1,1 +1,1 @@
-"""Object store to bytes."""
+"""Reads bytes from object stores."""

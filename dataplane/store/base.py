@@ -1,4 +1,4 @@
-"""What Dataplane asks of an object store."""
+"""The interface of an object store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Store(Protocol):
     """One bucket, container or file system. Every url is a full one ("s3://bucket/key").
 
     Calls block, may come from any thread, and raise only the StoreError family and
-    DatasetChangedError: foreign exceptions are mapped inside.
+    DatasetChangedError: other exceptions are converted inside.
     """
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -45,11 +45,13 @@ class Store(Protocol):
 
 @runtime_checkable
 class Filling(Protocol):
-    """A store that can write what it reads where it is wanted. For others it is copied there."""
+    """A store that can read directly into given memory. For other stores, bytes are copied
+    there.
+    """
 
     def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
-        """Fill `into` with the object's bytes from `offset` on; what is in it after an error, or
-        while this runs, means nothing.
+        """Fill `into` with the object's bytes from `offset` on; its content is undefined after an
+        error, and while this runs.
 
         Shapes:  into: uint8, writable, contiguous.
         Raises:  as `Store.read`.
@@ -58,10 +60,11 @@ class Filling(Protocol):
 
 @runtime_checkable
 class Reconnecting(Protocol):
-    """A store with connections that may be dead without anybody having noticed."""
+    """A store whose connections may be dead without notice."""
 
     def reconnect(self) -> None:
-        """Have requests from now on go out over new connections; those under way go on.
+        """Use new connections for new requests; requests in flight continue.
 
-        Raises:  ConfigError: the environment no longer says how. The old connections are kept.
+        Raises:  ConfigError: the environment no longer configures access. The old connections are
+        kept.
         """

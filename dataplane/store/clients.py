@@ -1,7 +1,7 @@
-"""obstore clients from what the environment says.
+"""Creates obstore clients from the environment.
 
-obstore itself reads AWS_*, GOOGLE_* and AZURE_*; what it does not read is added here: the profiles
-of ~/.aws (with SSO and the like), and that an http endpoint may be spoken to without TLS.
+obstore itself reads AWS_*, GOOGLE_* and AZURE_*; this module adds the profiles of ~/.aws (with SSO
+and the like), and permission to use an http endpoint without TLS.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NO_RETRIES: RetryConfig = {"max_retries": 0}
 def client(base: str, environment: Mapping[str, str], request_timeout_s: float) -> Client:
     """A client of one bucket, container or http server.
 
-    Raises:  ConfigError: the profile is not there, or the endpoint is no url.  ValueError and
-    obstore's own, for what it finds wrong.
+    Raises:  ConfigError: the profile does not exist, or the endpoint is not a url.  ValueError and
+    obstore's own errors, for other mistakes.
     """
     scheme, _, authority = base.partition("://")
     options: ClientConfig = {
@@ -79,7 +79,7 @@ def _s3(bucket: str, environment: Mapping[str, str], options: ClientConfig) -> S
 
 
 def _check_endpoint(endpoint: str, origin: str) -> None:
-    """Obstore panics, in the first request, over an endpoint that is no url."""
+    """Obstore panics at the first request if the endpoint is not a url."""
     try:
         parts = urllib.parse.urlsplit(endpoint)
         port = parts.port
@@ -94,7 +94,9 @@ def _check_endpoint(endpoint: str, origin: str) -> None:
 
 
 def _needs_profile(environment: Mapping[str, str]) -> bool:
-    """Whether credentials come from ~/.aws: named so, or there and nothing else given."""
+    """Whether credentials come from ~/.aws: a profile is named, or exists and nothing else is
+    given.
+    """
     if environment.get("AWS_PROFILE"):
         return True
     given = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
@@ -121,7 +123,7 @@ def _profile(environment: Mapping[str, str]) -> Any:
 
 
 def _provider(credentials: Any) -> Callable[[], S3Credential]:
-    """Botocore refreshes early enough that what it gives is good for CREDENTIAL_LIFE."""
+    """Botocore refreshes early enough that credentials stay valid for CREDENTIAL_LIFE."""
 
     def provide() -> S3Credential:
         frozen = credentials.get_frozen_credentials()

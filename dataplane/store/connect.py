@@ -19,10 +19,10 @@ _READ_FROM = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROX
 
 
 class Stores:
-    """Opens stores and keeps them: their connections are what makes a second read quick.
+    """Opens stores and keeps them, since open connections make later reads fast.
 
-    `request_timeout_s` bounds one request. A store that does not answer is asked again until a
-    call has failed for `budget_s`. `observe` is told of stores that are away: see `outage`.
+    `request_timeout_s` bounds one request. If a store does not answer, a call retries until it has
+    failed for `budget_s`. `observe` is called about stores that are away: see `outage`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Stores:
             return store
 
     def trouble(self, url: str) -> StoreError | None:
-        """Why reads of this url wait now, if they do."""
+        """Why reads of this url are waiting now, if they are."""
         base = base_of(url)
         with self._lock:
             stores = [store for (of, *_), store in self._open.items() if of == base]
@@ -74,7 +74,7 @@ class Stores:
 
 
 def open_store(base: str, request_timeout_s: float = 30.0) -> Store:
-    """A store of its own, without retries.
+    """A separate store, without retries.
 
     Raises:  ConfigError: no such scheme, or an environment that does not say how.
     """
@@ -92,12 +92,14 @@ def open_store(base: str, request_timeout_s: float = 30.0) -> Store:
 
 
 def connect(url: str) -> Store:
-    """The store of this url, from those that the whole process shares. See `Stores.connect`."""
+    """The store of this url, from those shared by the whole process. See `Stores.connect`."""
     return _SHARED.connect(url)
 
 
 def forget() -> None:
-    """Close the shared stores: after a change that no environment variable shows, and in tests."""
+    """Close the shared stores, after a configuration change outside the environment, and in
+    tests.
+    """
     _SHARED.close()
 
 

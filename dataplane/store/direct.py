@@ -1,15 +1,15 @@
-"""Ranged reads of S3 over connections of our own, straight into the memory that is to have them.
+"""Ranged reads from S3 over our own connections, straight into the destination memory.
 
-obstore gives bytes in memory of its own, which it gathers from small pieces and which somebody must
-then copy: that is more than half of the client's CPU. Here the kernel writes what arrives where it
-belongs. obstore still knows the credentials, and signs each request; and it is asked whenever the
-answer is not simply the bytes, so that errors are told by one place.
+obstore returns bytes in its own memory, collected from small pieces, and these must be copied
+again: that is more than half of the client's CPU time. Here the kernel writes received bytes
+directly to their destination. obstore still finds the credentials and signs each request. It also
+repeats every request that was not answered with the bytes, so that all errors come from one place.
 
 Invariants:
-1. What is filled is exactly the range, of the object with that etag: status, range, length and etag
-   of the answer are checked.
-2. A connection goes back to the others only after a whole answer was read from it.
-3. A request ends by its timeout, however slowly bytes arrive.
+1. Memory is filled with exactly the range of the object with that etag: status, range, length and
+   etag of the answer are checked.
+2. A connection is reused only after a whole answer was read from it.
+3. A request ends at its timeout, however slowly bytes arrive.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Idle = dict[str, list[tuple[float, http.client.HTTPConnection]]]
 
 
 class Refused(Exception):
-    """The answer is not the bytes; nothing is said about why."""
+    """The answer is not the requested bytes, for an unknown reason."""
 
 
 class DirectReads:
@@ -62,7 +62,9 @@ class DirectReads:
 
     @property
     def is_of_use(self) -> bool:
-        """False where it was refused again and again: a server that wants to be asked otherwise."""
+        """False if requests were refused repeatedly, because the server needs another kind of
+        request.
+        """
         return not self._off_until or time.monotonic() > self._off_until
 
     def read_into(self, url: str, key: str, offset: int, etag: str, into: memoryview) -> None:
@@ -104,15 +106,15 @@ class DirectReads:
         return Refused()
 
     def close(self) -> None:
-        """Close what is idle. May be called twice."""
+        """Close idle connections. May be called twice."""
         with self._lock:
             _close_all(self._idle)
 
     def _asked(
         self, base: str, target: str, headers: Mapping[str, str], deadline: float
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """The head of an answer. A server may close an idle connection at any moment, also while
-        we ask: only what a new one says counts.
+        """The head of an answer. A server may close an idle connection at any moment, even during a
+        request: only the failure of a new connection counts.
         """
         while True:
             connection, is_new = self._connection(base)
@@ -163,7 +165,7 @@ def _close_all(idle: _Idle) -> None:
 
 
 def is_possible(environment: Mapping[str, str]) -> bool:
-    """Whether requests can go out this way: no proxy is to be used, and they are to be signed."""
+    """Whether direct requests are possible: no proxy is set, and requests are to be signed."""
     upper = {name.upper(): value for name, value in environment.items() if value}
     through = {"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "AWS_PROXY_URL", "PROXY_URL"}
     return not through & upper.keys() and "AWS_SKIP_SIGNATURE" not in upper
@@ -175,7 +177,7 @@ def _split(signed: str) -> tuple[str, str]:
 
 
 def _check(url: str, answer: http.client.HTTPResponse, offset: int, length: int, etag: str) -> None:
-    """Go on only with an answer that is the range."""
+    """Continue only if the answer is the requested range."""
     if answer.status in {429, 503}:
         raise StoreThrottled(
             f"{url}: the store asks to slow down (HTTP {answer.status})", shard=url

@@ -1,4 +1,4 @@
-"""From what a user names to the objects that are there."""
+"""Expands the urls that a user passes to the existing objects."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NAMES_SHOWN = 3
 def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     """Every object that `urls` names: in the order of the names, and by url within one name.
 
-    A name is a url or path; braces, wildcards and folders stand for many. A folder is all that
-    lies below it but what is hidden (see globs). `stores` gives the store of a url.
+    A name is a url or path; braces, wildcards and folders expand to many. A folder expands to all
+    objects below it that are not hidden (see globs). `stores` gives the store of a url.
 
-    Raises:  ConfigError: an object named twice, or no url.  ShardNotFound: a name that stands for
-    nothing, with what is near.  What the stores raise.
+    Raises:  ConfigError: an object is listed twice, or a name is not a url.  ShardNotFound: a name
+    matches nothing; suggests similar ones.  Errors of the stores.
     """
     names = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not names:
@@ -86,7 +86,7 @@ def _objects(patterns: Sequence[str], stores: Connect) -> Iterator[ObjectInfo]:
 
 
 def _named(url: str, stores: Connect) -> list[ObjectInfo]:
-    """The object of that url, or else all that is below the folder of that url."""
+    """The object with that url, or else all objects below the folder with that url."""
     store = stores(url)
     is_folder = (url.endswith("/") and _can_be_folder(url)) or url == base_of(url)
     if not is_folder:
@@ -139,7 +139,7 @@ def _matching(pattern: str, stores: Connect) -> Iterator[ObjectInfo]:
 
 
 def _near(pattern: str, urls: Sequence[str]) -> str:
-    """A guess at what was meant: the pattern with another ending, else names that are there."""
+    """A guess at what was meant: the pattern with another suffix, else existing names."""
     stem, dot, ending = pattern.rpartition(".")
     if dot and "/" not in ending:
         endings = {url.rpartition(".")[2] for url in urls if "." in url.rpartition("/")[2]}
@@ -151,7 +151,7 @@ def _near(pattern: str, urls: Sequence[str]) -> str:
 
 
 def _near_file(url: str) -> str:
-    """What is beside a local file that is not there; of a remote one, listing costs too much."""
+    """The names beside a missing local file; for remote ones, listing costs too much."""
     path = local_path(url)
     if path is None:
         return ""
@@ -170,7 +170,7 @@ def _near_file(url: str) -> str:
 
 
 def _without_files(folder: Path) -> str:
-    """What is wrong with a folder below which there is no file."""
+    """Why a folder has no files below it."""
     names = sorted(entry.name for entry in islice(os.scandir(folder), _NAMES_SHOWN))
     if not names:
         return "is an empty folder: pass one that has shards, or check that they were written"
@@ -183,5 +183,5 @@ def _some(infos: Sequence[ObjectInfo]) -> str:
 
 
 def _can_be_folder(url: str) -> bool:
-    """An http server has files only: it cannot say what is below one."""
+    """An http server has only files: it cannot list a folder."""
     return not url.startswith(("http://", "https://"))

@@ -1,11 +1,11 @@
-"""Every other url that fsspec knows, and memory:// for tests and demonstrations.
+"""Every other url that fsspec supports, and memory:// for tests and demonstrations.
 
-fsspec has no conditional read, so a read is checked after the fact: the object's info is asked
-again behind it. That costs one more request a read, and it is why S3, Google and Azure have
-another store. Pieces that a file system caches of an older object are the file system's own fault.
+fsspec has no conditional read, so a read is checked afterwards by requesting the object's info
+again. That costs one more request per read, which is why S3, Google and Azure have another store.
+If a file system caches pieces of an older object, this is not detected.
 
-File systems written with asyncio (s3fs, gcsfs, adlfs, http) are given the deadline of a request;
-others (sftp, hdfs, smb) have only deadlines of their own.
+File systems written with asyncio (s3fs, gcsfs, adlfs, http) get the deadline of a request; others
+(sftp, hdfs, smb) have only their own timeouts.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class FsspecStore:
         return path
 
     def _request(self, name: str, path: str, **options: Any) -> Any:
-        """One request, with its deadline where the file system can be given one."""
+        """One request, with a deadline if the file system supports one."""
         files = self._files
         if not files.async_impl:
             return getattr(files, name)(path, **options)

@@ -1,16 +1,17 @@
-"""When a store may be asked: one gate for each store, which all of its callers pass.
+"""Decides when a request may be sent to a store: one gate per store, which all callers pass.
 
-A store that does not answer anybody is *away*. While it is, one caller at a time asks it, and all
-others wait: threads that each tried for themselves would meet it with a storm when it comes back.
+A store that answers no caller is *away*. Meanwhile one caller at a time sends a probe, and all
+others wait: if each thread retried on its own, the store would face a storm of requests when it
+comes back.
 
 Invariants:
 1. A store is away when requests to it fail and none has been answered since the first of them
-   began: at once if it never answered, and otherwise when that has lasted for AWAY_AFTER_S. One
-   answer, be it a refusal, ends that.
-2. While it is away at most one request is under way, that of the caller who has waited longest.
-   So a single object that the store can never give keeps nobody else from asking.
-3. When a store that answers asks to slow down, every call to it waits.
-4. `observe` is told of an outage in the order in which things happened, and never under the lock.
+   began: at once if it never answered, otherwise after AWAY_AFTER_S. One answer, even a refusal,
+   ends the outage.
+2. While it is away, at most one request is in flight, that of the caller that has waited longest.
+   So a single object that can never be read does not keep other callers from trying.
+3. When a store asks to slow down, every call to it waits.
+4. `observe` is called about outages in the order of events, and never under the lock.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from dataplane.trace import Trace
 
 AWAY_AFTER_S = 1.0
 RETRIES_TOLD_S = 60.0
-"""How often failures of a store that answers others are told, all together."""
+"""Interval for logging, summed up, the failures of a store that answers other requests."""
 RETURN_S = 1.0
-"""Those who waited come back one after the other within this time."""
+"""After an outage, waiting callers resume one by one within this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How waits grow: `base_s`, doubled each time, up to `cap_s`. The wait itself is drawn evenly
-    from zero to that ("full jitter").
+    """How waits grow: `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly
+    random between zero and that ("full jitter").
 
     Source: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
     """
@@ -56,8 +57,8 @@ PROBE = Wait(base_s=0.5, cap_s=5.0)
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Time and chance, as a retry needs them; a test gives its own. `wait` waits for a condition
-    whose lock is held, and may return early.
+    """Time and randomness for retries; tests pass their own. `wait` waits for a condition whose
+    lock is held, and may return early.
     """
 
     now: Callable[[], float] = time.monotonic
@@ -69,9 +70,9 @@ class Clock:
 class SlowDown:
     """The pause that all calls to one store share.
 
-    A store that throttles sheds load by the second, so the whole process must ask for less: were
-    only the refused calls to wait, the others would keep the store at its limit. Refusals that
-    arrive together count once: each call carries the round in which it began.
+    A throttling store limits the load per second, so the whole process must send fewer requests: if
+    only the refused calls waited, the others would keep the store at its limit. Refusals that
+    arrive together count once, since each call has the number of the round in which it began.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -83,8 +84,8 @@ class SlowDown:
     def wait_s(self) -> float:
         """How long a call has to wait before it may begin.
 
-        A waiting call comes back at a moment of its own within the span of the pause, so that
-        they do not all return at once.
+        Each waiting call resumes at a random moment within the pause, so that they do not all
+        resume at once.
         """
         left = self._until - self._clock.now()
         return left + self._clock.random() * SLOW_DOWN.span_s(self._level) if left > 0 else 0.0
@@ -104,7 +105,7 @@ class SlowDown:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Leave to ask once. A probe asks whether the store is there again."""
+    """Permission for one request. A probe checks whether the store is back."""
 
     began: float
     round: int
@@ -141,7 +142,7 @@ class Gate:
         return self._last_error
 
     def enter(self, deadline: float) -> Turn | None:
-        """Wait until the store may be asked; None where that is not before the deadline.
+        """Wait until a request may be sent; None if that is not before the deadline.
 
         Raises:  ClosedError: while it waited, the gate was closed.
         """
@@ -166,7 +167,7 @@ class Gate:
                 self._changed.notify_all()
 
     def pause(self, seconds: float, deadline: float) -> bool:
-        """Wait, but not for the gate: False where that would pass the deadline.
+        """Wait, but not for the gate: False if that would pass the deadline.
 
         Raises:  ClosedError: while it waited, the gate was closed.
         """
@@ -178,7 +179,7 @@ class Gate:
             return True
 
     def answered(self, turn: Turn) -> None:
-        """The store answered, well or with a refusal."""
+        """The store answered, with success or a refusal."""
         with self._changed:
             self._left(turn)
             self._answered_at, self._failing_since = self._clock.now(), None
@@ -193,7 +194,7 @@ class Gate:
         self._tell()
 
     def failed(self, turn: Turn, error: StoreError) -> None:
-        """No answer, or one that says to come back later."""
+        """The store gave no answer, or asked to try again later."""
         with self._changed:
             self._left(turn)
             self._retries += self._away is None
@@ -211,12 +212,12 @@ class Gate:
         self._tell()
 
     def dropped(self, turn: Turn) -> None:
-        """The attempt ended in a way that says nothing about the store."""
+        """The attempt ended without showing anything about the store."""
         with self._changed:
             self._left(turn)
 
     def close(self) -> None:
-        """End whoever waits."""
+        """End all waiting calls."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

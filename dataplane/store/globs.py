@@ -1,8 +1,9 @@
 """Glob patterns over urls, with the rules that data folders need.
 
 `*` and `?` stay within one folder, `**` as a whole segment crosses any number of them, `[…]` is a
-set of characters. What tools leave beside the data ("_SUCCESS", ".part-0.crc", "_temporary/") is
-hidden: a wildcard does not match it, and no folder includes it. "_key=value" is no such name.
+set of characters. Files that tools leave beside the data ("_SUCCESS", ".part-0.crc", "_temporary/")
+are hidden: wildcards do not match them, and folders do not include them. "_key=value" is not
+hidden.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import re
 _MAGIC = re.compile(r"[*?\[]")
 _HIDDEN = re.compile(r"(?:\A|/)(?:\.|_[^/=]*(?:/|\Z))")
 _VISIBLE = r"(?!\.)(?!_[^/=]*(?:/|\Z))"
-"""At the start of a segment: it is not hidden."""
+"""At the start of a segment: the segment is not hidden."""
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether a wildcard is in it. In an http url a question mark opens the query."""
+    """Whether it contains a wildcard. In an http url, a question mark starts the query."""
     return _MAGIC.search(_searched(pattern)) is not None
 
 
@@ -27,7 +28,7 @@ def literal_prefix(pattern: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether any segment of a key below a folder is one that data folders do not show."""
+    """Whether any segment of a key below a folder is hidden."""
     return _HIDDEN.search(name) is not None
 
 
@@ -84,7 +85,9 @@ def _set(inner: str) -> str:
 
 
 def _searched(pattern: str) -> str:
-    """Where wildcards may stand: not in the query of an http url, which is sent as it is given."""
+    """The part that may contain wildcards: not the query of an http url, which is sent
+    unchanged.
+    """
     if pattern.startswith(("http://", "https://")):
         return pattern.partition("?")[0]
     return pattern

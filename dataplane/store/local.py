@@ -1,8 +1,8 @@
-"""Files of this machine, and of what is mounted on it.
+"""Files of this machine, including mounted file systems.
 
-Written on os.preadv rather than on obstore's LocalStore, whose etag is made of inode, mtime in
-microseconds and size, so that no other room could compute it from an fstat, and which takes a
-detour through its own thread pool for what is one system call.
+Uses os.preadv instead of obstore's LocalStore, for two reasons: LocalStore's etag (inode, mtime in
+microseconds and size) cannot be computed from an fstat elsewhere, and it runs a single system call
+through its own thread pool.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_THERE = (FileNotFoundError, NotADirectoryError)
 
 
 def local_etag(status: os.stat_result) -> str:
-    """What pins a local file: its mtime in nanoseconds and its size.
+    """The etag of a local file: its mtime in nanoseconds and its size.
 
     A file that is rewritten with the same size within one tick of the file system's clock (4 ms on
     usual kernels) keeps its etag.
@@ -81,7 +81,7 @@ def _fill(fd: int, into: memoryview, offset: int) -> int:
 
 
 def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[ObjectInfo]:
-    """Every file below. Links are followed, and a loop of links ends where it closes."""
+    """Every file below. Links are followed, but loops of links only once."""
     with _mapped(f"file://{folder}"):
         try:
             status = folder.stat()

@@ -1,8 +1,8 @@
-"""obstore's exceptions as ours.
+"""Converts obstore's exceptions to ours.
 
-obstore has one exception for nearly everything, and says the rest in its text: the HTTP status,
-the store's own error code, and the kind of a broken connection. This is the one place that reads
-that text. obstore >= 0.8 writes it so; the conformance suite would notice a change.
+obstore has one exception for nearly everything, with the details in its text: the HTTP status, the
+store's own error code, and the kind of a broken connection. This is the one place that reads that
+text. obstore >= 0.8 writes it so; the conformance suite would notice a change.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Fault = StoreError | DatasetChangedError
 def mapped(
     cause: Exception, url: str, base: str, span: tuple[int, int] | None, *, had_credentials: bool
 ) -> Fault:
-    """The error of ours that says what obstore said. `span` is (offset, length) of a read; who
-    `had_credentials` before, and gets none now, is not denied anything.
+    """Our error for an error of obstore. `span` is (offset, length) of a read. With
+    `had_credentials`, missing credentials now are an outage, not a denial.
     """
     text = str(cause)
     status = _first(_STATUS, text)
@@ -86,12 +86,12 @@ def mapped(
 
 
 def has_no_range(cause: Exception) -> bool:
-    """Whether a ranged read was answered in the way of an object that has no bytes."""
+    """Whether the answer to a ranged read shows that the object is empty."""
     return "NotPartial" in str(cause) or _first(_STATUS, str(cause)) == "416"
 
 
 def _is_denied(cause: Exception, status: str, text: str) -> bool:
-    """Refused, or nobody gives us credentials: a metadata service that is not there, no key."""
+    """Access was refused, or there are no credentials: no key, no metadata service."""
     if isinstance(cause, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
         return True
     asked = _ASKED.search(text)

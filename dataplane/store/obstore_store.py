@@ -1,10 +1,10 @@
 """S3, Google Cloud Storage, Azure and plain http, through obstore (Rust, one connection pool).
 
-A url with a query (a presigned one) gets a client of its own, since obstore can send a query only
-as part of the base url of a client. Such a url is never asked for by HEAD: signatures are for GET.
+A url with a query (a presigned one) gets its own client, since obstore can send a query only as
+part of a client's base url. Such a url is never requested with HEAD, since it is signed for GET.
 
-obstore's own retries are off: the one retry table is ours. Its clients live on a runtime of
-threads that a fork does not copy, so a forked child is refused instead of left to hang.
+obstore's own retries are off; we have our own retry table. Its clients use a runtime of threads
+that a fork does not copy, so a forked child gets an error instead of a hang.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DIRECT_BYTES_MIN = 128 << 10
 # Each takes 0.1 MB, and 5 to 15 ms of CPU to make. Large reads need none.
 _QUERY_CLIENTS_MAX = 256
 _NO_ETAG = "modified-"
-"""Opens the etag that we make for a server that has none, from time and size."""
+"""Prefix of the etags that we make from time and size, for servers without etags."""
 
 
 class ObstoreStore:
@@ -178,7 +178,9 @@ class ObstoreStore:
         return answer
 
     def _changed(self, url: str, etag: str, fault: DatasetChangedError) -> Fault:
-        """The refusal of a conditional read, with the etag that is there now, if it can be had."""
+        """The error for a failed conditional read, with the object's present etag if it can be
+        read.
+        """
         try:
             check_etag(self.head(url), etag)
         except (StoreError, DatasetChangedError) as better:
@@ -220,7 +222,7 @@ def _client_of_query(request_timeout_s: float, url: str) -> Client:
 
 
 def _by_get(client: Client) -> obstore.ObjectMeta:
-    """What HEAD would say, from the answer to a GET of the first byte."""
+    """The result of a HEAD request, derived from a GET of the first byte."""
     try:
         result = obstore.get(client, "", options={"range": (0, 1)})
         result.bytes()  # the connection can be used again
