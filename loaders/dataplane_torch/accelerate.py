@@ -1,4 +1,4 @@
-"""Loaders for Accelerate, which makes torch's DataLoader anew of whatever loader it is given."""
+"""Loaders for Accelerate, which rebuilds every loader as a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_TORCH = (
 
 
 def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
-    """What accelerator.prepare(loader) gives, with dataplane's loader inside it and not torch's.
+    """Like accelerator.prepare(loader), but with dataplane's loader inside instead of torch's.
 
         model, optimizer = accelerator.prepare(model, optimizer)
         loader = prepare(accelerator, DataLoader(dataset, batch_size=32, shuffle=True))
@@ -30,12 +30,12 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
     Over a Dataset each process gets its share of the batches, as the settings of the Accelerator
     split them. Over urls each gets the rows of its rank, as the loader was made, and nothing is
     split again. Batches come on the accelerator's device, one is read ahead so that gradients
-    accumulate to the end of an epoch, and accelerator.save_state() saves where the loader stands:
-    load_state() goes on from there without reading anything twice, and tells the loader its epoch
-    (`for epoch in range(loader.iteration, 3)`). A loader of torch's, prepared already or not,
-    becomes one of dataplane's: prepare(self.accelerator, super().get_train_dataloader()).
+    accumulate to the end of an epoch, and accelerator.save_state() saves the loader's position:
+    load_state() continues there without reading anything twice, and restores the epoch (`for epoch
+    in range(loader.iteration, 3)`). A torch loader, already prepared or not, becomes one of
+    dataplane's: prepare(self.accelerator, super().get_train_dataloader()).
 
-    Raises:  ConfigError: a loader that one process is to read for all of them.
+    Raises:  ConfigError: with dispatch_batches=True, where one process reads for all.
     """
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, Shards):
         shell = {

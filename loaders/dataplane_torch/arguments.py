@@ -1,4 +1,4 @@
-"""What a user may ask for, checked before anything is opened: arguments -> a job to open."""
+"""Checks a user's arguments before anything is opened, and turns them into a job to open."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Arguments:
 
 
 def job_of(given: Arguments) -> JobToOpen:
-    """The job that these arguments ask for.
+    """The job for these arguments.
 
-    Raises:  ConfigError, TypeError: arguments that mean nothing, or not together.
-             PeerLost: torch.distributed is initialised, and its store does not answer.
+    Raises:  ConfigError, TypeError: arguments that are invalid, or cannot be combined. PeerLost:
+             torch.distributed is initialised, and its store does not answer.
     """
     urls = _urls(given.urls)
     options, distributed = given.options, _distributed()
@@ -182,7 +182,7 @@ def _urls(given: object) -> tuple[str, ...]:
 
 
 def _absolute(url: str) -> str:
-    """Paths are the node's to open, and a node has a working directory of its own."""
+    """Make paths absolute, since the node opens them and has another working directory."""
     if "://" in url or url.startswith("/"):
         return url
     slash = "/" if url.endswith("/") else ""

@@ -32,9 +32,9 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     num_workers=n)`. Of n workers, worker w makes the steps w, w + n, …, so that torch, which asks
     them in turn, yields the exact order of DataLoader's; the arguments are DataLoader's too.
 
-    Every full pass is one epoch, and the next pass is the next epoch, whatever makes the workers;
-    `set_epoch` says otherwise. A pass left early is begun again, where the last state that was
-    loaded for that epoch says.
+    Every full pass is one epoch, and the next pass is the next epoch, however workers are started;
+    `set_epoch` chooses another. After a pass that was left early, the next pass starts that epoch
+    again, at the position of the state last loaded for it.
 
     Source:  the turns: torch.utils.data.dataloader._MultiProcessingDataLoaderIter.
     """
@@ -88,31 +88,32 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         return self._pass(reader, worker, count)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, of this rank: of all DataLoader workers together."""
+        """Steps of a whole epoch of this rank, over all DataLoader workers."""
         job = self._session_of_process().job
         return step_count(job.sample_count, job.spec.global_batch, job.spec.end)
 
     @property
     def schema(self) -> Schema:
-        """What batches hold, by column: as DataLoader.schema."""
+        """The columns of batches, as DataLoader.schema."""
         return schema_of(describe_columns(self._session_of_process()))
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """What the codes of a column stand for: as DataLoader.categories."""
+        """The values of a column's codes, as DataLoader.categories."""
         return read_categories(self._session_of_process(), column)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch's; a state that was loaded for it keeps its place. Call it in
-        the main process; workers, also persistent ones, see it when the next pass begins.
+        """Choose the epoch of the next pass; if a state was loaded for it, the position is kept.
+        Call it in the main process; workers, even persistent ones, see it when the next pass
+        begins.
         """
         self._next_epochs.fill_(epoch_of(epoch))
         self._reader = None
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Where the pass under way stands.
+        """The position of the running pass.
 
-        With DataLoader workers the main process cannot see how far it is: pass the number of
-        `batches` that this pass has yielded. Inside of a worker it is that worker's own state.
+        With DataLoader workers, the main process cannot see the position: pass the number of
+        `batches` that this pass has yielded. Inside a worker, this is the worker's own state.
         """
         session = self._session_of_process()
         worker, count = _place()
@@ -137,7 +138,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         return found.to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on where the state was taken; an empty state is the start.
+        """Continue, with the next pass, where the state was taken; an empty state is the start.
 
         Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
         """

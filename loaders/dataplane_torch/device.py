@@ -1,4 +1,4 @@
-"""The device that batches are yielded on: what `device=` means, and its copy stream."""
+"""The device on which batches are yielded (`device=`), and its copy stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Given = str | torch.device | int | None
 
 
 class Target(Protocol):
-    """Where a loader's batches go."""
+    """The destination of a loader's batches."""
 
     def copy_stream(self) -> CopyStream:
         """The copy stream of the passes that begin now."""
@@ -78,9 +78,9 @@ class CudaCopyStream:
 
 
 def find_target(given: Given) -> Target | None:
-    """What `device` names; None where batches stay in host memory.
+    """The device that `device` names; None if batches stay in host memory.
 
-    Raises:  ConfigError: it names no device, or none that is here.
+    Raises:  ConfigError: it does not name a device, or the device does not exist.
     """
     device = _parsed(given)
     if device is None or device.type == "cpu":

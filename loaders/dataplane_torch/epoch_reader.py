@@ -1,4 +1,4 @@
-"""From a stream of slabs to batches one by one, with the place that each of them leads to."""
+"""Turns a stream of slabs into single batches, with the position after each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EpochReader:
     """The batches of steps first_step, first_step + stride, … of an epoch from a cursor on.
 
     `valid_count` is of the last batch: its rows that are not padding. With a copy stream, batches
-    come on its device, and the one after is copied ahead if it is here: nothing is waited for, so
-    that whatever memory a slab needs is not held by one that was taken too early.
+    come on its device, and the next batch is copied ahead if it has arrived. It is never waited
+    for, since a slab taken too early could hold memory that the due slab needs.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class EpochReader:
 
     @property
     def cursor(self) -> int:
-        """Samples that all ranks have consumed with the last batch that came from here."""
+        """Samples that all ranks have consumed after the last batch returned here."""
         steps = max(0, self.step - self.stride + 1)
         return consumed(self._sample_count, self.start_cursor, self._global_batch, steps)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the epoch's last batch came from here."""
+        """Whether the epoch's last batch was returned."""
         return self.step >= self._step_count
 
     def next(self) -> Batch | None:
@@ -87,7 +87,7 @@ class EpochReader:
         return batch
 
     def close(self) -> None:
-        """Let go of the stream and of the slab in hand. May be called twice."""
+        """Release the stream and the current slab. May be called twice."""
         self._stream.close()
         self._ready = []
 
@@ -121,8 +121,8 @@ class EpochReader:
 
 
 def check_process(pid: int) -> None:
-    """Check that a pass goes on in the process that began it. A forked child has a copy of it, and
-    would get all that its parent gets, too.
+    """Check that a pass continues in the process that began it. A forked child has a copy of the
+    pass, and would get the same samples as its parent.
 
     Raises:  ConfigError: this is another process.
     """

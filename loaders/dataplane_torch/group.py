@@ -1,4 +1,4 @@
-"""What the ranks of a process group agree on, over the connections that it has already."""
+"""What the ranks of a process group agree on, over the group's existing connections."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataplane.transforms.pixels_advice import how_to_agree
 from dataplane_torch.torch_private.process_group import default_store
 
 _inheritors: set[int] = set()
-"""Processes whose group is their parent's: its connections are not theirs to use."""
+"""Processes that inherited their parent's group and must not use its connections."""
 
 
 def launch_token() -> str:
     """A random name that all ranks of the default process group share and no other launch has; ""
-    where there is no group, or its store cannot tell: then none of the ranks has a token.
+    if there is no group, or its store cannot do this: then no rank has a token.
 
     Raises:  PeerLost: the store does not answer, so the group is lost too.
     """
@@ -28,8 +28,8 @@ def check_pixels(pixels: str) -> None:
     """Check that the nodes of all ranks make the same pixels. Nodes that the ranks start themselves
     have no coordinator in common, so the ranks compare. Does nothing without a process group.
 
-    Raises:  SpecMismatch: another rank came first, and its node has another name for what makes
-             them.  PeerLost: as `launch_token`.
+    Raises:  SpecMismatch: the node of the first rank uses other image decoding software.  PeerLost:
+    as `launch_token`.
     """
     expected = _first_said("dataplane/pixels", pixels) if pixels else ""
     if expected and expected != pixels:

@@ -43,44 +43,44 @@ _T_co = TypeVar("_T_co", covariant=True, default=Any)
 
 
 class DataLoader(LoaderBase[_T_co]):
-    """Batches of a torch Dataset, or of the shards at urls, with the state of where they stand.
+    """Batches of a torch Dataset, or of the shards at urls, with an exact resume state.
 
-    Over a Dataset every argument is torch.utils.data.DataLoader's, by name, place, default and
-    meaning. With num_workers > 0 the dataset runs in processes that write their batches straight
-    into memory which this process has mapped. `snapshot_every_n_steps` says how often datasets and
-    samplers that have a state are asked for it; a state is exact after any step.
+    Over a Dataset, all arguments have the names, positions, defaults and meanings of
+    torch.utils.data.DataLoader. With num_workers > 0 the dataset runs in processes that write
+    batches straight into memory that this process has mapped. `snapshot_every_n_steps` sets how
+    often the states of datasets and samplers are taken; the loader's state is exact after any step.
 
     Over urls a node reads, decodes and batches. `batch_size` counts samples of one data-parallel
-    rank; `global_batch_size` of all of them, so that a run may go on with another number of ranks.
-    `end` is what becomes of an incomplete last global batch: "ragged" (every rank has as many
-    steps, local batches may differ by one and be empty), "drop" (as drop_last=True), or "pad"
-    (samples of the epoch's start fill it; `valid_count` tells how many rows of the last batch are
-    not padding). `timeout` is how long to wait for a batch in seconds, 0 for what the node says.
-    `transforms` names columns of encoded images, and what the node makes of them:
-    {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Resizes and center crops are exact; for a
-    random crop of at least twice the size that is wanted a JPEG is decoded at a reduced size.
-    `decode="exact"` never reduces, "fast" reduces for every geometry. Jobs of one host that load
-    alike and have one `sharing` name decode each image once, together. `stack` names tensors
-    [B, columns] that columns of one number a sample come as, in the order given:
-    {"x": ["age", "price"]}, or {"x": Stack(["age", "price"], dtype="float32")} where they differ in
-    type. Padded lists are filled up to the longest of their batch with `pad_value`, 0 by default;
-    `max_length` drops the end of longer ones, or with `truncation_side="left"` the start. Both are
-    one number, or a dict of one for each column. `codes=["country"]` gives columns as integers, of
-    which `categories("country")` tells the values; a new dataset is read for them once. Every pass
-    is one epoch, and the next pass is the next epoch; a pass that was left early is begun again by
-    the next.
+    rank; `global_batch_size` counts those of all ranks, so that a run may continue with another
+    number of ranks. `end` says what to do with an incomplete last global batch: "ragged" (every
+    rank has as many steps, local batches may differ by one and be empty), "drop" (as
+    drop_last=True), or "pad" (samples from the epoch's start fill it; `valid_count` says how many
+    rows of the last batch are not padding). `timeout` is how long to wait for a batch in seconds, 0
+    for the node's setting. `transforms` maps columns of encoded images to the steps that the node
+    applies: {"jpg": [RandomResizedCrop(224), ToLayout("CHW")]}. Resizes and center crops are exact;
+    for a random crop of at least twice the wanted size, a JPEG is decoded at a reduced size.
+    `decode="exact"` never reduces, "fast" reduces for every geometry. Equal jobs on one host with
+    the same `sharing` name decode each image only once. `stack` joins columns of one number per
+    sample into tensors [B, columns], in the given order: {"x": ["age", "price"]}, or {"x":
+    Stack(["age", "price"], dtype="float32")} if they differ in type. Padded lists are filled up to
+    the longest of their batch with `pad_value`, 0 by default; `max_length` drops the end of longer
+    ones, or with `truncation_side="left"` the start. Both are one number, or a dict of one for each
+    column. `codes=["country"]` turns columns into integers; `categories("country")` has their
+    values, for which a new dataset is read once. Every pass is one epoch, and the next pass is the
+    next epoch; after a pass that was left early, the next pass starts that epoch again.
 
-    `device="cuda"` yields tensors that are there: copied from pinned memory in a stream of their
-    own, one batch ahead, while the step before computes. Your current stream waits for them, your
+    `device="cuda"` yields tensors on the device, copied from pinned memory in a separate stream,
+    one batch ahead, while the previous step computes. Your current stream waits for the copy; your
     thread does not. "cuda" is the device that is current when a pass begins.
 
-    `state_dict()` tells of the pass begun last: what it has yielded counts as consumed. A state
-    fits the same dataset in any bucket or folder if names, sizes and ETags are equal. After a copy
-    that changed the ETags (of local files: modification times), `dataset_moved=True` accepts it.
+    `state_dict()` is the state of the pass begun last: yielded batches count as consumed. A state
+    is valid for the same dataset in any bucket or folder if names, sizes and ETags are equal. After
+    a copy that changed the ETags (of local files: modification times), `dataset_moved=True` accepts
+    it.
 
-    Raises:  ValueError, TypeError, AssertionError: as torch's does.  ConfigError: arguments that
-    mean nothing together, or a device that is not here.  RuntimeError: a worker died, or `timeout`
-    has passed.
+    Raises:  ValueError, TypeError, AssertionError: as torch's DataLoader.  ConfigError: arguments
+    that cannot be combined, or a device that does not exist.  RuntimeError: a worker died, or
+    `timeout` has passed.
     """
 
     _shards: UrlJob | None
@@ -145,7 +145,7 @@ class DataLoader(LoaderBase[_T_co]):
         return begun
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, also where a resumed pass has fewer left.
+        """Steps of a whole epoch, even if a resumed pass has fewer left.
 
         Raises:  TypeError: the dataset is iterable and has no length.
         """
@@ -158,15 +158,15 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the pass under way, or else of the next one; None over a Dataset."""
+        """The epoch of the running pass, or else of the next one; None over a Dataset."""
         return None if self._shards is None else self._shards.epoch
 
     @property
     def schema(self) -> Schema:
-        """What batches hold, by column: stored type, unit, time zone, dtype and shape. Opens the
-        dataset, and reads no batch.
+        """The columns of batches: stored type, unit, time zone, dtype and shape. Opens the dataset,
+        but reads no batch.
 
-        Raises:  ConfigError: over a Dataset, whose samples are known when they are made.
+        Raises:  ConfigError: over a Dataset, whose samples are known only when they are made.
         """
         if self._shards is None:
             raise ConfigError(
@@ -176,7 +176,7 @@ class DataLoader(LoaderBase[_T_co]):
         return self._shards.schema
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """What the codes of a column stand for: code i is the i-th value. They are sorted, and the
+        """The values of a column's codes: code i means the i-th value. Values are sorted, and the
         same on every rank and in every run over the dataset. A null is -1, or its fill_null.
 
         Raises:  ConfigError: the column is not one of codes=[…], or this loader is over a Dataset.
@@ -186,11 +186,12 @@ class DataLoader(LoaderBase[_T_co]):
         return self._shards.categories(column)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch's. Of a state that was loaded the same epoch keeps the place,
-        so that the usual `for epoch in range(start, …): loader.set_epoch(epoch)` resumes. Over a
-        Dataset its samplers and itself are told, those that have a set_epoch().
+        """Choose the epoch of the next pass. If it is the epoch of a loaded state, the position is
+        kept, so that the usual `for epoch in range(start, …): loader.set_epoch(epoch)` resumes.
+        Over a Dataset, this calls the set_epoch() of the dataset and its samplers, if they have
+        one.
 
-        Raises:  ConfigError: it is no epoch.
+        Raises:  ConfigError: it is not an epoch.
         """
         epoch = epoch_of(epoch)
         if self._shards is not None:
@@ -201,18 +202,18 @@ class DataLoader(LoaderBase[_T_co]):
                 told(epoch)
 
     def statistics(self) -> Statistics:
-        """What this loader did so far, and what the time of its loop went into. The difference of
-        two values (`later.since(earlier)`) leaves the first batches out, and whatever came before.
+        """What this loader did so far, and where the time of its loop went. Use the difference of
+        two values (`later.since(earlier)`) to leave out the start.
 
-        Raises:  ConfigError: over a Dataset, whose workers tell nothing of this.
+        Raises:  ConfigError: over a Dataset, whose workers do not measure this.
         """
         if self._shards is None:
             raise ConfigError("statistics() is of loaders over urls", field="dataset")
         return self._shards.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this run stands: what has been yielded counts as consumed. Plain values, JSON but
-        for what a user's own states contain. Over urls it is the same on every rank.
+        """The position of this run; yielded batches count as consumed. Plain values, which can be
+        saved as JSON unless a user's own states cannot. Over urls it is the same on every rank.
         """
         if self._shards is not None:
             return self._shards.state_dict()
@@ -227,11 +228,11 @@ class DataLoader(LoaderBase[_T_co]):
         return self._place.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on where the state was taken: over urls on any number of ranks, over a
-        map-style Dataset with any number of workers. An empty state is the start.
+        """Continue, with the next pass, where the state was taken: over urls on any number of
+        ranks, over a map-style Dataset with any number of workers. An empty state is the start.
 
         Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError:
-        it is not a state, or what it counts in (batch size, length, workers) has changed.
+        it is not a state, or batch size, length or workers have changed.
         """
         if self._shards is not None:
             self._shards.load_state_dict(state_dict)
@@ -244,7 +245,9 @@ class DataLoader(LoaderBase[_T_co]):
         self._loaded_in = epochs_of(index_sampler(self))
 
     def close(self) -> None:
-        """Leave the job, end the workers; tensors that are held stay good. May be called twice."""
+        """Leave the job and end the workers. Tensors that are still held stay valid. May be called
+        twice.
+        """
         if self._shards is not None:
             self._shards.close()
         else:
@@ -252,9 +255,9 @@ class DataLoader(LoaderBase[_T_co]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """What Accelerate asks before it makes a loader of torch's out of one.
+        """Accelerate reads this before it builds a torch loader from this one.
 
-        Raises:  ConfigError: over urls, which torch's cannot read.
+        Raises:  ConfigError: over urls, which torch's loader cannot read.
         """
         advice = (
             "accelerator.prepare() makes torch's DataLoader of this one: call "
@@ -277,7 +280,7 @@ class DataLoader(LoaderBase[_T_co]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the pass under way, and only over a Dataset.
+        """Pickles the loader without its running pass, and only over a Dataset.
 
         Raises:  ConfigError: over urls: its job is this process's own.
         """
@@ -323,8 +326,8 @@ class DataLoader(LoaderBase[_T_co]):
         return WorkerPass(self, resume, self._loaded_in, self._target)
 
     def _keep(self, begun: Pass) -> None:
-        """Know of a pass. It dies with the loop that walks it, unless its workers persist; its
-        place stays.
+        """Keep track of a pass. It ends with the loop that uses it, unless its workers persist; its
+        position stays.
         """
         self._place = begun.beginning.place
         self._latest = weakref.ref(begun)

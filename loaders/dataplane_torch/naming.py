@@ -1,4 +1,6 @@
-"""Whether a loader's dataset is given by urls, or is a dataset: also where both are strings."""
+"""Decides whether a loader's first argument names shards or is a dataset, even for lists of
+strings.
+"""
 
 from __future__ import annotations
 
