@@ -46,7 +46,7 @@ class CpuReading:
 def _name(process: psutil.Process, trainer: psutil.Process) -> str:
     if process == trainer:
         return "trainer"
-    return "workers" if "--worker-fd" in process.cmdline() else "node"
+    return "workers" if process.name() == "dp-worker" else "node"
 
 
 def _batches(loader: Any) -> Iterator[Any]:

@@ -121,10 +121,8 @@ class _Watched(threading.Thread):
 
 
 def _part(process: psutil.Process) -> str:
-    command = process.cmdline()
-    if "--indexer-fd" in command:
-        return "indexing"
-    return "workers" if "--worker-fd" in command else "node"
+    parts = {"dp-indexer": "indexing", "dp-worker": "workers"}
+    return parts.get(process.name(), "node")
 
 
 def _write(folder: Path, columns: int, form: str) -> str:

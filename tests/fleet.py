@@ -223,9 +223,9 @@ def node_processes(launch: str) -> list[psutil.Process]:
 def worker_processes(node: psutil.Process) -> list[psutil.Process]:
     """The workers of a node."""
     found = []
-    for child in node.children():
+    for child in node.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "--worker-fd" in child.cmdline():
+            if child.name() == "dp-worker":
                 found.append(child)
     return found
 

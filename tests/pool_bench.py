@@ -161,10 +161,17 @@ def instead_of_workers(
     program.write_text(
         f"#!{sys.executable}\n"
         "import os, pathlib, socket, sys\n"
+        "from dataplane.node import fork_server\n"
+        "from dataplane.worker import worker\n"
+        "be_worker = worker.main\n"
         f"mark = pathlib.Path({str(while_there)!r})\n"
-        "if not mark.exists():\n"
-        f"    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
-        f"{code}\n"
+        "def be(fd, memory_bytes):\n"
+        "    if mark.exists():\n"
+        f"        exec({code!r}, {{**globals(), 'fd': fd}})\n"
+        "    else:\n"
+        "        be_worker(fd, memory_bytes)\n"
+        "fork_server._ROLES['worker'] = be\n"
+        "fork_server.main(int(sys.argv[-1]))\n"
     )
     program.chmod(0o700)
     while_there.touch()

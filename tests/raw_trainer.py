@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 import psutil
 import pyarrow as pa
+from fleet import worker_processes
 from slabs import batch_values
 
 from dataplane.arena.memfd import Arena
@@ -71,7 +72,7 @@ class Node:
             assert "Traceback" not in self.errors.read_text(), self.errors.read_text()
 
     def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return worker_processes(psutil.Process(self.process.pid))
 
 
 class Trainer:

@@ -37,8 +37,9 @@ from dataplane.rpc import local, messages, tasks
 from dataplane.store.urls import local_path
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, WorkerPlace, blame, end_of
+from dataplane.worker.forking import fork_server
 from dataplane.worker.limits import WorkerBytes
-from dataplane.worker.process import WORDS_BYTES_MAX, start_parser
+from dataplane.worker.process import WORDS_BYTES_MAX
 
 _PROCESSES_MAX = 4
 _TASKS_BEFORE_NEXT = 2
@@ -85,6 +86,7 @@ class IndexProcesses:
         self._reads = ThreadPoolExecutor(_READS_AT_ONCE, "dataplane-index-read")
         self._choosing, self._alone = threading.Lock(), threading.Lock()
         self._shared: list[_Process] = []
+        self._holding, self._holds = threading.Lock(), False
 
     @classmethod
     def of(cls, config: NodeConfig) -> Self:
@@ -102,6 +104,8 @@ class IndexProcesses:
         for process in self._shared:
             process.kill()
         self._reads.shutdown(wait=True, cancel_futures=True)
+        if self._holds:
+            fork_server.release()
 
     def index(self, format_: Format, shard: StoredShard) -> ShardIndex:
         """As `Format.index`.
@@ -127,7 +131,7 @@ class IndexProcesses:
             return process.index(order, shard, ends, self._task_timeout_s)
         with self._alone:
             limit_bytes = self._memory.for_blocks_of(listed.size_bytes)
-            process = _Process(limit_bytes, self._reads)
+            process = self._started(limit_bytes)
             try:
                 return process.index(order, shard, ends, self._task_timeout_s)
             except _Ended:
@@ -144,7 +148,7 @@ class IndexProcesses:
             if process is None or (
                 process.users >= _TASKS_BEFORE_NEXT and len(usable) < self._process_count
             ):
-                process = _Process(self._memory.base, self._reads)
+                process = self._started(self._memory.base)
                 self._shared.append(process)
             process.users += 1
         try:
@@ -152,6 +156,13 @@ class IndexProcesses:
         finally:
             with self._choosing:
                 process.users -= 1
+
+    def _started(self, memory_bytes: int) -> _Process:
+        with self._holding:
+            if not self._holds:
+                fork_server.acquire()
+                self._holds = True
+        return _Process(memory_bytes, self._reads)
 
 
 class _Process:
@@ -170,7 +181,7 @@ class _Process:
         self._stderr = os.memfd_create("dataplane-indexer", os.MFD_CLOEXEC)
         try:
             with theirs:
-                self._process = start_parser("indexer", theirs, self._stderr, memory_bytes)
+                self._process = fork_server.start("indexer", theirs, self._stderr, memory_bytes)
         except BaseException:
             self._sock.close()
             os.close(self._stderr)
@@ -265,7 +276,7 @@ class _Process:
                 if task is not None:
                     task.arrived.put(said.body)
         self._process.kill()
-        status = self._process.wait()
+        status = self._process.status()
         words = os.pread(self._stderr, WORDS_BYTES_MAX, 0).decode(errors="replace")
         os.close(self._stderr)
         is_machine_short = kill_count_for_memory() > self._kill_count

@@ -1,8 +1,7 @@
-"""The processes of a node, started by exec: an embedded node, a worker or an indexer.
+"""The processes of a node, started by exec: an embedded node, or its fork server.
 
 python -m dataplane.node --listener-fd N     an embedded node on an inherited listening socket
-python -m dataplane.node --worker-fd N       a worker on an inherited socket
-python -m dataplane.node --indexer-fd N      a process that indexes shards, on an inherited socket
+python -m dataplane.node --fork-server-fd N  forks workers and processes that index shards
 """
 
 from __future__ import annotations
@@ -26,22 +25,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m dataplane.node")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--listener-fd", type=int)
-    which.add_argument("--worker-fd", type=int)
-    which.add_argument("--indexer-fd", type=int)
-    parser.add_argument("--memory-bytes", type=int, help="of its own that a worker may take")
+    which.add_argument("--fork-server-fd", type=int)
     parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     given = parser.parse_args()
-    if given.worker_fd is not None:
-        from dataplane.worker import worker
+    if given.fork_server_fd is not None:
+        from dataplane.node.fork_server import main as be_fork_server
 
-        worker.main(given.worker_fd, given.memory_bytes)
+        be_fork_server(given.fork_server_fd)
         return 0
-    if given.indexer_fd is not None:
-        from dataplane.index import indexer
+    # It imports what workers need while this process imports what a node needs.
+    from dataplane.worker.forking import fork_server
 
-        indexer.main(given.indexer_fd, given.memory_bytes)
-        return 0
+    fork_server.acquire(given.stderr_fd)
     asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd))
     return 0
 
@@ -81,10 +77,8 @@ async def _embedded(descriptor: int, stderr_fd: int | None) -> int:
     try:
         config = dataclasses.replace(default_node_config(), embedded=True)
         configure(config.log_level, config.log_format)
-        # Workers import their modules while this process does: one for each other core, since more
-        # would only delay all of them.
         pool = WorkerPool.of(config, Trace("node"), stderr_fd)
-        pool.start(max(1, len(os.sched_getaffinity(0)) - 1))
+        pool.start()
         try:
             await _serve(config, descriptor, pool, stop, stderr_fd)
         finally:

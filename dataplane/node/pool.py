@@ -1,5 +1,4 @@
-"""The worker processes of a node: started by exec, each with one task at a time, replaced when they
-die.
+"""The worker processes of a node: forked, each with one task at a time, replaced when they die.
 
 Invariants:
 1. Each task is reported exactly once, as done or failed.
@@ -33,6 +32,7 @@ from dataplane.node.task_queue import TaskQueue
 from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
+from dataplane.worker.forking import fork_server
 from dataplane.worker.process import MEMORY_BYTES, WorkerProcess
 
 _DEATHS_MAX = 2
@@ -87,7 +87,9 @@ class WorkerPool:
         """Start processes until there are this many, by default all; does not wait for them. May be
         called again.
         """
-        self._loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            fork_server.acquire(self._stderr_fd)
         wanted = self._worker_count if count is None else min(count, self._worker_count)
         while len(self._workers) < wanted:
             self._spawn()
@@ -147,7 +149,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill all workers and wait a few seconds for them to end. May be called twice."""
-        self._closed = True
+        is_first, self._closed = not self._closed, True
         if self._watching is not None:
             self._watching.cancel()
         left = [*self._workers, *self._retired]
@@ -159,6 +161,8 @@ class WorkerPool:
                 self._trace.failed("end of worker", pid=worker.process.pid, why="stuck in kernel")
         self._workers.clear()
         self._retired.clear()
+        if is_first and self._loop is not None:
+            fork_server.release()
 
     def _refill(self) -> None:
         """Start workers again, if the last ones were given up."""
@@ -179,7 +183,7 @@ class WorkerPool:
         worker = PoolWorker(process, self._memory_bytes)
         self._workers.append(worker)
         worker.process.on_readable(partial(self._on_readable, worker))
-        self._trace.started("worker started", pid=worker.process.pid)
+        self._trace.started("worker started", worker_count=len(self._workers))
         return worker
 
     def _dispatch(self) -> None:

@@ -195,7 +195,7 @@ class PoolWorker:
         processor. Called periodically; the time counts from the first call.
         """
         task = self.task
-        if task is None or self.is_ending:
+        if task is None or self.is_ending or not self.process.has_started:
             self._watched = None
             return False
         if self._watched is None or self._watched[0] is not task:

@@ -255,3 +255,53 @@ class FromIndexer:
 
     task: int
     body: FromIndexerBody
+
+
+@dataclass(frozen=True, slots=True)
+class StartChild:
+    """Fork a "worker" or an "indexer" that may have so much memory of its own."""
+
+    number: int
+    role: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillChild:
+    """SIGKILL for the process of that number, if it lives."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStarted:
+    """The process of that number has this process id."""
+
+    number: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnded:
+    """The process of that number is gone; a negative `status` is the signal that ended it."""
+
+    number: int
+    status: int
+
+
+ToForkServerBody = StartChild | KillChild
+FromForkServerBody = ChildStarted | ChildEnded
+
+
+@dataclass(frozen=True, slots=True)
+class ToForkServer:
+    """The envelope of what a node says to its fork server."""
+
+    body: ToForkServerBody
+
+
+@dataclass(frozen=True, slots=True)
+class FromForkServer:
+    """The envelope of what the fork server says."""
+
+    body: FromForkServerBody

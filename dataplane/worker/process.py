@@ -1,4 +1,4 @@
-"""One worker process and its socket: started by exec, killed, and collected without waiting.
+"""One worker process and its socket: forked, killed, and collected without waiting.
 
 A killed process may stay alive for a while: one blocked in the kernel, in a read from an
 unreachable file server, dies only when the kernel wakes it. So nothing here blocks the event loop.
@@ -11,19 +11,15 @@ import contextlib
 import os
 import select
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 from dataplane.rpc import local
+from dataplane.worker.forking import ForkedProcess, fork_server
 
 MEMORY_BYTES = 1 << 30
 """Default limit on a worker's private memory."""
-# Arrow's allocator would reserve a GiB and use it gradually, but the limit counts reserved memory.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
-_PAUSE_S = 0.001
-_PAUSE_S_MAX = 0.5
 WORDS_BYTES_MAX = 4096
 """Bytes at the end of its stderr that are kept, to report how it ended."""
 _PIECE_BYTES = 4096
@@ -31,33 +27,12 @@ _PIECES_LEFT_MAX = 16
 """Bytes to read from a pipe before it is closed: the capacity of a pipe."""
 
 
-def start_parser(
-    role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
-) -> subprocess.Popen[bytes]:
-    """Start a process that parses untrusted bytes, a "worker" or an "indexer", with its end of the
-    socket, its stderr, and a limit on its private memory.
-    """
-    descriptor = sock.fileno()
-    command = [sys.executable, "-P", "-m", "dataplane.node"]
-    command += ["--memory-bytes", str(memory_bytes), f"--{role}-fd", str(descriptor)]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stderr=stderr_fd,
-        pass_fds=(descriptor,),
-        close_fds=True,
-        env={**_ENVIRONMENT, **os.environ},
-    )
-
-
 class WorkerProcess:
     """A worker process of this node, our end of its socket, and the last lines of its stderr, which
     is passed on.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, stderr: StderrCopy
-    ) -> None:
+    def __init__(self, process: ForkedProcess, sock: socket.socket, stderr: StderrCopy) -> None:
         self.sock = sock
         self._process = process
         self._stderr = stderr
@@ -65,13 +40,15 @@ class WorkerProcess:
 
     @classmethod
     def start(cls, stderr_fd: int | None, memory_bytes: int = MEMORY_BYTES) -> Self:
-        """Start a worker with this memory limit; its stderr goes to ours, or to the given one."""
+        """Start a worker with this memory limit; its stderr goes to ours, or to the given one. The
+        caller holds the fork server.
+        """
         ours, theirs = local.pair()
         ours.setblocking(False)
         said, says = os.pipe()
         try:
             with theirs:
-                process = start_parser("worker", theirs, says, memory_bytes)
+                process = fork_server.start("worker", theirs, says, memory_bytes)
         except BaseException:
             ours.close()
             os.close(said)
@@ -81,8 +58,13 @@ class WorkerProcess:
         return cls(process, ours, StderrCopy(said, 2 if stderr_fd is None else stderr_fd))
 
     @property
+    def has_started(self) -> bool:
+        """Whether its process id is known, or none will ever be."""
+        return self._process.has_started
+
+    @property
     def pid(self) -> int:
-        """Its process id."""
+        """Its process id, waiting for it."""
         return self._process.pid
 
     @property
@@ -95,38 +77,37 @@ class WorkerProcess:
         self._loop.add_reader(self.sock.fileno(), call)
 
     def end(self, ended: Callable[[int], None]) -> None:
-        """Close the connection and kill it. `ended` gets the exit status when the process is gone,
-        with every thread that could still write into our memory.
+        """Kill it and ignore what it still sends. `ended` gets the exit status when the process is
+        gone, with every thread that could still write into our memory.
         """
-        self._hang_up()
+        self._hear_no_more()
         self._process.kill()
-        self._collect(ended, _PAUSE_S)
+        self._process.on_end(partial(self._tell_end, ended))
 
     def kill(self) -> None:
         """Close the connection and kill it, without waiting for its end. May be called twice."""
-        self._hang_up()
-        self._stderr.close()
+        self._hear_no_more()
         self._process.kill()
+        self.sock.close()
+        self._stderr.close()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it is gone within this time. Blocks, so use it only when the node exits."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-        return self._process.returncode is not None
+        return self._process.wait(timeout_s)
 
-    def _hang_up(self) -> None:
+    def _hear_no_more(self) -> None:
         if self.sock.fileno() >= 0:
             self._loop.remove_reader(self.sock.fileno())
-        self.sock.close()
 
-    def _collect(self, ended: Callable[[int], None], pause_s: float) -> None:
-        status = self._process.poll()
-        if status is None:
-            longer_s = min(2 * pause_s, _PAUSE_S_MAX)
-            self._loop.call_later(pause_s, self._collect, ended, longer_s)
-        else:
-            self._stderr.close()
-            ended(status)
+    def _tell_end(self, ended: Callable[[int], None], status: int) -> None:
+        """In the thread that hears of it."""
+        with contextlib.suppress(RuntimeError):  # the node has ended as well
+            self._loop.call_soon_threadsafe(self._collected, ended, status)
+
+    def _collected(self, ended: Callable[[int], None], status: int) -> None:
+        self.sock.close()
+        self._stderr.close()
+        ended(status)
 
 
 class StderrCopy:

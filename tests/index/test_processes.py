@@ -41,9 +41,9 @@ def processes() -> Iterator[IndexProcesses]:
 def children() -> list[psutil.Process]:
     """The processes that index for this one."""
     found = []
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "--indexer-fd" in child.cmdline():
+            if child.name() == "dp-indexer":
                 found.append(child)
     return found
 

@@ -47,7 +47,9 @@ def train(url: str, service: str = "") -> str:
         [sys.executable, "-c", TRAINER, url, service], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stderr
+    # On a busy machine a node may take its time to start, and its trainer says so.
+    lines = done.stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if "waiting for the node of this run" not in line)
 
 
 def test_an_embedded_node_is_silent_as_long_as_all_is_well(url: str) -> None:

@@ -40,7 +40,7 @@ def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(
     code = (
         "from dataplane.worker import worker\n"
         "worker._decode = lambda *_: os._exit(4)\n"
-        "worker.main(int(sys.argv[-1]), 1 << 30)\n"
+        "worker.main(fd, 1 << 30)\n"
     )
     url = arrow_shards(tmp_path, 2)
     instead_of_workers(monkeypatch, tmp_path, mark, code)
@@ -103,7 +103,7 @@ def test_a_worker_that_answers_nonsense_is_replaced(
 ) -> None:
     mark = tmp_path / "mark"
     code = (
-        "sock = socket.socket(fileno=int(sys.argv[-1]))\n"
+        "sock = socket.socket(fileno=fd)\n"
         "sock.recv(1 << 20)\n"
         "mark.unlink()\n"
         f"sock.send({garbage})\n"

@@ -255,7 +255,7 @@ def test_a_block_is_decoded_while_decodings_of_another_dataset_do_not_end(
         f"        fcntl.flock(os.open({str(held)!r}, os.O_RDWR), fcntl.LOCK_SH)\n"
         "    return decode(state, body)\n"
         "worker._decode = slow\n"
-        "worker.main(int(sys.argv[-1]), 1 << 30)\n"
+        "worker.main(fd, 1 << 30)\n"
     )
     held.touch()
     url = arrow_shards(tmp_path, 4)

@@ -20,7 +20,7 @@ from dataplane.rpc import tasks
 from dataplane.worker.death import Cause, end_of
 
 START = "from dataplane.worker import worker\n"
-SERVE = "worker.main(int(sys.argv[-1]), 1 << 30)\n"
+SERVE = "worker.main(fd, 1 << 30)\n"
 
 
 def test_a_crash_while_decoding_names_shard_and_block_in_the_error_and_in_the_log(
@@ -162,7 +162,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_stuck(monkeypatch: pytest.Mo
     monkeypatch.setattr(machine, "waited_for_processor_s", lambda _pid: waited)
 
     class Process:
-        pid = 1
+        pid, has_started = 1, True
 
     worker = PoolWorker(Process(), 0)  # type: ignore[arg-type]
     worker.task = object()  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from undead import undead
 from dataplane.node import pool as pools
 from dataplane.node.pool import WorkerPool
 from dataplane.trace import Trace
+from dataplane.worker.forking import fork_server
 from dataplane.worker.process import WorkerProcess
 
 
@@ -32,7 +33,8 @@ def test_the_loop_turns_while_a_killed_worker_does_not_die() -> None:
             await ended.wait()
         assert statuses == [-signal.SIGKILL]
 
-    asyncio.run(play())
+    with fork_server.held():
+        asyncio.run(play())
 
 
 def test_a_worker_that_does_not_die_keeps_its_place_until_it_does() -> None:

@@ -299,3 +299,51 @@ class ShardIndexed(_message.Message):
     index: bytes
     more: bool
     def __init__(self, index: _Optional[bytes] = ..., more: bool = ...) -> None: ...
+
+class ToForkServer(_message.Message):
+    __slots__ = ("start_child", "kill_child")
+    START_CHILD_FIELD_NUMBER: _ClassVar[int]
+    KILL_CHILD_FIELD_NUMBER: _ClassVar[int]
+    start_child: StartChild
+    kill_child: KillChild
+    def __init__(self, start_child: _Optional[_Union[StartChild, _Mapping]] = ..., kill_child: _Optional[_Union[KillChild, _Mapping]] = ...) -> None: ...
+
+class FromForkServer(_message.Message):
+    __slots__ = ("child_started", "child_ended")
+    CHILD_STARTED_FIELD_NUMBER: _ClassVar[int]
+    CHILD_ENDED_FIELD_NUMBER: _ClassVar[int]
+    child_started: ChildStarted
+    child_ended: ChildEnded
+    def __init__(self, child_started: _Optional[_Union[ChildStarted, _Mapping]] = ..., child_ended: _Optional[_Union[ChildEnded, _Mapping]] = ...) -> None: ...
+
+class StartChild(_message.Message):
+    __slots__ = ("number", "role", "memory_bytes")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    role: str
+    memory_bytes: int
+    def __init__(self, number: _Optional[int] = ..., role: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+
+class KillChild(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class ChildStarted(_message.Message):
+    __slots__ = ("number", "pid")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    pid: int
+    def __init__(self, number: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class ChildEnded(_message.Message):
+    __slots__ = ("number", "status")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    status: int
+    def __init__(self, number: _Optional[int] = ..., status: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,259 @@
+"""Processes that parse foreign bytes, each forked by this process's fork server.
+
+That is node/fork_server.py; here is the side of whoever needs processes.
+
+Invariants:
+1. There is one fork server in a process. It is started for the first who holds it and ends with
+   the last; one that died is started again for the next process.
+2. Every process that was asked for ends once: with its exit status, or as killed if the fork server
+   died, which takes its children along.
+3. Nothing waits for the fork server but who asks for a process id, or for an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Arrow's allocator would reserve a GiB to use it bit by bit, and a limit counts what is reserved.
+# A process with a second thread must not fork, and jemalloc has one even where nobody uses it.
+_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "MIMALLOC_ARENA_EAGER_COMMIT": "0",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+_MODULE = "dataplane.node"
+_PAUSE_S, _PAUSE_S_MAX = 0.001, 0.5
+_CLOSE_S = 5.0
+
+
+class ForkedProcess:
+    """One process. Thread-safe."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        self._ask_to_kill = kill
+        self._changing = threading.Lock()
+        self._started, self._ended = threading.Event(), threading.Event()
+        self._on_end: Callable[[int], None] | None = None
+        self._pid, self._status = 0, 0
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its process id is known, or none will ever be."""
+        return self._started.is_set()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, waiting for it; 0 if it could not be started."""
+        self._started.wait()
+        return self._pid
+
+    def kill(self) -> None:
+        """SIGKILL, if it lives. May be called twice."""
+        if not self._ended.is_set():
+            self._ask_to_kill()
+
+    def on_end(self, call: Callable[[int], None]) -> None:
+        """Have this called with the exit status, in another thread, or now if it has ended."""
+        with self._changing:
+            if not self._ended.is_set():
+                self._on_end = call
+                return
+        call(self._status)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within this time."""
+        return self._ended.wait(timeout_s)
+
+    def status(self) -> int:
+        """Its exit status, waiting for it."""
+        self._ended.wait()
+        return self._status
+
+    def started(self, pid: int) -> None:
+        """The fork server has said so."""
+        self._pid = pid
+        self._started.set()
+
+    def ended(self, status: int) -> None:
+        """It is gone."""
+        with self._changing:
+            self._status, call = status, self._on_end
+            self._ended.set()
+        self._started.set()
+        if call is not None:
+            call(status)
+
+
+class _Server:
+    """One fork server, and the thread that hears what it says."""
+
+    def __init__(self, stderr_fd: int | None) -> None:
+        self.is_lost = False
+        self._changing = threading.Lock()
+        self._processes: dict[int, ForkedProcess] = {}
+        self._numbers = itertools.count(1)
+        # What rpc.local.pair() gives; rpc is imported while the fork server imports as well.
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-P", "-m", _MODULE]
+        command += ["--fork-server-fd", str(theirs.fileno())]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stderr=stderr_fd,
+                    pass_fds=(theirs.fileno(),),
+                    env={**_ENVIRONMENT, **os.environ},
+                )
+            except BaseException:
+                self._sock.close()
+                raise
+        self._thread = threading.Thread(
+            target=self._receive, name="dataplane-fork-server", daemon=True
+        )
+        self._thread.start()
+
+    def start(
+        self, role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
+    ) -> ForkedProcess:
+        from dataplane.errors import PeerLost
+        from dataplane.rpc import local, tasks
+
+        number = next(self._numbers)
+        process = ForkedProcess(lambda: self._kill(number))
+        with self._changing:
+            if not self.is_lost:
+                self._processes[number] = process
+        order = tasks.ToForkServer(tasks.StartChild(number, role, memory_bytes))
+        try:
+            local.send(self._sock, order, (sock.fileno(), stderr_fd))
+        except PeerLost:
+            with self._changing:
+                is_ours = self._processes.pop(number, None) is not None
+            if is_ours or self.is_lost:
+                process.ended(-signal.SIGKILL)
+        return process
+
+    def close(self) -> None:
+        """End it, and with it whatever it has started."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_CLOSE_S)
+
+    def _kill(self, number: int) -> None:
+        from dataplane.errors import PeerLost
+        from dataplane.rpc import local, tasks
+
+        with contextlib.suppress(PeerLost):  # then it is killed already
+            local.send(self._sock, tasks.ToForkServer(tasks.KillChild(number)))
+
+    def _receive(self) -> None:
+        from dataplane.errors import DataplaneError
+        from dataplane.rpc import local, tasks
+
+        try:
+            while True:
+                said, _ = local.receive(self._sock, tasks.FromForkServer)
+                body = said.body
+                with self._changing:
+                    process = self._processes.get(body.number)
+                    if isinstance(body, tasks.ChildEnded):
+                        self._processes.pop(body.number, None)
+                if process is None:
+                    continue
+                if isinstance(body, tasks.ChildStarted):
+                    process.started(body.pid)
+                else:
+                    process.ended(body.status)
+        except DataplaneError:  # it is gone, or speaks nonsense
+            pass
+        finally:
+            self._lose()
+
+    def _lose(self) -> None:
+        """It is gone, and its children with it: wait for each to be."""
+        self._process.kill()
+        self._process.wait()
+        with self._changing:
+            self.is_lost = True
+            left = list(self._processes.values())
+            self._processes.clear()
+        self._sock.close()
+        for process in left:
+            pid = process.pid if process.has_started else 0
+            pause_s = _PAUSE_S
+            while pid and not _is_gone(pid):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+            process.ended(-signal.SIGKILL)
+
+
+class _Shared:
+    """The fork server of this process, for all who hold it."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._holder_count = 0
+        self._stderr_fd: int | None = None
+        self._server: _Server | None = None
+
+    def acquire(self, stderr_fd: int | None = None) -> None:
+        """Hold it; the first holder has it started, and says where it writes errors to."""
+        with self._changing:
+            self._holder_count += 1
+            if self._server is None:
+                self._stderr_fd = stderr_fd
+                self._server = _Server(stderr_fd)
+
+    def release(self) -> None:
+        """Hold it no more."""
+        with self._changing:
+            self._holder_count -= 1
+            server = self._server
+            if self._holder_count:
+                return
+            self._server = None
+        if server is not None:
+            server.close()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While this lasts, it is held."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def start(
+        self, role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
+    ) -> ForkedProcess:
+        """Run a "worker" or an "indexer": its end of its socket, its stderr, and the memory that it
+        may take of its own. Does not wait for it.
+        """
+        with self._changing:
+            assert self._holder_count
+            if self._server is None or self._server.is_lost:
+                self._server = _Server(self._stderr_fd)
+            return self._server.start(role, sock, stderr_fd, memory_bytes)
+
+
+fork_server = _Shared()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return True
+    return facts.rpartition(")")[2].split()[0] in {"Z", "X"}

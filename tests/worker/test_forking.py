@@ -1,0 +1,145 @@
+"""The fork server of a process: whom it starts, whose end it tells, and what happens if it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from dataplane.rpc import local, tasks
+from dataplane.worker import forking
+from dataplane.worker.forking import ForkedProcess, fork_server
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def held() -> Iterator[None]:
+    with fork_server.held():
+        yield
+
+
+def a_process(role: str = "worker") -> tuple[ForkedProcess, socket.socket, int]:
+    """One, our end of its socket, and its stderr."""
+    ours, theirs = local.pair()
+    stderr = os.memfd_create("stderr", os.MFD_CLOEXEC)
+    with theirs:
+        return fork_server.start(role, theirs, stderr, 1 << 30), ours, stderr
+
+
+def server_of(process: ForkedProcess) -> psutil.Process:
+    found = psutil.Process(process.pid).parent()
+    assert found is not None
+    return found
+
+
+def test_processes_share_one_parent_and_end_with_their_sockets() -> None:
+    first, sock, stderr = a_process()
+    second, other_sock, other_stderr = a_process("indexer")
+    assert server_of(first) == server_of(second)
+    assert server_of(first).num_threads() == 1  # or a fork may find a lock held for ever
+    deadline = time.monotonic() + WAIT_S
+    for process, name in ((first, "dp-worker"), (second, "dp-indexer")):
+        while psutil.Process(process.pid).name() != name:  # it has just been forked
+            assert time.monotonic() < deadline
+            os.sched_yield()
+    with sock, other_sock:
+        local.send(sock, tasks.Task(tasks.DetachArena(1)))
+        local.receive(sock, tasks.Result)
+        assert not first.wait(0.0)
+    assert first.wait(WAIT_S)
+    assert first.status() == 0
+    assert second.wait(WAIT_S)
+    os.close(stderr)
+    os.close(other_stderr)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_end_of_a_process_is_told_with_its_signal(number: signal.Signals) -> None:
+    process, sock, stderr = a_process()
+    told: list[int] = []
+    process.on_end(told.append)
+    os.kill(process.pid, number)
+    assert process.wait(WAIT_S)
+    assert told == [-number]
+    process.on_end(told.append)  # also whoever asks late
+    assert told == [-number, -number]
+    process.kill()
+    sock.close()
+    os.close(stderr)
+
+
+def test_a_process_is_killed_that_has_not_started_yet() -> None:
+    process, sock, stderr = a_process()
+    process.kill()
+    assert process.wait(WAIT_S)
+    assert process.status() == -signal.SIGKILL
+    sock.close()
+    os.close(stderr)
+
+
+def test_a_fork_server_that_dies_takes_its_processes_along_and_is_started_again() -> None:
+    process, sock, stderr = a_process()
+    server = server_of(process)
+    server.kill()
+    assert process.wait(WAIT_S)
+    assert process.status() == -signal.SIGKILL
+    assert not psutil.pid_exists(process.pid) or _is_zombie(process.pid)
+    again, other_sock, other_stderr = a_process()
+    assert server_of(again) != server
+    again.kill()
+    assert again.wait(WAIT_S)
+    for each in (sock, other_sock):
+        each.close()
+    for fd in (stderr, other_stderr):
+        os.close(fd)
+
+
+def test_what_cannot_be_started_says_why_on_its_stderr() -> None:
+    process, sock, stderr = a_process("nobody")
+    assert process.wait(WAIT_S)
+    assert process.status() == 1
+    assert b"nobody" in os.pread(stderr, 4096, 0)
+    sock.close()
+    os.close(stderr)
+
+
+def test_it_ends_with_the_last_who_holds_it() -> None:
+    process, sock, stderr = a_process()
+    server = server_of(process)
+    fork_server.acquire()
+    fork_server.release()
+    assert server.is_running()
+    process.kill()
+    assert process.wait(WAIT_S)
+    fork_server.release()
+    assert not server.is_running()
+    fork_server.acquire()
+    sock.close()
+    os.close(stderr)
+
+
+def test_a_fork_server_that_cannot_start_ends_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process, sock, stderr = a_process()
+    monkeypatch.setattr(forking, "_MODULE", "dataplane.no_such_module")
+    server_of(process).kill()
+    assert process.wait(WAIT_S)
+    again, other_sock, other_stderr = a_process()
+    assert again.wait(WAIT_S)
+    assert again.status() < 0
+    assert again.pid == 0
+    for each in (sock, other_sock):
+        each.close()
+    for fd in (stderr, other_stderr):
+        os.close(fd)
+
+
+def _is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
