@@ -67,6 +67,7 @@ class Run:
         fetches, workers = chance.choice([1, 2, 8]), Autoscaler(1, 4, 2)
         self.scheduler = Scheduler(arena_bytes, fetches, workers, stall_s)
         self.outside.locate = self._locate
+        self.outside.trails_of = lambda key: self.scheduler.block(key).trails
         worlds = [*self.worlds.values()]
         self.invariants = Invariants(self.scheduler, worlds)
         self.traffic = Traffic(self.scheduler, fetches)
@@ -112,6 +113,7 @@ class Run:
                     consumer.stalled.append(effect)
                 case events.AllPlanned():
                     assert not self._consumer(effect.stream_id).planned
+                    assert not effect.has_failed
                     self._consumer(effect.stream_id).planned = True
                 case events.Note():
                     self.notes.append(effect)

@@ -226,6 +226,7 @@ class Traffic:
         stages = (times.fetch, times.decode, times.room, times.queue, times.assemble, times.ready)
         assert min(stages) >= 0, "account: a stage that took less than no time"
         self.told += [times.read_bytes, times.disk]
+        assert times.decoding == 0, "account: these workers tell no time"
 
     def _check_stage(self, effect: events.Stalled) -> None:
         """A rank that waits too long is told what its next slab waits for."""

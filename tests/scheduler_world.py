@@ -204,6 +204,8 @@ class Outside:
         """How many of the reads end with the store still away."""
         self.refused = 0.0
         """For how much of what is asked the machine has no memory."""
+        self.trails_of: Callable[[int], Region | None]
+        """Where the trails of a block lie, which nobody here writes."""
         self.locate: Callable[[int], tuple[DatasetBlocks, int]]
         """The dataset and number of a block that was never loaded, by key."""
 
@@ -306,6 +308,8 @@ class Outside:
         self.assembled.append(repr((plan.batches, effect.keys)).encode() + plan.row_index.tobytes())
         lookup = self.lookups[effect.delivery_id]
         numbers = [lookup.number(*self._block_of(key)) for key in effect.keys]
+        for trails in map(self.trails_of, effect.keys):
+            assert trails is None or not any(self.part(trails)), "blocks 5: trails of others"
         assert numbers == plan.blocks.tolist()
         assert effect.first == (lookup.name(numbers[0]) if numbers else None)
         arena = self.deliveries[effect.delivery_id]
