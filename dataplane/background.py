@@ -1,15 +1,14 @@
-"""What runs beside everything else in a process with an event loop, and what follows if it fails.
+"""Background tasks of a process with an event loop, and what happens if they fail.
 
-A heartbeat that has stopped, or a callback that gave up half-way, leaves a process that looks alive
-and does no work. Such a process ends instead, at once and without cleaning up, since its state can
-no longer be trusted: everybody around it is made for a process that is killed. A supervisor or the
-trainers start it anew.
+If a heartbeat stops, or a callback fails half-way, the process looks alive but does no work. Such a
+process exits instead, at once and without cleaning up, since its state can no longer be trusted;
+all its peers can handle a killed process. A supervisor or the trainers start it again.
 
 Invariants:
-1. A task that was started here, or is watched in a thread, and ends by an exception ends the
-   process, and so does a callback of ours that raises. The log names both, and the exit status is
+1. If a task started here, or watched in a thread, ends with an exception, the process exits; so it
+   does if one of our callbacks raises. The log names the task or callback, and the exit status is
    not 0.
-2. What a library's callback raises is logged, a few lines a minute, and ends nothing.
+2. An exception in a library's callback is only logged, a few lines a minute.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from typing import Any, NoReturn
 from dataplane.trace import Trace
 
 EXIT_DEFECT = 70
-"""As of a command that ends by a bug of ours."""
+"""The same as for a command that fails because of a bug."""
 _TASK = "dataplane_task"
 
 _trace = Trace("background")
 
 
 def start(name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run this beside everything else. The caller keeps the task, and may cancel it. Errors that
-    are to be expected are for the coroutine to handle: any that it raises is a defect.
+    """Run this in the background. The caller keeps the task, and may cancel it. The coroutine must
+    handle expected errors: every exception that it raises counts as a bug.
     """
     task = asyncio.get_running_loop().create_task(coroutine, name=name)
     task.add_done_callback(_look)
@@ -43,18 +42,18 @@ def start(name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]
 
 
 def watch(name: str, future: concurrent.futures.Future[None]) -> None:
-    """A thread does this beside everything else: the same holds for it as for a task."""
+    """A thread runs this in the background: the same rules hold as for a task."""
     loop = asyncio.get_running_loop()
     future.add_done_callback(partial(_look_from_thread, loop, name))
 
 
 def end_process_on_failure() -> None:
-    """From now on a failure on the running event loop ends this process."""
+    """Make failures on the running event loop end this process."""
     asyncio.get_running_loop().set_exception_handler(_on_failure)
 
 
 def end_process(name: str, error: BaseException | None) -> NoReturn:
-    """What is called `name` has failed, and with it this process."""
+    """The task `name` has failed: log it and end this process."""
     _trace.broke("task failed: this process exits", by=error, task=name, error=repr(error))
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()

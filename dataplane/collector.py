@@ -1,7 +1,7 @@
-"""Python's garbage collector, where it would keep a process waiting.
+"""Controls Python's garbage collector where it would block a process.
 
-It looks at every object of the process each time a quarter more of them are alive, and all threads
-wait meanwhile: 100 ms and more for a million listed objects, a dozen times while they are listed.
+It visits every object of the process whenever their number has grown by a quarter, and all threads
+wait meanwhile: 100 ms and more for a million listed objects, a dozen times during the listing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _THRESHOLDS = (10_000, 10, 50)
 
 
 class _Rest:
-    """How many want the collector to rest, in any thread."""
+    """How many callers, in any thread, need the collector off."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,8 +44,8 @@ _rest = _Rest()
 
 @contextlib.contextmanager
 def resting() -> Iterator[None]:
-    """Without the collector, in all threads: for a time in which many objects are made that refer
-    to no others. It works again when the last one who is here leaves.
+    """Turn the collector off in all threads, while many objects are made that refer to no others.
+    It is turned on again when the last caller leaves.
     """
     _rest.begin()
     try:
@@ -64,9 +64,9 @@ def release(*lists: list[Any]) -> None:
 
 
 def settle() -> None:
-    """What this process has by now stays until its end: the collector does not look at it any more.
-    A node has 50,000 objects once it has imported what it needs, and to look at all of them holds
-    its event loop for 35 ms. Those that come later are looked at, but not as often.
+    """Exclude all present objects from collection, since they live until the process ends. A node
+    has 50,000 objects once it has imported what it needs, and to look at all of them holds its
+    event loop for 35 ms. Those that come later are looked at, but not as often.
     """
     gc.collect()
     gc.freeze()

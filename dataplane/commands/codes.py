@@ -1,4 +1,4 @@
-"""`dataplane index --codes`: the values of columns, to be kept in the manifest."""
+"""`dataplane index --codes`: finds the values of columns, to store them in the manifest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataplane.plan.manifest import Manifest
 def with_codes(
     manifest: Manifest, columns: Sequence[str], format_name: str, settings: Settings
 ) -> Manifest:
-    """The manifest, with the values of these columns: a node of our own reads them.
+    """The manifest with the values of these columns, which a node started here reads.
 
-    Raises:  ConfigError: a column that is not there, or has no codes.  As any job that reads it.
+    Raises:  ConfigError: a column does not exist, or cannot have codes.  The errors of a job.
     """
     from dataplane.client import identity
     from dataplane.client.describe import category_values

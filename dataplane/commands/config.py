@@ -1,4 +1,4 @@
-"""`dataplane config`: what the settings are, and where each came from."""
+"""`dataplane config`: the settings, and where each value came from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the commands over a dataset share: indexing it with progress, and reading a block.
+"""Shared by commands over a dataset: indexing it with progress, and reading a block.
 
-Imported late, since it brings Arrow and the formats.
+Imported late, since it imports Arrow and the formats.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataplane.plan.manifest import Manifest
 def opened(urls: Sequence[str], format_name: str, workers: int, config: NodeConfig) -> Manifest:
     """The dataset's manifest, with a progress bar while it is made.
 
-    Shards are indexed as a node does it, in processes with a limit on their memory and a deadline:
-    what is in a shard ends none of ours.
+    Shards are indexed as in a node, in processes with a memory limit and a deadline, so that no
+    shard can crash the command.
     """
     with output.progress() as bar, IndexProcesses.of(config) as processes:
         task = bar.add_task("indexing", total=None, note="")
@@ -87,7 +87,7 @@ def read_block(
 
 
 def facts(manifest: Manifest) -> dict[str, object]:
-    """What a manifest is, in a few numbers."""
+    """A manifest in a few numbers."""
     return {
         "format": manifest.format,
         "shards": len(manifest.shards),

@@ -1,6 +1,6 @@
-"""Commands that other packages bring: entry points of the group `dataplane.commands`.
+"""Commands of other packages: entry points of the group `dataplane.commands`.
 
-Each is a click command. It is loaded when it is called or listed, not before.
+Each is a click command, which is loaded only when it is called or listed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ GROUP = "dataplane.commands"
 
 
 class ExtensibleGroup(click.Group):
-    """A group of commands of its own, and of those that are installed beside it."""
+    """A group of its own commands and of those that other packages install."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         own = super().list_commands(ctx)

@@ -1,4 +1,4 @@
-"""`dataplane index`: shards to a manifest."""
+"""`dataplane index`: makes a manifest of shards."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def index(
     workers: int,
     as_json: bool,
 ) -> None:
-    """Index a dataset once, and keep its manifest.
+    """Index a dataset once, and store its manifest.
 
-    The manifest lists shards with size and ETag, and their blocks with sample counts. It is kept in
-    the cache folder, where `serve` and trainers find it; -o writes it to a file as well, which can
-    stand wherever a dataset's URL does. An interrupted run goes on where it was. --codes reads the
-    columns that jobs want as codes (DataLoader(codes=…)), which each node would otherwise read by
-    itself when such a job is first opened.
+    The manifest lists shards with size and ETag, and their blocks with sample counts. It is stored
+    in the cache folder, where `serve` and trainers find it; -o also writes it to a file, which can
+    be used in place of a dataset's URL. An interrupted run continues where it stopped. --codes
+    reads the columns that jobs need as codes (DataLoader(codes=…)); otherwise each node reads them
+    when such a job is first opened.
 
-    URLs may have globs and braces; a folder stands for all shards below it.
+    URLs may have globs and braces; a folder means all shards below it.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ def _check_target(target: Path) -> None:
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Make the whole file appear at once, or leave what was there."""
+    """Write the file atomically, or leave the old one."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)

@@ -1,4 +1,4 @@
-"""`dataplane inspect`: what is in a dataset."""
+"""`dataplane inspect`: shows the contents of a dataset."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def inspect(
 ) -> None:
     """Show a dataset: schema, shards, blocks, samples, and the first samples.
 
-    A dataset that was not indexed yet is indexed first. In JSON, the keys are schema (column to
+    If the dataset is not indexed yet, it is indexed first. In JSON, the keys are schema (column to
     type), not_supported (column to reason), shards, blocks, samples (counts), rows (the first
     samples), format, bytes, fingerprint. Values are exact: times in ISO 8601 with all their digits.
 
@@ -109,7 +109,7 @@ def first_rows(manifest: Manifest, count: int) -> list[dict[str, object]]:
 
 
 def _short(value: object) -> str:
-    """A value's text, cut to what a column of a table has room for."""
+    """A value's text, cut to the width of a table column."""
     if isinstance(value, dict) and value.keys() == {"bytes", "hex"}:
         return f"{value['bytes']:,} bytes {value['hex']}…"
     if isinstance(value, list) and len(value) > VALUES_SHOWN:

@@ -1,9 +1,9 @@
-"""Ctrl-C at once, also while a command waits for a store that does not answer.
+"""Makes Ctrl-C work at once, even while a command waits for a store that does not answer.
 
-A blocking call into native code lets Python's signal handlers wait until it returns. The work is
-therefore done in a thread, and the main thread only waits for it; after a Ctrl-C the process ends
-without waiting for the thread (see `cli.main`). Nothing is lost: an index's journal is written so
-that a kill at any time leaves it right.
+During a blocking call into native code, Python runs no signal handlers. So the work is done in a
+thread, and the main thread only waits for it. After Ctrl-C the process exits without waiting for
+the thread (see `cli.main`). Nothing is lost: the index's journal stays valid after a kill at any
+time.
 """
 
 from __future__ import annotations

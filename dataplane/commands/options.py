@@ -1,4 +1,6 @@
-"""Settings as options: any command may take some of them, and gets all of them resolved."""
+"""Settings as command-line options: a command may take some of them, and gets all of them
+resolved.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Settings = Mapping[str, Resolved]
 
 @dataclass(slots=True)
 class Manner:
-    """How errors are told; known as soon as the options for it are read."""
+    """How errors are printed; known as soon as the options for it are read."""
 
     debug: bool = False
     as_json: bool = False
@@ -40,8 +42,8 @@ NODE_SETTINGS = (
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option `--json`. With it errors are JSON, too; it is read before other options, so that
-    errors about those are JSON as well.
+    """The option `--json`. With it, errors are JSON too. It is read before other options, so that
+    errors about those are also JSON.
     """
     return click.option(
         "--json",
@@ -54,7 +56,7 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_json_asked(arguments: Sequence[str], command: click.Command) -> bool:
-    """Whether a command line that could not be parsed asks its command for JSON."""
+    """Whether a command line that could not be parsed contains --json."""
     has_it = any(
         isinstance(one, click.Option) and one.is_flag and "--json" in one.opts
         for one in command.params
@@ -75,7 +77,7 @@ def urls_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--format`, for shards whose names do not tell."""
+    """`--format`, for shards whose names do not show it."""
     text = "Format of the shards, if their names do not show it."
     return click.option("--format", "format_name", default="", metavar="NAME", help=text)(command)
 

@@ -1,4 +1,4 @@
-"""What commands write: results to stdout, progress and errors to stderr, one error as one block."""
+"""Output of commands: results to stdout, progress and errors to stderr, each error as one block."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def stderr() -> Console:
 
 
 def write_json(value: object) -> None:
-    """One JSON document on stdout. What JSON lacks is written as its text."""
+    """One JSON document on stdout. Values that JSON lacks are written as text."""
     sys.stdout.write(json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n")
 
 
 def write_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
 ) -> None:
-    """A plain table on stdout; numbers stand at the right of their columns."""
+    """A plain table on stdout; numbers are right-aligned."""
     stdout().print(table(headings, rows, title))
 
 
@@ -139,7 +139,7 @@ def approximate_bytes(size: float) -> str:
 
 
 def progress() -> Progress:
-    """A progress bar on stderr; nothing at all where stderr is not a terminal."""
+    """A progress bar on stderr; nothing if stderr is not a terminal."""
     console = stderr()
     return Progress(
         TextColumn("{task.description}"),
@@ -159,7 +159,7 @@ def warn(message: str) -> None:
 
 
 def write_error(error: BaseException) -> None:
-    """What, where, what to do: one block on stderr."""
+    """Print what was wrong, where, and what to do, as one block on stderr."""
     console = stderr()
     what = redacted(str(error)) or type(error).__name__
     console.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True)
@@ -189,13 +189,13 @@ def write_error_as_json(error: BaseException, status: int, *, with_traceback: bo
 
 
 def write_traceback(error: BaseException) -> None:
-    """On stderr: those of libraries may tell a whole url."""
+    """Print the traceback on stderr, with secrets in urls removed."""
     told = "".join(traceback.format_exception(error))
     stderr().print(redacted(told), markup=False, soft_wrap=True)
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit status that an error stands for."""
+    """The exit status for an error."""
     return _first(_EXIT_OF, error) or EXIT_BUG
 
 

@@ -1,4 +1,4 @@
-"""A node that a command starts for itself, and the job that it opens there."""
+"""Starts a node for a command, and opens a job there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def own_session(request: OpenJob, settings: Settings) -> Session:
-    """A session with a node of our own, which has the settings of this command line in its
-    environment and ends with it.
+    """A session with a node started here, which gets the settings of this command line and ends
+    with the command.
     """
     from dataplane.client import identity
     from dataplane.client.endpoint import Embedded

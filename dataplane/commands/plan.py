@@ -1,4 +1,6 @@
-"""`dataplane plan`: what an epoch costs a cluster, who reads what, and how well it is shuffled."""
+"""`dataplane plan`: what an epoch costs a cluster, which host reads what, and how well it is
+shuffled.
+"""
 
 from __future__ import annotations
 
@@ -79,10 +81,10 @@ def plan(
     end: str,
     **asked: int | None,
 ) -> None:
-    """Explain an epoch: steps, who reads what, memory of open windows, shuffle quality.
+    """Explain an epoch: steps, which host reads what, memory of open windows, shuffle quality.
 
-    Nothing is read but the dataset's index. The order depends on seed and epoch alone, never on
-    ranks; lanes and window decide what it costs, and how good a shuffle it is.
+    Only the dataset's index is read. The order depends only on seed and epoch, never on ranks;
+    lanes and window determine its cost and the quality of the shuffle.
 
     \b
     Examples:
@@ -109,9 +111,9 @@ def plan(
 
 
 def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, Explanation]:
-    """The order that is meant, and what it means.
+    """The order of the job, and its explanation.
 
-    Raises:  ConfigError: numbers that make no order or no slice.
+    Raises:  ConfigError: invalid numbers for an order or a slice.
     """
     from dataplane.plan.explain import Cluster, explain
     from dataplane.plan.order import Order, default_lanes_window

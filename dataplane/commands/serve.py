@@ -36,8 +36,8 @@ _LOG_SETTINGS = ("log_level", "log_format")
 
 @dataclass(frozen=True, slots=True)
 class ServeRole:
-    """What this process is to be. `listen` is empty where it is no coordinator; `named` is the
-    address by which trainers name the service, if it is another than the coordinator's own.
+    """The role of this process. `listen` is empty if it is not a coordinator; `named` is the
+    address that trainers use for the service, if it differs from the coordinator's own.
     """
 
     listen: str
@@ -58,11 +58,11 @@ def serve(
 ) -> None:
     """Run the service: a coordinator and this host's node, or one of them.
 
-    A cluster has one coordinator, and one node a host. Trainers name the coordinator's address,
-    and get their batches from the node of their own host. Lines on stdout say when each is ready.
+    A cluster has one coordinator, and one node per host. Trainers pass the coordinator's address,
+    and get their batches from the node on their own host. Lines on stdout say when each is ready.
 
-    SIGTERM or Ctrl-C drains: no new work is taken, what is in flight is finished. A second one
-    stops at once.
+    SIGTERM or Ctrl-C drains: the process takes no new work and finishes work in flight. A second
+    signal stops it at once.
 
     Without TLS and tokens anyone who reaches the port is trusted, so only loopback addresses and
     Unix sockets are allowed, unless --insecure-bind says otherwise.
@@ -128,8 +128,8 @@ async def _run(service: ServeRole) -> int:
 
 @contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """The first signal asks for an end. The second cancels this task, and ends the process if that
-    takes long: whatever it held is the kernel's to free, and its workers end with it.
+    """The first signal starts a drain. The second cancels this task, and kills the process if that
+    takes long: the kernel frees its memory, and its workers exit with it.
     """
     received: list[int] = []
     task = asyncio.current_task()
@@ -160,7 +160,7 @@ def _exit_status(received: list[int]) -> int:
 
 @asynccontextmanager
 async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination, str]]:
-    """Our own coordinator, or the one that a node alone was told to join; and its address."""
+    """Our own coordinator, or the one that this node joins, and its address."""
     from dataplane.coordinator.front import CoordinatorConfig
     from dataplane.coordinator.server import CoordinatorServer
     from dataplane.rpc.calls import CoordinatorClient
@@ -218,12 +218,12 @@ def _check_nameable(named: str) -> None:
 
 
 def _serving(named: str) -> None:
-    """The node of this service can be used from now on."""
+    """Report that the node of this service is ready."""
     collector.settle()
     _announce(f"node {named}")
 
 
 def _announce(what: str) -> None:
-    """Tell whoever started us that it can be used now; nothing else goes to stdout."""
+    """Print the ready line; nothing else goes to stdout."""
     sys.stdout.write(f"ready: {what}\n")
     sys.stdout.flush()

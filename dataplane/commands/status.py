@@ -1,4 +1,4 @@
-"""`dataplane status`: jobs, ranks and nodes, as the coordinator knows them."""
+"""`dataplane status`: shows the jobs, ranks and nodes that the coordinator knows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def status(
 ) -> None:
     """Show jobs, their ranks, and nodes; and the stores that do not answer them.
 
-    ADDRESS is the coordinator's. Without one it is the `join` setting, and else `listen`: the
-    coordinator of this machine.
+    ADDRESS is the coordinator's address. The default is the setting `join`, or else `listen`: the
+    coordinator on this machine.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The stores that commands read. One that does not answer is waited for, and the user is told."""
+"""The stores that commands read. If one does not answer, the command waits and tells the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataplane.store.connect import Stores
 from dataplane.store.outage import Outage, Outages
 
 WAIT_S = 60.0
-"""Less than a run waits: somebody sits before the screen, and can ask again."""
+"""Shorter than a run's wait: a person is at the screen and can retry."""
 
 
 def _tell(outage: Outage) -> None:

@@ -1,8 +1,8 @@
-"""Values of any Arrow type as JSON has them, exactly.
+"""Converts values of any Arrow type to JSON, exactly.
 
 Timestamps, dates and times are ISO 8601 with all digits of their unit, durations too ("PT1.5S");
-what lies outside of the years 1 to 9999 is its integer and its unit. A timestamp with a time zone
-is told in UTC: its zone stands in the schema.
+values outside the years 1 to 9999 are an integer and a unit. A timestamp with a time zone is shown
+in UTC; its zone is in the schema.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTES_SHOWN = 16
 
 
 def shown(array: pa.Array) -> list[object]:
-    """Each value, as JSON has it."""
+    """Each value in its JSON form."""
     if pa.types.is_run_end_encoded(array.type):
         array = decoded(array)  # not all of them have scalars
     return [_shown(scalar) for scalar in array]
@@ -58,7 +58,7 @@ def _is_wrapped(kind: pa.DataType) -> bool:
 
 
 def _bytes(value: bytes) -> object:
-    """Text where they are UTF-8, and else a length and a start."""
+    """Text if they are UTF-8, else a length and the first bytes."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -109,7 +109,7 @@ def _duration(value: int, kind: pa.DataType) -> str:
 
 
 def _iso_date(day: int) -> str | None:
-    """A day since 1970; None where no calendar of Python's has it."""
+    """A day, counted from 1970, as ISO 8601; None outside the range of Python's calendar."""
     ordinal = _DAY_ZERO + day
     if not 1 <= ordinal <= dt.date.max.toordinal():
         return None

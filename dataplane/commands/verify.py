@@ -37,7 +37,7 @@ Task = tuple[str, Callable[[], T]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong: the error's class, where, and what."""
+    """One fault: the error's class, where it is, and what is wrong."""
 
     kind: str
     shard: str
@@ -46,7 +46,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Findings:
-    """What was read, which shards have no samples, and what was wrong."""
+    """What was read, the shards without samples, and the faults."""
 
     shards: int = 0
     blocks: int = 0
@@ -56,7 +56,7 @@ class Findings:
     errors: list[Fault] = field(default_factory=list)
 
     def note(self, shard: str, error: DataplaneError) -> None:
-        """Remember an error. A shard that is named by the error itself is the better name."""
+        """Record an error. If the error names a shard, that name is preferred."""
         named = str(error.nouns.get("shard") or shard)
         self.errors.append(Fault(type(error).__name__, redacted(named), str(error)))
 
@@ -79,11 +79,11 @@ def verify(
 ) -> None:
     """Read and check every sample of a dataset once.
 
-    Every shard is indexed anew and every block is fetched and decoded: checksums, lengths, counts
-    and schemas. It goes on after an error and lists all of them; the exit status is 1 if there is
-    one. A manifest is checked against the shards as they are now.
+    Indexes every shard again, fetches and decodes every block, and checks checksums, lengths,
+    counts and schemas. It continues after an error and lists all of them; the exit status is 1 if
+    there are any. A manifest is checked against the shards as they are now.
 
-    What a shard has no checksum for can be damaged unseen: TFRecord has one for every record; most
+    Damage without a checksum may go undetected: TFRecord has a checksum for every record; most
     writers of Parquet leave page checksums out, and JSON lines and plain Arrow have none.
 
     \b
@@ -104,7 +104,7 @@ def verify(
 def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress) -> Findings:
     """Check everything that `urls` name.
 
-    Raises:  ConfigError, StoreError: there is nothing to check.
+    Raises:  ConfigError, StoreError: there are no shards to check.
     """
     from dataplane.commands.datasets import schema_of
     from dataplane.plan.shard import no_samples
@@ -136,7 +136,7 @@ def verified(urls: Sequence[str], format_name: str, workers: int, bar: Progress)
 def _manifests(
     urls: Sequence[str], format_name: str, workers: int, bar: Progress, findings: Findings
 ) -> Iterator[Manifest]:
-    """One manifest a shard, so that one bad shard hides no other; or the one that was saved."""
+    """One manifest per shard, so that one bad shard hides no other; or the saved manifest."""
     from dataplane.commands.stores import STORES
     from dataplane.index.indexing import index_dataset, open_dataset
 
@@ -163,7 +163,7 @@ def _manifests(
 
 
 def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
-    """The format's name, and the shards that `urls` stand for."""
+    """The format's name, and the shards that `urls` mean."""
     from dataplane.commands.stores import STORES
     from dataplane.index.indexing import choose_shards
     from dataplane.store.expand import expand
@@ -188,7 +188,7 @@ def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:
 
 
 def _note_unsupported(schema: pa.Schema, url: str, findings: Findings) -> None:
-    """Columns that cannot be read are not checked, and a job has to leave them out."""
+    """Note columns that cannot be read: they are not checked, and a job must leave them out."""
     from dataplane.formats.unsupported import refusal, supported_names, unsupported
 
     reasons = {field.name: why for field in schema if (why := unsupported(field))}
@@ -216,7 +216,7 @@ def _reads(manifests: Iterable[Manifest], schema: pa.Schema) -> Iterator[Task[tu
 
 
 def _give_up() -> None:
-    """End whoever else waits for a store: they wait in vain."""
+    """End the other waits for stores, which are no longer needed."""
     from dataplane.commands.stores import STORES
 
     STORES.close()
@@ -225,7 +225,8 @@ def _give_up() -> None:
 def _side_by_side(
     tasks: Iterable[Task[T]], workers: int
 ) -> Iterator[tuple[str, T | DataplaneError]]:
-    """Each task's result, or our error, as they end; at most twice `workers` are under way.
+    """Each task's result, or our error, in the order of completion; at most twice `workers` run at
+    once.
 
     Raises:  StoreUnavailable, StoreThrottled: that says nothing about the data.
     """

@@ -1,1 +1,1 @@
-"""`dataplane doctor`: what bounds a run on this machine, and what would help."""
+"""`dataplane doctor`: finds what limits a run on this machine, and what would help."""

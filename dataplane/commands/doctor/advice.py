@@ -1,4 +1,4 @@
-"""A bound in plain words, and which settings would help. Pure."""
+"""Explains a bound, and which settings would help. Pure."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """What a run was made with, as far as advice depends on it; `dataset_bytes` when decoded.
-    `can_skip_columns`: columns that the job does not ask for need not be read, as in Parquet.
+    """The setup of a run, as far as advice depends on it; `dataset_bytes` is the decoded size.
+    `can_skip_columns`: unused columns need not be read, as in Parquet.
     """
 
     config: NodeConfig
@@ -74,7 +74,7 @@ def _times(factor: float) -> str:
 
 
 def advice(bound: Bound, found: Statistics, at: TrialSetup) -> list[str]:
-    """What to turn, the most promising first."""
+    """What to change, the most promising first."""
     told = {
         Stage.STORAGE: _storage,
         Stage.DECODE: _decode,

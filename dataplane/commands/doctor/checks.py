@@ -1,4 +1,4 @@
-"""What a machine must have for a job to run well: checks that need no run."""
+"""Checks of the machine that need no run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MORE = 4
 _PROBE_BYTES_MAX = 32 << 20
 _PROBE_READS = 5
 _WORKER_BYTES = 150 << 20
-"""What the code of a worker process takes, before its first block."""
+"""Bytes that a worker process takes before its first block."""
 _DESCRIPTORS_SPARE = 256
 
 Blocks = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ _Place = tuple[Shard, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. `advice` is empty where all is well."""
+    """The result of one check. `advice` is empty if nothing is wrong."""
 
     name: str
     found: str
@@ -51,17 +51,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the storage of a dataset gives to this machine, by itself."""
+    """What the storage of a dataset delivers to this machine, without a job."""
 
     is_local: bool
     latency_s: float
     bytes_per_s: float
     bytes_per_s_of_more: float
-    """With `MORE` times as many reads at a time as a node makes."""
+    """The rate with `MORE` times as many reads in flight as a node has."""
 
 
 def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
-    """All that can be told without a read."""
+    """All checks that need no read."""
     return [_processors(config), _memory(config), *_compiled(), _descriptors(manifest)]
 
 
@@ -118,7 +118,7 @@ def _descriptors(manifest: Manifest) -> Check:
 
 
 def probe(manifest: Manifest, fetch_count: int) -> Probe:
-    """A few reads as a node makes them: alone and small, then blocks, many at a time.
+    """A few reads like a node's: first single small ones, then many blocks at once.
 
     Raises:  The StoreError family.  DatasetChangedError.
     """
@@ -154,7 +154,7 @@ def _some(manifest: Manifest, blocks: Blocks, count: int, start: int) -> list[_P
 
 
 def _rate(places: list[_Place], reads: int) -> float:
-    """Bytes a second, with so many reads at a time."""
+    """Bytes a second, with this many reads at a time."""
     began = time.monotonic()
     with ThreadPoolExecutor(reads) as threads:
         list(threads.map(_read, places))
@@ -162,7 +162,7 @@ def _rate(places: list[_Place], reads: int) -> float:
 
 
 def _read(place: _Place) -> float:
-    """How long it took."""
+    """Seconds that the read took."""
     shard, offset, length = place
     began = time.monotonic()
     STORES.connect(shard.url).read(shard.url, offset, length, shard.etag)

@@ -1,4 +1,4 @@
-"""`dataplane doctor`: the machine, a short run, and what bounds it."""
+"""`dataplane doctor`: checks the machine, makes a short run, and finds what limits it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _POSITIVE = click.IntRange(min=1)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """The job that is tried, as a DataLoader would be given it."""
+    """The job to try, with the arguments of a DataLoader."""
 
     batch_size: int
     shuffle: bool
@@ -104,14 +104,14 @@ def doctor(
     steps: int | None,
     **asked: Any,
 ) -> None:
-    """Say what bounds a run of this dataset on this machine, and which setting would help.
+    """Find what limits a run of this dataset on this machine, and which setting would help.
 
-    Looks at the machine, reads a little from the storage, then runs one rank of the job with a node
-    of its own for some seconds: a loop that takes batches and does nothing with them, or waits
-    --step-ms for each as a training step would. The time of that loop is split among storage,
-    decoding, assembly and the trainer, by the times that every slab carries.
+    Checks the machine, reads a little from the storage, then runs one rank of the job with its own
+    node for some seconds: a loop that takes batches and does nothing with them, or waits --step-ms
+    for each, like a training step. The time of that loop is divided among storage, decoding,
+    assembly and the trainer, by the times that every slab carries.
 
-    In JSON, the keys are checks, bound (null of a run that was too short), advice, and statistics:
+    In JSON, the keys are checks, bound (null if the run was too short), advice, and statistics:
     what `DataLoader.statistics()` returns in a training run.
 
     \b
@@ -151,7 +151,7 @@ def doctor(
 
 
 def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:
-    """Raises:  ConfigError: transforms that mean nothing."""
+    """Raises:  ConfigError: invalid transforms."""
     from dataplane.client import identity
     from dataplane.commands.doctor.given import stacks_of, transforms_of
     from dataplane.model import Topology
@@ -188,7 +188,7 @@ def _looked_at(
     job: Asked,
     request: OpenJob,
 ) -> tuple[Any, list[Any]]:
-    """What advice depends on, and the checks."""
+    """The input of the advice, and the checks."""
     from dataplane.commands.datasets import opened
     from dataplane.commands.doctor import advice, checks
     from dataplane.machine import this_machine
@@ -216,7 +216,7 @@ def _looked_at(
 
 
 def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
-    """About how many bytes the batches of one epoch take, pixels included."""
+    """Approximate bytes of all batches of one epoch, including pixels."""
     stored = int(manifest.block_decoded.clip(manifest.block_length).sum())
     pixels = sum(image.height * image.width * 3 for image in request.transforms)
     return stored + manifest.sample_count * pixels

@@ -1,4 +1,4 @@
-"""A job as the command line describes it: what a DataLoader would be given."""
+"""Parses a job on the command line into a DataLoader's arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLE = '--transform "jpg=RandomResizedCrop(224), RandomHorizontalFlip()"'
 
 
 def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
-    """COLUMN=STEP(…), STEP(…) of each: as `DataLoader(transforms=…)` takes it.
+    """Parse each COLUMN=STEP(…), STEP(…) into the form of `DataLoader(transforms=…)`.
 
     Raises:  ConfigError: it cannot be read; says what is allowed.
     """
@@ -30,7 +30,7 @@ def transforms_of(told: Sequence[str]) -> dict[str, Sequence[Transform]]:
 
 
 def stacks_of(told: Sequence[str]) -> dict[str, Stack]:
-    """NAME=COLUMN,COLUMN or NAME=COLUMN,COLUMN:DTYPE of each: as `DataLoader(stack=…)` takes it.
+    """Parse each NAME=COLUMN,COLUMN or NAME=COLUMN,COLUMN:DTYPE for `DataLoader(stack=…)`.
 
     Raises:  ConfigError: it cannot be read.
     """

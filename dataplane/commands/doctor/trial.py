@@ -1,7 +1,7 @@
-"""A short run of a job: batches of this dataset on this machine, taken by a loop that makes steps.
+"""A short run of a job: a loop that takes batches of this dataset on this machine.
 
-The loop is a trainer's without its model: it maps the slabs and takes them batch by batch. Tensors
-would cost it about 10 us a batch more.
+The loop is a trainer without a model: it maps the slabs and takes them batch by batch. Making
+tensors would take about 10 us a batch more.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataplane.client.statistics import Statistics
 from dataplane.client.stream import SlabStream
 
 WARM_SHARE = 0.3
-"""Of the time that is given: buffers fill, and the first slabs are small."""
+"""Share of the run to leave out at its start, while buffers fill and slabs are small."""
 
 _SLABS_MIN = 3
 _LONGER = 8
-"""So many slabs must be seen before and after, if that takes no more than so many times as long."""
+"""Slabs that must be seen before and after, and how many times longer the run may take for that."""
 
 Progress = Callable[[float, Statistics], None]
-"""Called now and then: the share that is done, and what was done so far."""
+"""Called periodically with the share that is done, and the statistics so far."""
 
 _TOLD_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class TrialLength:
-    """When a run is long enough: whichever comes first, unless hardly a slab was seen by then."""
+    """When to stop a run: at the first of these limits, unless too few slabs were seen by then."""
 
     seconds: float
     steps: int | None
@@ -38,14 +38,14 @@ class TrialLength:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was found. `found` leaves out what came before buffers were warm."""
+    """The results. `found` leaves out the time before buffers were warm."""
 
     found: Statistics
     first_batch_s: float
     steps: int
     epochs: int
     is_short: bool
-    """There were too few batches to leave the first ones out."""
+    """There were too few batches to leave out the first ones."""
 
 
 class _Loop:
@@ -62,7 +62,7 @@ class _Loop:
         self._pause = threading.Event()
 
     def run(self) -> Trial:
-        """Epoch after epoch, until it is enough."""
+        """Run epoch after epoch, until a limit is reached."""
         epoch, first_batch_s = 0, 0.0
         while not self._is_done():
             stream = SlabStream(self._session, epoch, 0)
@@ -86,7 +86,7 @@ class _Loop:
         return Trial(found, first_batch_s, self._steps, epoch, is_short)
 
     def _consume(self, count: int) -> None:
-        """So many batches of a slab, a step each."""
+        """Take this many batches of a slab, with one step each."""
         for _ in range(count):
             if self._step_s:
                 self._pause.wait(self._step_s)
@@ -117,7 +117,7 @@ class _Loop:
 
 
 def run(session: Session, step_s: float, length: TrialLength, progress: Progress) -> Trial:
-    """Run the session's job for a while. The time that it takes to open the job does not count.
+    """Run the session's job for a while. The time to open the job does not count.
 
     Raises:  DataplaneError: as the node says.
     """
