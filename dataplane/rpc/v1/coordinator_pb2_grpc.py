@@ -65,16 +65,16 @@ class CoordinatorServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def RegisterNode(self, request, context):
-        """A node says it is there, and again with every heartbeat.
+        """Registers a node; every heartbeat does so again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Join(self, request, context):
-        """A rank takes its place in a job, which is created by the first that asks. Refused with
-        FAILED_PRECONDITION and SpecMismatch (the field, both values) if its spec differs from the
-        job's, and with ABORTED and LeaseFenced while a member of a newer incarnation is joined.
+        """A rank takes its place in a job, which the first rank creates. Refused with FAILED_PRECONDITION
+        and SpecMismatch (the field, both values) if its spec differs from the job's, and with ABORTED
+        and LeaseFenced while a member of a newer incarnation is joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +88,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """A rank left: on purpose, or because its process ended.
+        """A rank left, on purpose or because its process ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
