@@ -1,1 +1,1 @@
-"""Bytes to Arrow: one format a file."""
+"""Shard formats: bytes to Arrow, one format per file."""

@@ -1,9 +1,9 @@
-"""Arrow IPC: file and stream, told apart by their first bytes, never by the name.
+"""Arrow IPC: file and stream, distinguished by their first bytes, never by name.
 
 A block is a record batch, or a run of small ones; the preamble is the schema and the dictionaries
 before the first record batch, so that preamble and body, one after the other, are an IPC stream.
-Where dictionaries come later than that, or a file's footer lists its batches in another order than
-they lie, the shard is one block.
+If dictionaries come later, or a file's footer lists its batches in another order than they lie in,
+the whole shard is one block.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
 """
@@ -195,7 +195,9 @@ def _schema(window: Window, messages: list[Message]) -> pa.Schema:
 def _check_footer(
     url: str, footer: ArrowFooter, schema: pa.Schema, messages: list[Message]
 ) -> None:
-    """Refuse a file whose footer and messages contradict each other: no reader knows the truth."""
+    """Refuse a file whose footer and messages contradict each other: a reader cannot know which is
+    right.
+    """
     is_same = footer.is_big_endian == messages[0].head.is_big_endian
     if not is_same or not footer.schema.equals(schema):
         raise corrupt(url, footer.start, "the footer and the first message have different schemas")
@@ -215,7 +217,7 @@ def _decoded(schema: pa.Schema, message: Message) -> int:
 
 
 def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
-    """Batches as they become blocks: alone where they are large enough, else in neighbour runs."""
+    """Groups batches into blocks: large ones alone, small ones in runs of neighbours."""
     total = sum(m.end - m.offset for m in batches)
     if total >= SMALL_BYTES * len(batches):
         yield from ([m] for m in batches)

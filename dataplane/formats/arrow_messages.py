@@ -1,4 +1,4 @@
-"""The messages of an Arrow IPC stream or file: where each lies, and what a file's footer says.
+"""The messages of an Arrow IPC stream or file: the place of each, and a file's footer.
 
 Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
 """
@@ -45,7 +45,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ArrowFooter:
-    """What a file's footer says. `start` is where it lies, which is where the messages end;
+    """The content of a file's footer. `start` is its place, which is where the messages end;
     `batches` are the record batches in their order: offset, and length of the metadata there.
     """
 
@@ -103,8 +103,8 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
 
 
 def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> Source:
-    """The metadata of large record batches, read at once and not one after the other: a store takes
-    as long for each of them as for a MiB.
+    """The metadata of large record batches, read in parallel: a store takes as long for each as for
+    a MiB.
     """
     end, batches = footer.start, footer.batches
     far = len(batches) >= _TOGETHER_MIN and end > len(batches) * NEAR_BYTES

@@ -1,7 +1,7 @@
-"""The nulls of an Arrow IPC shard: each record batch says how many each of its arrays has.
+"""The null counts of an Arrow IPC shard: each record batch has the count of each of its arrays.
 
-What lies below a null is undefined, and may count as null or not: where a list has nulls, the nulls
-among its items are not known.
+Values below a null are undefined and may count as null or not: if a list column has nulls, the
+nulls among its items are unknown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataplane.plan.null_counts import NEVER, UNKNOWN
 
 
 def null_counts(schema: pa.Schema, heads: Sequence[Head]) -> array[int]:
-    """Of each field node of the shard's own schema: its nulls, UNKNOWN or NEVER."""
+    """The null count of each field node of the shard's own schema, or UNKNOWN, or NEVER."""
     declared = np.array(nulls.declared(schema, otherwise=0), np.int64)
     totals = np.zeros(len(declared), np.int64)
     for head in heads:
@@ -49,7 +49,7 @@ def _settle(
     below_null: bool = False,
     in_list: bool = False,
 ) -> int:
-    """Put UNKNOWN where a count says nothing; returns the node after these fields."""
+    """Put UNKNOWN where a count is meaningless; returns the node after these fields."""
     for field in fields:
         node, at = at, at + 1
         is_struct = pa.types.is_struct(field.type)

@@ -1,4 +1,4 @@
-"""What Dataplane asks of a shard format: index a shard, decode a block, say the schema."""
+"""The interface of a shard format: index a shard, decode a block, give the schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ShardReader(Protocol):
     def size_bytes(self) -> int: ...
 
     def read(self, offset: int, length: int) -> Buffer:
-        """Exactly that range, or an error of the StoreError family."""
+        """Exactly this range, or an error of the StoreError family."""
 
     def stream(self) -> Iterator[Buffer]:
         """The whole shard from its start, piece by piece."""
@@ -31,12 +31,11 @@ class ShardReader(Protocol):
 @dataclass(frozen=True, slots=True)
 class Block:
     """The unit of fetch and decode. `place` is its byte range in the shard; `decoded_bytes` is an
-    estimate of its Arrow size that should rather be too large than too small.
+    estimate of its Arrow size, which should be too large rather than too small.
 
-    `columns`: of each top-level column its offset in the block, its length and its share of
-    `decoded_bytes`, one after the other, in the order of the shard's schema, if decode() can do
-    without the bytes of columns that it is not asked for; else empty. All blocks of a shard have
-    it, or none.
+    `columns`: offset in the block, length and share of `decoded_bytes` of each top-level column,
+    one after the other, in the order of the shard's schema, if decode() works without the bytes of
+    columns that were not requested; else empty. Either all blocks of a shard have it, or none.
     """
 
     rows: int
@@ -47,13 +46,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What indexing one shard gives. `preamble` is the byte range that every block of the shard
-    needs besides its own (a Parquet footer, Arrow dictionaries); length 0 where there is none.
+    """The result of indexing one shard. `preamble` is the byte range that every block of the shard
+    needs besides its own (a Parquet footer, Arrow dictionaries); length 0 if there is none.
     `zero_copy`: decode() copies nothing, so that a raw block is as good as a decoded one.
 
-    `nulls`: how many nulls there are, one number for each field node of the schema in depth-first
-    order (see formats.nulls), or UNKNOWN, or NEVER; empty where the format cannot tell. A format
-    that looks at a sample of the shard gives what it saw there, and UNKNOWN instead of 0.
+    `nulls`: the null count of each field node of the schema in depth-first order (see
+    formats.nulls), or UNKNOWN, or NEVER; empty if the format does not know. A format that examines
+    only a sample of the shard gives the counts in the sample, and UNKNOWN instead of 0.
     """
 
     schema: pa.Schema
@@ -66,9 +65,9 @@ class ShardIndex:
 @dataclass(frozen=True, slots=True)
 class RawBlock:
     """The bytes of one block, as fetched. `index` counts the blocks of the shard; `preamble` and
-    `body` are read-only views that live as long as the decoded batch does. Where the block was not
-    read whole, `pieces` says what of the shard lies in `body`, one after the other. Blocks of this
-    process that have one `preamble_number`, which is not 0, have one preamble.
+    `body` are read-only views that live as long as the decoded batch does. If only parts of the
+    block were read, `pieces` lists the parts of the shard that lie in `body`, one after the other.
+    Blocks of this process with the same `preamble_number`, other than 0, have the same preamble.
     """
 
     url: str

@@ -1,4 +1,4 @@
-"""A shard's columns against the dataset's schema: what is the same, and what is refused."""
+"""Compares a shard's columns with the dataset's schema, and refuses differences."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def _relaxed(kind: pa.DataType) -> pa.DataType:
 
 
 def same_type(expected: pa.DataType, found: pa.DataType) -> bool:
-    """Equal but for nullability, metadata and the names of list children. Where a plain type is
-    expected, an extension of it will do: some writers say that text is JSON, or that 16 bytes are a
-    UUID, and pyarrow tells that of a Parquet file as a whole, not of its footer alone.
+    """Equal except for nullability, metadata and the names of list children. Where a plain type is
+    expected, an extension of it is accepted: some writers mark text as JSON, or 16 bytes as a UUID,
+    and pyarrow shows this for a whole Parquet file, but not for its footer alone.
     """
     if expected.equals(found):
         return True
@@ -117,8 +117,8 @@ def check_shard(found: pa.Schema, schema: pa.Schema, columns: Sequence[str], url
 
 
 def is_as_stored(found: pa.Schema, schema: pa.Schema, columns: Sequence[str]) -> bool:
-    """Whether all columns of a shard are wanted, in their order, and of the types that they have:
-    then no column needs to be looked at, which takes seconds where there are 100,000.
+    """Whether all columns of a shard are wanted, in order and with their types. Then no column
+    needs to be checked, which takes seconds for 100,000 columns.
     """
     return (
         0 < len(columns) == len(schema) and found.equals(schema) and list(columns) == schema.names

@@ -1,8 +1,8 @@
-"""tf.train.Example, read off the wire column by column.
+"""Parses tf.train.Example from its wire format, column by column.
 
-Parsing finds where each feature's values lie; the values of a whole block are then converted at
-once, by numpy, so that no Python object is made for a value. Records as TensorFlow writes them take
-a short path; whatever else the wire allows takes the general one, with the same result.
+Parsing finds where each feature's values lie; numpy then converts the values of a whole block at
+once, without a Python object per value. Records as TensorFlow writes them take a fast path; all
+other valid records take a general one, with the same result.
 
 Source:  https://protobuf.dev/programming-guides/encoding/ and tensorflow/core/example/feature.proto
 """
@@ -89,7 +89,8 @@ def _fields(buffer: memoryview, at: int, end: int) -> Iterator[tuple[int, int, i
 
 
 def features(buffer: memoryview, start: int, end: int) -> dict[bytes, Feature]:
-    """The features of the Example at [start, end), by name; of equal names the last one counts.
+    """The features of the Example at [start, end), by name; if a name occurs twice, the last one
+    counts.
 
     Raises:  MalformedExample.
     """

@@ -1,4 +1,6 @@
-"""How formats speak of broken bytes: one sentence, one error, the same nouns everywhere."""
+"""Errors of formats about damaged bytes: one sentence, one error class, the same nouns
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def _quoted(head: bytes) -> str:
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
-    """Whether this says that memory ran out, whoever raised it."""
+    """Whether this error means that memory ran out, in any library."""
     if isinstance(fault, MemoryError | DataplaneError):
         return isinstance(fault, MemoryError)
     said = str(fault).lower()
@@ -89,7 +91,7 @@ def is_out_of_memory(fault: BaseException) -> bool:
 def corrupt(
     url: str, offset: int, what: str, *, expected: str | int = "", found: str | int = ""
 ) -> CorruptShard:
-    """The error for bytes of `url` at `offset` that are not what the format promises."""
+    """The error for bytes of `url` at `offset` that violate the format."""
     detail = f": expected {expected}, found {found}" if expected != "" or found != "" else ""
     return CorruptShard(
         f"{url}: byte {offset}: {what}{detail}",
@@ -102,9 +104,9 @@ def corrupt(
 
 @contextlib.contextmanager
 def foreign_faults(url: str, offset: int, what: str) -> Iterator[None]:
-    """Map what a foreign decoder raises on broken bytes to one CorruptShard.
+    """Convert the exceptions of a library's decoder on damaged bytes to CorruptShard.
 
-    Raises:  CorruptShard.  MemoryError: it had too little memory, whatever it raised.
+    Raises:  CorruptShard.  MemoryError: the decoder ran out of memory, whatever it raised.
     """
     try:
         yield
@@ -118,8 +120,8 @@ def foreign_faults(url: str, offset: int, what: str) -> Iterator[None]:
 def require_bytes(url: str, size_bytes: int, name: str) -> None:
     """Refuse an empty shard.
 
-    Raises:  CorruptShard: no format of ours writes zero bytes for zero samples on purpose; an
-    empty object is nearly always an upload that died.
+    Raises:  CorruptShard: no supported format writes zero bytes for zero samples; an empty object
+    is nearly always a failed upload.
     """
     if size_bytes == 0:
         raise corrupt(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 BLOCK_STRUCT = struct.Struct("<qi4xq")
 _PAIR_BYTES = 16
-"""Of an array its length and its nulls, of a buffer its offset and its length."""
+"""An array's length and null count, or a buffer's offset and length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def root(buffer: memoryview) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a message's metadata says. `nodes` are the lengths of the arrays in depth-first order,
-    `nulls` how many nulls each has; `starts` and `sizes` are those of buffers in the body.
+    """The content of a message's metadata. `nodes` are the lengths of the arrays in depth-first
+    order, `nulls` how many nulls each has; `starts` and `sizes` are those of buffers in the body.
     """
 
     kind: int
