@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,3 +159,26 @@ def test_a_new_slab_is_kept_in_place_of_what_is_needed_later_and_of_nothing_else
     behind.made = Assembled(1, bytes_used=8 * PAGE)
     assert [each.number for each in shared.spare()] == [4, 30, 20, 10]
     assert shared.make_way(slab(3)) is None
+
+
+def test_a_slab_is_found_by_a_task_of_the_same_steps_and_by_no_other() -> None:
+    def task(epoch: int, position: int, stride: int, batches: int, of: Group) -> Any:
+        walk = SimpleNamespace(
+            stream=Stream(epoch, 0, 0, 1, step_stride=stride),
+            sizes=SimpleNamespace(batch_bytes=0),
+            position_of=lambda plan: plan.first_position,
+        )
+        plan = SimpleNamespace(first_position=position, batches=(None,) * batches)
+        delivery = SimpleNamespace(group=of)
+        stream = SimpleNamespace(walk=walk, delivery=delivery)
+        return SimpleNamespace(stream=stream, delivery=delivery, plan=plan, oversize=False)
+
+    group = Group("group", is_declared=True)
+    shared = SharedSlabs(Allocator(64 * PAGE), cast("Any", None), Moment())
+    slab = shared.wanted(task(1, 40, 2, 3, group), PAGE)
+    assert slab is not None
+    shared.begin(slab, Region(0, PAGE))
+    assert shared.find(task(1, 40, 2, 3, group)) is slab
+    others = [(0, 40, 2, 3), (1, 46, 2, 3), (1, 40, 1, 3), (1, 40, 2, 2)]
+    assert not [each for each in others if shared.find(task(*each, group)) is not None]
+    assert shared.find(task(1, 40, 2, 3, Group("another", is_declared=True))) is None
