@@ -5,8 +5,9 @@
 Random resized crops to 224 of the photographs of a folder, made as large as ImageNet's usually are:
 by libjpeg-turbo with jpeg_crop_scanline and jpeg_skip_scanlines, which is what TurboJPEG 3's
 tj3SetCroppingRegion calls, and OpenCV's resize; by ours without a reduced decode, the first time
-and with trails; and by ours as random crops are made. `--libjpeg` names libraries of ABI 62, such
-as the one in Pillow's wheel; the platform's is always measured. Rounds take turns; the best counts.
+and with restart indexes; and by ours as random crops are made. `--libjpeg` names libraries of ABI
+62, such as the one in Pillow's wheel; the platform's is always measured. Rounds take turns; the
+best counts.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _by_us(
     count = len(photographs.encoded)
     images = [np.frombuffer(image, np.uint8) for image in photographs.encoded]
     kept = [np.zeros(len(image) // 16 // 8 * 8, np.uint8) for image in images]
-    places, trails = (
+    places, restart_indexes = (
         np.array([(one.ctypes.data, one.nbytes) for one in some], np.int64)
         for some in (images, kept)
     )
@@ -101,8 +102,8 @@ def _by_us(
 
     def make(boxes: Crops) -> None:
         _ = images, kept
-        told = trails if again else None
-        pixels.render(places, boxes, flips, VIEW, out, trails=told, may_reduce=may_reduce)
+        told = restart_indexes if again else None
+        pixels.render(places, boxes, flips, VIEW, out, restart_indexes=told, may_reduce=may_reduce)
 
     return make
 

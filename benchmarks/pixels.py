@@ -40,7 +40,7 @@ QUALITY = 95
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 ATTEMPTS = 10
 BARS = {"ours": 1.4, "ours, again": 1.9}
-TRAIL_PARTS = 16
+RESTART_INDEX_PARTS = 16
 VIEW = PixelView(SIDE, SIDE, "HWC", "uint8", None, None)
 HALF_VIEW = PixelView(SIDE // 2, SIDE // 2, "HWC", "uint8", None, None)
 
@@ -56,9 +56,9 @@ class Photographs:
         self._memory = [np.frombuffer(image, np.uint8) for image in self.encoded]
         self._places = _places(self._memory)
         self._kept = [
-            np.zeros(len(image) // TRAIL_PARTS // 8 * 8, np.uint8) for image in self.encoded
+            np.zeros(len(image) // RESTART_INDEX_PARTS // 8 * 8, np.uint8) for image in self.encoded
         ]
-        self._trails = _places(self._kept)
+        self._restart_indexes = _places(self._kept)
         self.sizes = pixels.sizes(self._places)
         self._centres = centred_boxes(self.sizes)
         self._flips = np.zeros(len(self.encoded), np.uint8)
@@ -89,7 +89,13 @@ class Photographs:
     def by_us_again(self, boxes: Crops) -> None:
         out = self._out.reshape(-1)
         pixels.render(
-            self._places, boxes, self._flips, VIEW, out, trails=self._trails, may_reduce=True
+            self._places,
+            boxes,
+            self._flips,
+            VIEW,
+            out,
+            restart_indexes=self._restart_indexes,
+            may_reduce=True,
         )
 
     def evaluation_by_pillow(self, _boxes: Crops) -> None:

@@ -214,7 +214,7 @@ BY_HAND = (
         "            block.raw = None\n",
     ),
     (
-        "trails take room from the one task that needs all of the arena",
+        "restart indexes take room from the one task that needs all of the arena",
         _BLOCKS,
         "if self.is_short or not (",
         "if not (",

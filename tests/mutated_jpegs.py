@@ -8,7 +8,8 @@ one that ends a process is named, and `--first NUMBER --count 1` makes it again.
 
 Sources are the photographs in $DATAPLANE_TEST_DATA/images as they are and as small ones in many
 encodings, and odd_jpegs.py. Each mutant goes through `sizes` and `render`: exact, reduced, with a
-trail that is written and then read, and with the trail of the sound image; some through Pillow too.
+restart index that is written and then read, and with that of the sound image; some through Pillow
+too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SLICE = 10_000
 """Mutants of one process."""
 PHOTOGRAPHS = 24
 PIXELS_MAX = 1 << 22
-TRAIL_BYTES = 4096
+RESTART_INDEX_BYTES = 4096
 VIEWS = (
     PixelView(24, 32, "HWC", "uint8", None, None),
     PixelView(17, 9, "CHW", "float32", (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)),
@@ -151,7 +152,7 @@ def _boxes(height: int, width: int, random: np.random.Generator) -> list[tuple[f
 def _render(
     image: bytes, sound: bytes, box: tuple[float, ...], by: Maker, outcomes: Outcomes
 ) -> None:
-    own, of_sound = _trail(), _trail()
+    own, of_sound = _restart_index(), _restart_index()
     with_sound = np.array([(of_sound.ctypes.data, of_sound.nbytes)], np.int64)
     with_own = np.array([(own.ctypes.data, own.nbytes)], np.int64)
     trials: list[tuple[bytes, NDArray[np.int64] | None, bool]] = [
@@ -162,12 +163,12 @@ def _render(
         (sound, with_sound, False),
         (image, with_sound, False),
     ]
-    for view, (made_of, trail, may_reduce) in itertools.product(VIEWS, trials):
+    for view, (made_of, restart_index, may_reduce) in itertools.product(VIEWS, trials):
         out = np.zeros(view.bytes, np.uint8)
         try:
             render(
                 _placed([made_of]), np.array([box]), np.ones(1, np.uint8), view, out, by,
-                trail, may_reduce=may_reduce,
+                restart_index, may_reduce=may_reduce,
             )  # fmt: skip
         except ImageError:
             outcomes["refused"] += 1
@@ -184,8 +185,8 @@ def _placed(images: Sequence[bytes]) -> NDArray[np.int64]:
     return np.array([(one.ctypes.data, one.nbytes) for one in _kept], np.int64).reshape(-1, 2)
 
 
-def _trail() -> Bytes:
-    return np.zeros(TRAIL_BYTES, np.uint8)
+def _restart_index() -> Bytes:
+    return np.zeros(RESTART_INDEX_BYTES, np.uint8)
 
 
 def sources_of(folder: Path | None) -> Sources:

@@ -63,15 +63,17 @@ class Invariants:
             assert table._blocks[dataset_id, block.index] is block, "blocks 4"
             is_ready = phase is BlockPhase.READY
             assert keys[dataset_id][block.index] == (key if is_ready else 0), "blocks 4"
-            assert is_ready or block.trails is None, "blocks 5"
+            assert is_ready or block.restart_indexes is None, "blocks 5"
             decoding += phase is BlockPhase.DECODING
             ready[dataset_id] += is_ready
-            raw, decoded, trails = block.raw, block.decoded, block.trails
+            raw, decoded, restart_indexes = block.raw, block.decoded, block.restart_indexes
             if phase is BlockPhase.FETCHING:
                 assert raw is not None, "blocks 2"
                 raw_bytes += raw.length
                 fetching += 1
-            owned += [(r.offset, r.length) for r in (raw, decoded, trails) if r is not None]
+            owned += [
+                (r.offset, r.length) for r in (raw, decoded, restart_indexes) if r is not None
+            ]
         assert fetching == table._fetching, "blocks 1"
         assert raw_bytes == table._fetching_bytes, "blocks 1"
         assert decoding == table._decoding, "blocks 1"

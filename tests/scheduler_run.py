@@ -59,7 +59,7 @@ class Run:
         arena_bytes = int(max(self.most.values()) * (factor or drawn))
         arena_bytes = max(arena_bytes, 4 * PAGE) // PAGE * PAGE
         for world in self.worlds.values():
-            world.keep_trails(arena_bytes)
+            world.keep_restart_indexes(arena_bytes)
         self.outside = Outside(arena_bytes, self.worlds, self.row_bytes)
         self.outside.chance = chance
         waits = (events.PlanSteps, events.Fetch, events.DecodeBlock, events.AssembleSlab)
@@ -67,7 +67,7 @@ class Run:
         fetches, workers = chance.choice([1, 2, 8]), Autoscaler(1, 4, 2)
         self.scheduler = Scheduler(arena_bytes, fetches, workers, stall_s)
         self.outside.locate = self._locate
-        self.outside.trails_of = lambda key: self.scheduler.block(key).trails
+        self.outside.restart_indexes_of = lambda key: self.scheduler.block(key).restart_indexes
         worlds = [*self.worlds.values()]
         self.invariants = Invariants(self.scheduler, worlds)
         self.traffic = Traffic(self.scheduler, fetches)
@@ -119,7 +119,7 @@ class Run:
                     self.notes.append(effect)
                 case events.ResizePool():
                     self.sizes.append(effect.count)
-                case events.ClearTrails():
+                case events.ClearRestartIndexes():
                     self.outside.part(effect.region)[:] = bytes(effect.region.length)
                 case _:
                     self.outside.ask(effect)
@@ -179,7 +179,7 @@ class Run:
         is_aligned = place.group is not None
         sizes = SlabSizes(4 if is_aligned else most, 16, 0)
         walk = Walk(spec, order, at, sizes, is_ahead=after is not None, is_aligned=is_aligned)
-        walk.crops = any(one.keeps_trails for one in place.world.datasets.datasets)
+        walk.crops = any(one.keeps_restart_indexes for one in place.world.datasets.datasets)
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
         number = len(self.consumers) + 1
         consumer = Consumer(self, number, place, at, walk, patience, self.row_bytes, after)

@@ -140,10 +140,10 @@ class Traffic:
                         self._check_emptied(before.emptied_for, effect)
                     gone = []
                     self._load(effect)
-                case events.ClearTrails():
-                    assert not gone, "blocks 5: something was evicted for trails"
+                case events.ClearRestartIndexes():
+                    assert not gone, "blocks 5: something was evicted for restart indexes"
                     is_short = self._scheduler._emptied_for is not None and not self._is_settling
-                    assert not is_short, "blocks 5: trails while one task needs all"
+                    assert not is_short, "blocks 5: restart indexes while one task needs all"
                     self._check_free(effect.region)
                 case events.ForgetBlock():
                     self._forget(effect.key)

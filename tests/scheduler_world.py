@@ -28,7 +28,7 @@ from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.walk import Plan
-from dataplane.transforms.trails import trail_bytes
+from dataplane.transforms.restart_indexes import restart_index_bytes
 
 PAGE = 4096
 BATCH_MAX = 8
@@ -122,15 +122,17 @@ class World:
     def _order(self, spec: JobSpec, epoch: int) -> SampleOrder:
         return Order(self.rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
 
-    def keep_trails(self, arena_bytes: int) -> None:
-        """Its images are worth trails as node/dataset.py has it, and now and then: nine tenths of
+    def keep_restart_indexes(self, arena_bytes: int) -> None:
+        """Its images are worth restart indexes as node/dataset.py has it, and now and then: nine tenths of
         the arena have room for them and for all blocks, as far as the index knows.
         """
         marks = self.blocks.marks
         kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
-        trails = trail_bytes(int(np.where(kept > 0, kept, self.lengths).sum()))
-        is_worth = int(kept.sum()) + trails <= arena_bytes * 0.9 and self.chance.random() < 0.5
-        self.blocks = replace(self.blocks, keeps_trails=is_worth)
+        restart_indexes = restart_index_bytes(int(np.where(kept > 0, kept, self.lengths).sum()))
+        is_worth = (
+            int(kept.sum()) + restart_indexes <= arena_bytes * 0.9 and self.chance.random() < 0.5
+        )
+        self.blocks = replace(self.blocks, keeps_restart_indexes=is_worth)
 
     def cost_of(self, block: int) -> int:
         """An upper bound of what the block may take of the arena while it is loaded."""
@@ -204,8 +206,8 @@ class Outside:
         """How many of the reads end with the store still away."""
         self.refused = 0.0
         """For how much of what is asked the machine has no memory."""
-        self.trails_of: Callable[[int], Region | None]
-        """Where the trails of a block lie, which nobody here writes."""
+        self.restart_indexes_of: Callable[[int], Region | None]
+        """Where the restart indexes of a block lie, which nobody here writes."""
         self.locate: Callable[[int], tuple[DatasetBlocks, int]]
         """The dataset and number of a block that was never loaded, by key."""
 
@@ -308,8 +310,10 @@ class Outside:
         self.assembled.append(repr((plan.batches, effect.keys)).encode() + plan.row_index.tobytes())
         lookup = self.lookups[effect.delivery_id]
         numbers = [lookup.number(*self._block_of(key)) for key in effect.keys]
-        for trails in map(self.trails_of, effect.keys):
-            assert trails is None or not any(self.part(trails)), "blocks 5: trails of others"
+        for restart_indexes in map(self.restart_indexes_of, effect.keys):
+            assert restart_indexes is None or not any(self.part(restart_indexes)), (
+                "blocks 5: restart indexes of others"
+            )
         assert numbers == plan.blocks.tolist()
         assert effect.first == (lookup.name(numbers[0]) if numbers else None)
         arena = self.deliveries[effect.delivery_id]

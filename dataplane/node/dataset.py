@@ -20,7 +20,7 @@ from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import coded_columns, with_categories
-from dataplane.transforms.trails import trail_bytes
+from dataplane.transforms.restart_indexes import restart_index_bytes
 from dataplane.worker.columns import Ints, RowLayout
 from dataplane.worker.death import WorkerPlace
 from dataplane.worker.limits import WorkerBytes
@@ -32,7 +32,7 @@ from dataplane.worker.stacking import StackedPlan, plan_stacked
 # times larger.
 _ROOM_PARTS = 2
 _OTHERS_MAX = 4
-# The part of the arena that blocks which stay may fill, together with their trails.
+# The part of the arena that blocks which stay may fill, together with their restart indexes.
 _STAYING_SHARE = 0.9
 # Bytes that an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
@@ -281,7 +281,9 @@ def dataset_of(
     decoded = _decoded_bytes(manifest, found, row_layout, projection)
     marks = _marks(manifest, decoded, projection, direct=direct)
     kept = np.where(marks.decoded > 0, marks.decoded, marks.raw)
-    trails = trail_bytes(int(np.where(kept > 0, kept, manifest.block_length).sum()))
+    restart_indexes = restart_index_bytes(
+        int(np.where(kept > 0, kept, manifest.block_length).sum())
+    )
     largest = int(marks.decoded.max(initial=0))
     message = tasks.OpenDataset(
         dataset_id,
@@ -298,7 +300,8 @@ def dataset_of(
         marks,
         manifest.block_length,
         url=lambda block: manifest.shards.urls[manifest.block_shard.item(block)],
-        keeps_trails=has_bytes and int(kept.sum()) + trails <= arena_bytes * _STAYING_SHARE,
+        keeps_restart_indexes=has_bytes
+        and int(kept.sum()) + restart_indexes <= arena_bytes * _STAYING_SHARE,
     )
     return Dataset(
         dataset_id, manifest, columns, message, direct, blocks, projection,

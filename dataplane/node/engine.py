@@ -70,7 +70,7 @@ class Engine:
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
         self._sources: dict[int, tasks.BlockSource] = {}
-        self._without_trails: set[int] = set()
+        self._without_restart_indexes: set[int] = set()
         self._stream_ids = itertools.count(1)
         self._events: deque[events.Event] = deque()
         self._is_deciding = False
@@ -79,7 +79,7 @@ class Engine:
             events.PlanSteps: self._plan,
             events.Fetch: self._fetch,
             events.DecodeBlock: self._decode,
-            events.ClearTrails: self._clear_trails,
+            events.ClearRestartIndexes: self._clear_restart_indexes,
             events.AssembleSlab: self._assemble,
             events.CopyKept: self._copy,
             events.Send: self._send,
@@ -264,12 +264,12 @@ class Engine:
             self._fetcher.let_go(key)
         self._tell(events.BlockDecoded(key, result, started))
 
-    def _clear_trails(self, effect: events.ClearTrails) -> None:
+    def _clear_restart_indexes(self, effect: events.ClearRestartIndexes) -> None:
         region = effect.region
         try:
             self._reserve(region)
         except BudgetTooSmall:
-            self._without_trails.add(effect.key)
+            self._without_restart_indexes.add(effect.key)
             return
         np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)[:] = 0
 
@@ -277,7 +277,7 @@ class Engine:
         self._pool.forget_block(effect.key)
         self._fetcher.let_go(effect.key)
         self._sources.pop(effect.key, None)
-        self._without_trails.discard(effect.key)
+        self._without_restart_indexes.discard(effect.key)
 
     def _source(self, key: int) -> tasks.BlockSource:
         """What a worker needs to know to gather from the ready block with this key."""
@@ -286,9 +286,9 @@ class Engine:
             block = self._scheduler.block(key)
             dataset = self._datasets[block.dataset.dataset_id]
             raw = dataset.raw_block(block.index, block.raw) if block.decoded is None else None
-            trails = None if key in self._without_trails else block.trails
+            noted = None if key in self._without_restart_indexes else block.restart_indexes
             origin = dataset.origin(block.index)
-            source = tasks.BlockSource(key, raw, block.decoded, origin, trails)
+            source = tasks.BlockSource(key, raw, block.decoded, origin, noted)
             self._sources[key] = source
         return source
 

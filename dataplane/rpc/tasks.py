@@ -119,7 +119,7 @@ class BlockSource:
     raw: RawBlockRef | None = None
     decoded: Region | None = None
     origin: Origin | None = None
-    trails: Region | None = None
+    restart_indexes: Region | None = None
 
 
 @dataclass(frozen=True, slots=True)

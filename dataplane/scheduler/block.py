@@ -31,7 +31,7 @@ class CachedBlock:
     phase: BlockPhase = BlockPhase.FETCHING
     raw: Region | None = None
     decoded: Region | None = None
-    trails: Region | None = None
+    restart_indexes: Region | None = None
 
     @property
     def touched(self) -> int:
@@ -41,7 +41,7 @@ class CachedBlock:
     @property
     def regions(self) -> tuple[Region, ...]:
         """The regions of the arena that it occupies."""
-        return tuple(r for r in (self.raw, self.decoded, self.trails) if r is not None)
+        return tuple(r for r in (self.raw, self.decoded, self.restart_indexes) if r is not None)
 
     @property
     def is_evictable(self) -> bool:

@@ -11,8 +11,8 @@ Invariants:
    task waits for, only blocks that are needed later are evicted. Everything else in the arena is
    evicted before any block that is still needed.
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
-5. Trails only use free memory: nothing is evicted for them, and they are evicted with their block.
-   No trails are added while the arena `is_short` of room for a task.
+5. Restart indexes only use free memory: nothing is evicted for them, and they are evicted with
+   their block. None are added while the arena `is_short` of room for a task.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataplane.scheduler.dataset import DatasetBlocks, Ints
 from dataplane.scheduler.events import (
     BlockDecoded,
     BlockFetched,
-    ClearTrails,
+    ClearRestartIndexes,
     DecodeBlock,
     Effect,
     Fetch,
@@ -41,7 +41,7 @@ from dataplane.scheduler.next_use import NEVER, NextUse
 from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment, SharedSlab
 from dataplane.scheduler.shared import SharedSlabs
-from dataplane.transforms.trails import trail_bytes
+from dataplane.transforms.restart_indexes import restart_index_bytes
 
 # Fetches in flight must cover a round trip: with small blocks, up to this many times as many.
 FETCH_BYTES_MIN = 2 << 20
@@ -286,21 +286,23 @@ class BlockTable:
     def _become_ready(self, block: CachedBlock) -> None:
         block.phase = BlockPhase.READY
         block.dataset.marks.keys[block.index] = block.key
-        self._give_trails(block)
+        self._give_restart_indexes(block)
         self._changed(BlockOutcome.READY, block)
 
-    def _give_trails(self, block: CachedBlock) -> None:
-        """If all blocks stay in memory, the images of this block will be cropped again, so trails
-        pay off.
+    def _give_restart_indexes(self, block: CachedBlock) -> None:
+        """If all blocks stay in memory, the images of this block will be cropped again, so restart
+        indexes pay off.
         """
         dataset, kept = block.dataset, block.decoded or block.raw
-        if self.is_short or not (dataset.keeps_trails and self._shared.streams.crops(dataset)):
+        if self.is_short or not (
+            dataset.keeps_restart_indexes and self._shared.streams.crops(dataset)
+        ):
             return
-        length = trail_bytes(kept.length if kept else int(dataset.stored[block.index]))
+        length = restart_index_bytes(kept.length if kept else int(dataset.stored[block.index]))
         at = self._allocator.allocate(length)
         if at is not None:
-            block.trails = Region(at, length)
-            self._do(ClearTrails(block.key, block.trails))
+            block.restart_indexes = Region(at, length)
+            self._do(ClearRestartIndexes(block.key, block.restart_indexes))
             if self._uses_of[block.key] is self._direct:
                 self._stand_in(self._uses, block)
 
@@ -386,7 +388,7 @@ class BlockTable:
         self._do(ForgetBlock(block.key))
         for region in block.regions:
             self._allocator.free(region.offset)
-        block.raw = block.decoded = block.trails = None
+        block.raw = block.decoded = block.restart_indexes = None
         block.dataset.marks.keys[block.index] = 0
         self._drop(block)
 

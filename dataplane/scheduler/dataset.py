@@ -47,8 +47,8 @@ class Marks:
 class DatasetBlocks:
     """The blocks of one dataset, for one set of reading options.
 
-    `name` and `url` are for errors and logs. `keeps_trails`: record trails for its images, since
-    all blocks and their trails fit into the block arena together.
+    `name` and `url` are for errors and logs. `keeps_restart_indexes`: record them for its images,
+    since all blocks and their restart indexes fit into the block arena together.
 
     Shapes:  stored: int64[blocks], bytes of each block in its shard.
     """
@@ -58,7 +58,7 @@ class DatasetBlocks:
     marks: Marks
     stored: Ints
     url: Callable[[int], str]
-    keeps_trails: bool = False
+    keeps_restart_indexes: bool = False
     account: Account = field(default_factory=Account)
 
     def needs_fetch(self, block: int) -> bool:

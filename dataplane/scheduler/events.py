@@ -203,7 +203,7 @@ class DecodeBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class ClearTrails:
+class ClearRestartIndexes:
     """Zero this part of the block arena, before any later effect is carried out."""
 
     key: int
@@ -302,6 +302,6 @@ class Note:
 
 
 Effect = (
-    PlanSteps | Fetch | DecodeBlock | ClearTrails | AssembleSlab | CopyKept | Send | Stalled
+    PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | CopyKept | Send | Stalled
     | AllPlanned | ForgetBlock | DropDelivery | ResizePool | Note
 )  # fmt: skip

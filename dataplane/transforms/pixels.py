@@ -99,7 +99,7 @@ def render(
     view: PixelView,
     out: Bytes,
     by: Maker | None = None,
-    trails: Ints | None = None,
+    restart_indexes: Ints | None = None,
     *,
     may_reduce: bool = False,
     changes: Sequence[PixelChange] = (),
@@ -112,11 +112,12 @@ def render(
     at least 2, 4 or 8 times the pixels of the view, in both directions, is decoded at a half, a
     quarter or an eighth.
 
-    `trails` is memory beside each image, zero at first: a crop notes there where in the image rows
-    and columns begin, and later ones skip what they do not need. Processes may use it at once.
+    `restart_indexes` is memory beside each image, zero at first: a crop notes there where in the
+    image rows and columns begin, and later ones skip what they do not need. Processes may use it at
+    once.
 
-    Shapes:  images, trails: int64[n, 2], address and length of each; address 0 is no trail, others
-             are multiples of 4.   flips: uint8[n].
+    Shapes:  images, restart indexes: int64[n, 2], address and length of each; address 0 is none,
+             others are multiples of 4.   flips: uint8[n].
              boxes: float64[n, 4] = top, left, height, width in pixels of the image as it is seen.
              out: uint8[n * view.bytes].
     Raises:  ImageError: row says which; what was written of it is undefined.
@@ -126,10 +127,11 @@ def render(
     boxes = np.ascontiguousarray(boxes, np.float64)
     flips = np.ascontiguousarray(flips, np.uint8)
     count = len(images)
-    kept = np.zeros((count, 2), np.int64) if trails is None else np.ascontiguousarray(trails)
+    none = np.zeros((count, 2), np.int64)
+    kept = none if restart_indexes is None else np.ascontiguousarray(restart_indexes)
     if not (boxes.shape == (count, 4) and flips.shape == (count,) and kept.shape == (count, 2)
             and out.nbytes == count * view.bytes):  # fmt: skip
-        raise ValueError("images, trails, boxes, flips and out do not have the same length")
+        raise ValueError("images, restart indexes, boxes, flips and out differ in length")
     if not out.flags.c_contiguous:
         raise ValueError("out is not contiguous")
     if changes:
@@ -159,7 +161,7 @@ def _render_changed(
     view: PixelView,
     out: Bytes,
     by: Maker,
-    trails: Ints,
+    restart_indexes: Ints,
     *,
     may_reduce: bool,
     changes: Sequence[PixelChange],
@@ -176,8 +178,8 @@ def _render_changed(
         made = np.empty((len(to), view.height, view.width, COLOURS), np.uint8)
         try:
             render(
-                images[part], boxes[part], flips[part], plain, made.reshape(-1), by, trails[part],
-                may_reduce=may_reduce,
+                images[part], boxes[part], flips[part], plain, made.reshape(-1), by,
+                restart_indexes[part], may_reduce=may_reduce,
             )  # fmt: skip
         except ImageError as error:
             raise ImageError(str(error), row=first + int(error.row or 0)) from error

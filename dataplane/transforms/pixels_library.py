@@ -35,7 +35,8 @@ _SIGNATURES: dict[str, compiled.Signature] = {
     "pixels_open": (_I64, (_POINTER, _POINTER)),
     # images, count, sizes, outcomes, reason -> the first row that failed
     "pixels_sizes": (_I64, (_POINTER, _I64, *(_POINTER,) * 3)),
-    # images, trails, count, boxes, flips, view, view_bytes, may_reduce, out, outcomes, reason
+    # images, restart indexes, count, boxes, flips, view, view_bytes, may_reduce, out, outcomes,
+    # reason
     # -> the same
     "pixels_render": (
         _I64,

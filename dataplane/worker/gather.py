@@ -31,7 +31,7 @@ from dataplane.worker.columns import (
 from dataplane.worker.rows import Open, Rows, rows_of
 
 if TYPE_CHECKING:
-    from dataplane.worker.pictures import Pictures
+    from dataplane.worker.image_decoding import SlabImages
 
 _NONE = np.empty(0, np.int64)
 
@@ -74,11 +74,11 @@ class Gather:
         row_index: RowIndex,
         batches: Sequence[Batch],
         open_rows: Open = rows_of,
-        pictures: Pictures | None = None,
+        slab_images: SlabImages | None = None,
         lists: Mapping[int, ListForm] | None = None,
     ) -> None:
         self._specs, self._sizes, self._lists = specs, row_sizes(specs), lists or {}
-        self._pictures, self._blocks = pictures, blocks
+        self._slab_images, self._blocks = slab_images, blocks
         self._packing = blocks[0].row_layout if blocks else None
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
@@ -131,9 +131,9 @@ class Gather:
 
     def _draw(self, at: int, out: Bytes) -> bool:
         """Write the pixels of a column, if it has images."""
-        if self._pictures is None or at not in self._pictures:
+        if self._slab_images is None or at not in self._slab_images:
             return False
-        self._pictures.write(at, self._blocks, self._index, self._rows, out)
+        self._slab_images.write(at, self._blocks, self._index, self._rows, out)
         return True
 
     def _of(self, at: int, spec: ColumnSpec) -> _Pieces:

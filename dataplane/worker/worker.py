@@ -3,8 +3,8 @@
 Invariants:
 1. A worker keeps no state that another could not rebuild: if it is killed, its task goes to the
    next one.
-2. It writes only into the regions that its task names, and into the trails of the task's blocks; it
-   reads only memory and files named by the node.
+2. It writes only into the regions that its task names, and into the restart indexes of the task's
+   blocks; it reads only memory and files named by the node.
 3. It exits when its socket closes, so workers do not outlive their node.
 """
 
@@ -42,7 +42,7 @@ from dataplane.worker.placed import may_have_nulls, placed_columns
 from dataplane.worker.stacking import StackedPlan, canonical_stacked, plan_stacked
 
 if TYPE_CHECKING:
-    from dataplane.worker.pictures import Pictures
+    from dataplane.worker.image_decoding import SlabImages
 
 _APART_BYTES = 1 << 20
 _FAULT_S_MAX = 0.02
@@ -62,13 +62,13 @@ class _Dataset:
 @dataclass(frozen=True, slots=True)
 class _OpenBlock:
     """A block to gather from: the mapped file of its rows, if any, which rows it has, and the
-    trails of its images.
+    restart indexes of its images.
     """
 
     columns: BlockColumns
     shard: MappedShard | None
     origin: tasks.Origin | None
-    trails: Bytes | None
+    restart_indexes: Bytes | None
 
 
 @dataclass(slots=True)
@@ -252,8 +252,8 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
         columns = _columns_of(state, dataset, source)
         in_file = source.raw is not None and source.raw.path is not None
         shard = state.shards.of(source.raw) if in_file and source.raw is not None else None
-        trails = _trails_of(state, source)
-        state.blocks[source.key] = _OpenBlock(columns, shard, source.origin, trails)
+        restart_indexes = _restart_indexes_of(state, source)
+        state.blocks[source.key] = _OpenBlock(columns, shard, source.origin, restart_indexes)
     return tasks.Done()
 
 
@@ -270,10 +270,12 @@ def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> 
     return row_layout.open_stored(view, specs, dataset.row_layout)
 
 
-def _trails_of(state: _State, source: tasks.BlockSource) -> Bytes | None:
-    if source.trails is None:
+def _restart_indexes_of(state: _State, source: tasks.BlockSource) -> Bytes | None:
+    if source.restart_indexes is None:
         return None
-    return np.frombuffer(state.arenas[0].view(source.trails.offset, source.trails.length), np.uint8)
+    return np.frombuffer(
+        state.arenas[0].view(source.restart_indexes.offset, source.restart_indexes.length), np.uint8
+    )
 
 
 def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
@@ -285,11 +287,11 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        pictures = _pictures(dataset, blocks, body.render)
-        specs = dataset.plan.specs if pictures is None else pictures.specs
+        slab_images = _slab_images(dataset, blocks, body.render)
+        specs = dataset.plan.specs if slab_images is None else slab_images.specs
         columns = [block.columns for block in blocks]
         gather = Gather(
-            specs, columns, rows, body.batches, pictures=pictures, lists=dataset.plan.lists
+            specs, columns, rows, body.batches, slab_images=slab_images, lists=dataset.plan.lists
         )
         slab = arena.view(body.slab.offset, body.slab.length)
         made = gather.into(slab, partial(arena.populate_once, body.slab.offset))
@@ -327,12 +329,12 @@ def _gather_apart(
     dataset: _Dataset, block: _OpenBlock, rows: Sequence[int], render: tasks.Render | None
 ) -> None:
     """Gather rows of one block into scratch memory."""
-    pictures = _pictures(dataset, [block], render)
-    specs = dataset.plan.specs if pictures is None else pictures.specs
+    slab_images = _slab_images(dataset, [block], render)
+    specs = dataset.plan.specs if slab_images is None else slab_images.specs
     index = np.array([(0, row) for row in rows], np.int32).reshape(-1, 2)
     batches = (Batch(0, len(rows), len(rows)),)
     lists = dataset.plan.lists
-    gather = Gather(specs, [block.columns], index, batches, pictures=pictures, lists=lists)
+    gather = Gather(specs, [block.columns], index, batches, slab_images=slab_images, lists=lists)
     room = bytearray(_APART_BYTES)
     needed = gather.into(memoryview(room)).bytes_needed
     if needed:
@@ -357,18 +359,18 @@ def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
     into[:] = np.frombuffer(source.view(at.offset, at.length), np.uint8)
 
 
-def _pictures(
+def _slab_images(
     dataset: _Dataset, blocks: Sequence[_OpenBlock], render: tasks.Render | None
-) -> Pictures | None:
+) -> SlabImages | None:
     if render is None:
         return None
     # Import Pillow and libjpeg only if there are images.
-    from dataplane.worker.pictures import Pictures
+    from dataplane.worker.image_decoding import SlabImages
 
     origins = [block.origin for block in blocks if block.origin is not None]
     assert len(origins) == len(blocks)
-    trails = [block.trails for block in blocks]
-    return Pictures(render, dataset.plan.specs, origins, trails)
+    restart_indexes = [block.restart_indexes for block in blocks]
+    return SlabImages(render, dataset.plan.specs, origins, restart_indexes)
 
 
 def main(descriptor: int, memory_bytes: int) -> None:

@@ -149,18 +149,18 @@ class Origin(_message.Message):
     def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ...) -> None: ...
 
 class BlockSource(_message.Message):
-    __slots__ = ("key", "raw", "decoded", "origin", "trails")
+    __slots__ = ("key", "raw", "decoded", "origin", "restart_indexes")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
-    TRAILS_FIELD_NUMBER: _ClassVar[int]
+    RESTART_INDEXES_FIELD_NUMBER: _ClassVar[int]
     key: int
     raw: RawBlockRef
     decoded: _types_pb2.Region
     origin: Origin
-    trails: _types_pb2.Region
-    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlockRef, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., trails: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    restart_indexes: _types_pb2.Region
+    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlockRef, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., restart_indexes: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class OpenBlocks(_message.Message):
     __slots__ = ("dataset_id", "blocks", "forget")

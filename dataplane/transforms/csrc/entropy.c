@@ -2,8 +2,8 @@
  * Huffman decoding of a sequential JPEG, in the place of libjpeg's own, of only the MCUs that a crop
  * needs; libjpeg does all that comes after it. An MCU is a block of each colour, or a few.
  *
- * What is not needed is stepped over: by restart markers or a trail (trail.c) if there are some, else
- * by decoding it to nowhere. One look into a table tells a code's length, its run, and how many bits
+ * What is not needed is stepped over: by restart markers or a restart index (restart_index.c) if
+ * there are some, else by decoding it to nowhere. One look into a table tells a code's length, its run, and how many bits
  * follow; their value is computed without a branch, since a branch that cannot be foreseen costs
  * more than all the rest. Stuffed zeros are taken out beforehand, so that 8 bytes are read at once.
  *
@@ -254,7 +254,7 @@ static void mark_note(struct entropy *entropy)
     entropy->passed = bits / 8;
     struct mark mark = {.offset = entropy->passed_stuffed, .bit = (int)(bits % 8)};
     memcpy(mark.dc, entropy->last_dc, sizeof mark.dc);
-    trail_note(&entropy->noting, &mark);
+    restart_index_note(&entropy->noting, &mark);
 }
 
 /* As mcu_read; where a mark is due, it is noted. */
@@ -275,7 +275,7 @@ enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks)
         column < scan->column_first || column > scan->column_last)
         return ENTROPY_FINE;
     if (mcu >= entropy->mcu_covered || entropy->window_end == NULL) {
-        /* The memory for a trail's marks was not there. */
+        /* The memory for a restart index's marks was not there. */
         if (marks->count == 0)
             return ENTROPY_NO_MEMORY;
         /* The last mark that is not behind it; the end of what is needed from there. */
@@ -335,7 +335,7 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
                                   .mcu_rows = cinfo->MCU_rows_in_scan};
     entropy->mcu_asked = entropy->mcu_next = entropy->mcu_covered = 0;
     entropy->window_end = NULL;
-    trail_none(&entropy->noting);
+    restart_index_none(&entropy->noting);
     entropy->block_count = cinfo->blocks_in_MCU;
     for (int i = 0; i < cinfo->blocks_in_MCU; i++) {
         int component = cinfo->MCU_membership[i];
@@ -358,11 +358,11 @@ int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo)
 }
 
 void entropy_follow(struct entropy *entropy, int components, int mcu_width,
-                    const struct trail *trail)
+                    const struct restart_index *restart_index)
 {
     if (!entropy->is_restarting)
-        trail_follow(&entropy->noting, &entropy->marks, &entropy->scan, components, mcu_width,
-                     trail);
+        restart_index_follow(&entropy->noting, &entropy->marks, &entropy->scan, components,
+                             mcu_width, restart_index);
 }
 
 void entropy_forget(struct entropy *entropy)
@@ -372,7 +372,7 @@ void entropy_forget(struct entropy *entropy)
 
 void entropy_leave(const struct entropy *entropy)
 {
-    trail_leave(&entropy->noting);
+    restart_index_leave(&entropy->noting);
 }
 
 void entropy_free(struct entropy *entropy)

@@ -8,7 +8,7 @@
 
 #include "marks.h"
 #include "scan.h"
-#include "trail.h"
+#include "restart_index.h"
 
 enum { FAST_BITS = 10 };
 
@@ -65,9 +65,9 @@ void entropy_prepare(void);
 /* A scan that libjpeg has just begun. Returns 0 where libjpeg must decode it itself. */
 int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo);
 
-/* After entropy_begin, and where it is known what is needed of the scan: as trail_follow. */
+/* After entropy_begin, and where it is known what is needed of the scan: as restart_index_follow. */
 void entropy_follow(struct entropy *entropy, int components, int mcu_width,
-                    const struct trail *trail);
+                    const struct restart_index *restart_index);
 
 /* Of the image before: it has noted nothing that is to be left. */
 void entropy_forget(struct entropy *entropy);

@@ -273,7 +273,8 @@ static int are_of_libjpeg(struct decoder *decoder, void *const *functions)
 }
 
 /* Let our own functions decode the MCUs that hold these pixels, of the image as it is decoded. */
-static void entropy_take_over(struct decoder *decoder, const struct trail *trail, int top,
+static void entropy_take_over(struct decoder *decoder,
+                              const struct restart_index *restart_index, int top,
                               int bottom, int left, int right)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
@@ -295,7 +296,7 @@ static void entropy_take_over(struct decoder *decoder, const struct trail *trail
     if (scan->column_last >= scan->mcus_per_row)
         scan->column_last = scan->mcus_per_row - 1;
     int whole_width = is_lone ? DCTSIZE : DCTSIZE * cinfo->max_h_samp_factor;
-    entropy_follow(entropy, cinfo->num_components, whole_width, trail);
+    entropy_follow(entropy, cinfo->num_components, whole_width, restart_index);
     methods->decode_mcu = mcu_decode;
 }
 
@@ -312,7 +313,7 @@ static int is_crop_right(const struct jpeg_decompress_struct *cinfo)
 }
 
 /* Decode what the resize needs, and no more. */
-static void rows_read(struct decoder *decoder, const struct trail *trail)
+static void rows_read(struct decoder *decoder, const struct restart_index *restart_index)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
     struct resize *resize = &decoder->resize;
@@ -322,7 +323,7 @@ static void rows_read(struct decoder *decoder, const struct trail *trail)
     first = first < 0 ? 0 : first;
     end = end > (int)cinfo->output_width ? (int)cinfo->output_width : end;
     JDIMENSION from = 0, width = cinfo->output_width;
-    entropy_take_over(decoder, trail, resize->rows.first - margin, resize->rows.end + margin,
+    entropy_take_over(decoder, restart_index, resize->rows.first - margin, resize->rows.end + margin,
                       first, end);
     if (end - first < (int)width && is_crop_right(cinfo)) {
         from = (JDIMENSION)first;
@@ -388,7 +389,7 @@ static int is_complete(const struct jpeg_decompress_struct *cinfo)
 }
 
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
-                         const struct trail *trail, const struct header *header,
+                         const struct restart_index *restart_index, const struct header *header,
                          const struct box *box, const struct view *view, int may_reduce,
                          uint8_t *out, char *reason)
 {
@@ -418,7 +419,7 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
         fail_saying((j_common_ptr)cinfo, "no memory for its resize");
     /* Where libjpeg decodes by itself, nothing is noted. */
     entropy_forget(&decoder->entropy);
-    rows_read(decoder, trail);
+    rows_read(decoder, restart_index);
     entropy_leave(&decoder->entropy);
     jpeg_abort_decompress(cinfo);
     return DONE;

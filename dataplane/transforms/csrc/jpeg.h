@@ -8,7 +8,7 @@
 #include "box.h"
 #include "header.h"
 #include "image.h"
-#include "trail.h"
+#include "restart_index.h"
 #include "view.h"
 
 enum { PATH_BYTES = 4096 };
@@ -29,7 +29,7 @@ void decoder_free(struct decoder *decoder);
  * Only if it `may_reduce` is the image decoded at a half, a quarter or an eighth where that is enough.
  */
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
-                         const struct trail *trail, const struct header *header,
+                         const struct restart_index *restart_index, const struct header *header,
                          const struct box *box, const struct view *view, int may_reduce,
                          uint8_t *out, char *reason);
 

@@ -42,7 +42,7 @@ int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *sizes,
 }
 
 static enum outcome render(struct decoder *decoder, const struct image *image,
-                           const struct trail *trail, const struct box *box,
+                           const struct restart_index *restart_index, const struct box *box,
                            const struct view *view, int may_reduce, uint8_t *out, char *reason)
 {
     struct header header;
@@ -54,10 +54,11 @@ static enum outcome render(struct decoder *decoder, const struct image *image,
                  header.height, header.width);
         return FAILED;
     }
-    return jpeg_render(decoder, image, trail, &header, box, view, may_reduce, out, reason);
+    return jpeg_render(decoder, image, restart_index, &header, box, view, may_reduce, out, reason);
 }
 
-int64_t pixels_render(const struct image *images, const struct trail *trails, int64_t count,
+int64_t pixels_render(const struct image *images,
+                      const struct restart_index *restart_indexes, int64_t count,
                       const double *boxes, const uint8_t *flips, const struct view *view,
                       int64_t view_bytes, int32_t may_reduce, uint8_t *out, uint8_t *outcomes,
                       char *reason)
@@ -68,7 +69,7 @@ int64_t pixels_render(const struct image *images, const struct trail *trails, in
     for (int64_t i = 0; i < count && failed < 0; i++) {
         struct box box = box_at(boxes, flips, i);
         outcomes[i] = decoder == NULL ? FAILED
-                                      : (uint8_t)render(decoder, images + i, trails + i, &box,
+                                      : (uint8_t)render(decoder, images + i, restart_indexes + i, &box,
                                                         view, may_reduce, out + i * view_bytes,
                                                         reason);
         if (outcomes[i] == FAILED)

@@ -13,7 +13,7 @@
 
 #include "../../compiler.h"
 #include "image.h"
-#include "trail.h"
+#include "restart_index.h"
 #include "view.h"
 
 /* Can libjpeg be used? Returns 0, and the reason, if not; either way the path of the library. */
@@ -22,7 +22,8 @@ EXPORT int64_t pixels_open(char *path, char *reason);
 EXPORT int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *sizes,
                             uint8_t *outcomes, char *reason);
 
-EXPORT int64_t pixels_render(const struct image *images, const struct trail *trails, int64_t count,
+EXPORT int64_t pixels_render(const struct image *images,
+                             const struct restart_index *restart_indexes, int64_t count,
                              const double *boxes, const uint8_t *flips, const struct view *view,
                              int64_t view_bytes, int32_t may_reduce, uint8_t *out,
                              uint8_t *outcomes, char *reason);

@@ -1,6 +1,6 @@
 /*
- * The trail of an image: where decoding can start within its scan, noted in memory that the caller
- * keeps by those who decode a crop, for those who decode another crop of the same image later.
+ * The restart index of an image: where decoding can start within its scan. Whoever decodes a crop
+ * notes it in memory that the caller keeps, for other crops of the same image later.
  *
  *   how many marks there are                                     uint32, written last
  *   each mark: byte, uint32; bit, uint8; then of each component the DC so far, int16
@@ -17,7 +17,7 @@
 #include <string.h>
 
 #include "../../compiler.h"
-#include "trail.h"
+#include "restart_index.h"
 
 enum {
     HEAD_BYTES = 8,
@@ -55,14 +55,14 @@ static int64_t mcu_due(const struct noting *noting)
 
 /* Returns 0 where there is no room for a mark in every row. */
 static int choose_step(struct noting *noting, const struct scan *scan, int components,
-                       int mcu_width, const struct trail *trail)
+                       int mcu_width, const struct restart_index *restart_index)
 {
     int64_t columns = scan->mcus_per_row, step = (STEP_PIXELS + mcu_width - 1) / mcu_width;
     noting->mark_bytes = 5 + 2 * components;
-    int64_t room = (trail->length - HEAD_BYTES) / noting->mark_bytes;
+    int64_t room = (restart_index->length - HEAD_BYTES) / noting->mark_bytes;
     while (step < columns && scan->mcu_rows * ((columns + step - 1) / step) > room)
         step *= 2;
-    noting->bytes = trail->bytes;
+    noting->bytes = restart_index->bytes;
     noting->components = components;
     noting->step = step;
     noting->per_row = (columns + step - 1) / step;
@@ -92,18 +92,19 @@ static int marks_read(const struct noting *noting, struct marks *marks, const st
     return 1;
 }
 
-void trail_none(struct noting *noting)
+void restart_index_none(struct noting *noting)
 {
     memset(noting, 0, sizeof *noting);
     noting->due = INT64_MAX;
 }
 
-void trail_follow(struct noting *noting, struct marks *marks, const struct scan *scan,
-                  int components, int mcu_width, const struct trail *trail)
+void restart_index_follow(struct noting *noting, struct marks *marks, const struct scan *scan,
+                          int components, int mcu_width,
+                          const struct restart_index *restart_index)
 {
-    if (trail->bytes == NULL || trail->length < HEAD_BYTES ||
-        (uintptr_t)trail->bytes % sizeof(uint32_t) != 0 || scan->length > UINT32_MAX ||
-        !choose_step(noting, scan, components, mcu_width, trail))
+    if (restart_index->bytes == NULL || restart_index->length < HEAD_BYTES ||
+        (uintptr_t)restart_index->bytes % sizeof(uint32_t) != 0 || scan->length > UINT32_MAX ||
+        !choose_step(noting, scan, components, mcu_width, restart_index))
         return;
     noting->known = __atomic_load_n((const uint32_t *)(const void *)noting->bytes,
                                     __ATOMIC_ACQUIRE);
@@ -119,7 +120,7 @@ void trail_follow(struct noting *noting, struct marks *marks, const struct scan 
     noting->due = mcu_due(noting);
 }
 
-void trail_note(struct noting *noting, const struct mark *mark)
+void restart_index_note(struct noting *noting, const struct mark *mark)
 {
     uint8_t *at = place_of(noting, noting->noted++);
     put(at, (uint32_t)mark->offset, 4);
@@ -129,7 +130,7 @@ void trail_note(struct noting *noting, const struct mark *mark)
     noting->due = mcu_due(noting);
 }
 
-void trail_leave(const struct noting *noting)
+void restart_index_leave(const struct noting *noting)
 {
     if (noting->noted > noting->known)
         __atomic_store_n((uint32_t *)(void *)noting->bytes, (uint32_t)noting->noted,

@@ -1,4 +1,4 @@
-"""Crops over trails that others left are the crops that they are without, and so are their errors."""
+"""Crops over restart indexes that others left equal crops without them, and so do their errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _libjpeg() -> None:
 
 
 class Kept:
-    """Trails, each with bytes behind it that nobody may write."""
+    """Restart indexes, each with bytes behind it that nobody may write."""
 
     def __init__(self, lengths: Sequence[int], fill: bytes = b"\0") -> None:
         self.memory = [np.full(length + 64, 0xA5, np.uint8) for length in lengths]
@@ -88,7 +88,7 @@ def _over(
     out = np.zeros((len(images), view.bytes), np.uint8)
     flips = np.zeros(len(images), np.uint8)
     all_boxes = np.array(boxes, np.float64)
-    render(there.places, all_boxes, flips, view, out.reshape(-1), by, trails=kept.places)
+    render(there.places, all_boxes, flips, view, out.reshape(-1), by, restart_indexes=kept.places)
     kept.check()
     return out
 
@@ -162,7 +162,7 @@ def test_marks_are_the_same_bytes_whoever_notes_them() -> None:
     assert (at_once.memory[0] == bit_by_bit.memory[0]).all()
 
 
-def test_what_has_no_use_for_a_trail_leaves_none() -> None:
+def test_what_has_no_use_for_a_restart_index_leaves_none() -> None:
     picture = drawn(60, 80)
     whole = (0.0, 0.0, 60.0, 80.0)
     for image in (encoded(picture, "PNG"), encoded(picture, progressive=True),
@@ -176,7 +176,7 @@ def test_what_has_no_use_for_a_trail_leaves_none() -> None:
     for none in (Kept([0]), Kept([HEAD_BYTES]), Kept([40])):
         _over(none, [encoded(picture)], [whole])
         assert not none.memory[0][: none.lengths[0]].any()
-    with pytest.raises(ValueError, match="of one length"):
+    with pytest.raises(ValueError, match="differ in length"):
         _over(Kept([8, 8]), [encoded(picture)], [whole])
 
 
@@ -202,26 +202,27 @@ with open(sys.argv[2], "r+b") as file:
 there = np.array([(image.ctypes.data, len(image))])
 view = PixelView(24, 32, "HWC", "uint8", None, None)
 out, flip = np.zeros(view.bytes, np.uint8), np.zeros(1, np.uint8)
-trail = np.array([(shared.ctypes.data, len(shared))])
+noted = np.array([(shared.ctypes.data, len(shared))])
 print("up", flush=True)
 while True:
     shared[:4] = 0
     for bottom in range(20, 300, 20):
-        render(there, np.array([[0.0, 0, bottom, 400]]), flip, view, out, trails=trail)
+        box = np.array([[0.0, 0, bottom, 400]])
+        render(there, box, flip, view, out, restart_indexes=noted)
 """
 
 
-def test_who_is_killed_at_it_leaves_a_trail_for_others(tmp_path: Path) -> None:
+def test_who_is_killed_at_it_leaves_a_restart_index_for_others(tmp_path: Path) -> None:
     image = encoded(drawn(300, 400), quality=90)
-    photograph, trail = tmp_path / "image", tmp_path / "trail"
+    photograph, restart_index = tmp_path / "image", tmp_path / "restart_index"
     photograph.write_bytes(image)
-    trail.write_bytes(bytes(len(image) // 128 * 8))
+    restart_index.write_bytes(bytes(len(image) // 128 * 8))
     boxes = _boxes(image, 12, 0)
     expected = [made([image], [box], [0], VIEW).tobytes() for box in boxes]
-    with trail.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
+    with restart_index.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
         for _ in range(3):
             with subprocess.Popen(
-                [sys.executable, "-c", _ENDLESS, photograph, trail], stdout=subprocess.PIPE
+                [sys.executable, "-c", _ENDLESS, photograph, restart_index], stdout=subprocess.PIPE
             ) as process:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"up\n"
@@ -232,10 +233,10 @@ def test_who_is_killed_at_it_leaves_a_trail_for_others(tmp_path: Path) -> None:
 
 def _over_shared(image: bytes, boxes: Sequence[Box], shared: mmap.mmap) -> list[bytes]:
     there, memory = Encoded.of([image]), np.frombuffer(shared, np.uint8)
-    trail = np.array([(memory.ctypes.data, len(memory))])
+    restart_index = np.array([(memory.ctypes.data, len(memory))])
     out, flip = np.zeros(VIEW.bytes, np.uint8), np.zeros(1, np.uint8)
     found = []
     for box in boxes:
-        render(there.places, np.array([box]), flip, VIEW, out, trails=trail)
+        render(there.places, np.array([box]), flip, VIEW, out, restart_indexes=restart_index)
         found.append(out.tobytes())
     return found

@@ -10,7 +10,7 @@ from dataplane.errors import DataplaneError, ImageError
 from dataplane.formats.tar import KEY
 from dataplane.model import ColumnSpec, Kind
 from dataplane.rpc.tasks import Origin, Render
-from dataplane.transforms import draws, pixels, trails
+from dataplane.transforms import draws, pixels, restart_indexes
 from dataplane.transforms.image_steps import Draw, ImageSteps, steps_of
 from dataplane.transforms.images import delivered
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex
@@ -19,9 +19,9 @@ from dataplane.worker.rows import Rows
 _KEY_LENGTH_MAX = 300
 
 
-class Pictures:
+class SlabImages:
     """The image columns of one slab. `specs` are the columns as they are delivered; `kept` are the
-    trails of each block, if it has any.
+    restart indexes of each block, if it has any.
 
     Raises:  ConfigError: a column holds no bytes.
     """
@@ -40,7 +40,7 @@ class Pictures:
         self._render, self._origins = render, origins
         # Kept alive, since addresses point into their memory.
         self._held = kept
-        self._trails = np.array(
+        self._restart_indexes = np.array(
             [(0, 0) if each is None else (each.ctypes.data, len(each)) for each in kept], np.int64
         )
 
@@ -69,25 +69,25 @@ class Pictures:
             crops = image.crops(pixels.sizes(places), draw)
             pixels.render(
                 places, crops.boxes, crops.flips, view, out,
-                trails=self._trails_of(at, blocks, row_index, (starts, lengths)),
+                restart_indexes=self._restart_indexes_of(at, blocks, row_index, (starts, lengths)),
                 may_reduce=image.may_reduce,
                 changes=image.changes(len(places), draw),
             )  # fmt: skip
         except ImageError as error:
             raise self._placed(image, blocks, row_index, error) from error
 
-    def _trails_of(
+    def _restart_indexes_of(
         self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, spans: tuple[Ints, Ints]
     ) -> Ints | None:
-        """Find the trails of images: their places follow from the places of all bytes of the block,
-        including other columns.
+        """Find the restart indexes of images: their places follow from the places of all bytes of
+        the block, including other columns.
         """
-        if not self._images[at].is_cut or not self._trails.any():
+        if not self._images[at].is_cut or not self._restart_indexes.any():
             return None
         others = self._bytes_before[at]
         before = np.array([sum(b.values[c].length for c in others) for b in blocks], np.int64)
         (starts, lengths), of = spans, row_index[:, 0].astype(np.int64)
-        return trails.places(self._trails, of, before[of] + starts, lengths)
+        return restart_indexes.places(self._restart_indexes, of, before[of] + starts, lengths)
 
     def _draw_of(self, column: str, row_index: RowIndex) -> Draw:
         """What draws the numbers of a step for each of these samples."""

@@ -1,7 +1,7 @@
-/* Marks of a scan that are kept from one decoding to the next: see trail.c. */
+/* Marks of a scan that are kept from one decoding to the next: see restart_index.c. */
 
-#ifndef PIXELS_TRAIL_H
-#define PIXELS_TRAIL_H
+#ifndef PIXELS_RESTART_INDEX_H
+#define PIXELS_RESTART_INDEX_H
 
 #include <stdint.h>
 
@@ -9,12 +9,12 @@
 #include "scan.h"
 
 /* Memory in which marks of a scan are noted, and found. NULL where there is none. */
-struct trail {
+struct restart_index {
     uint8_t *bytes;
     int64_t length;
 };
 
-/* A trail under way. */
+/* A restart index under way. */
 struct noting {
     uint8_t *bytes;
     int components, mark_bytes;
@@ -24,20 +24,21 @@ struct noting {
     int64_t due;          /* the MCU before which a mark is to be noted */
 };
 
-/* No trail: nothing is due. */
-void trail_none(struct noting *noting);
+/* No restart index: nothing is due. */
+void restart_index_none(struct noting *noting);
 
 /*
  * Use the marks of those who came by before, and note more. `marks` are those of the scan's begin,
  * where the rows and columns that are needed are known; `mcu_width` is in pixels of the whole image.
  */
-void trail_follow(struct noting *noting, struct marks *marks, const struct scan *scan,
-                  int components, int mcu_width, const struct trail *trail);
+void restart_index_follow(struct noting *noting, struct marks *marks, const struct scan *scan,
+                          int components, int mcu_width,
+                          const struct restart_index *restart_index);
 
 /* The MCU that is about to be read begins here. */
-void trail_note(struct noting *noting, const struct mark *mark);
+void restart_index_note(struct noting *noting, const struct mark *mark);
 
 /* What was noted is there for others. */
-void trail_leave(const struct noting *noting);
+void restart_index_leave(const struct noting *noting);
 
 #endif

@@ -1,8 +1,10 @@
-"""Where the trails of images lie: memory beside a block in which whoever crops an image notes where
-in its bytes other crops of it can start (transforms/csrc/trail.c). Pure.
+"""Where the restart indexes of images lie. Pure.
 
-A block's trails take a part of what the block takes, and each image has its own part of them: the
-part that it has of the block's bytes. So whoever has opened the block knows where it is.
+The worker that first crops an image notes, in memory beside the image's block, where in its bytes
+other crops can start (transforms/csrc/restart_index.c).
+
+The restart indexes of a block take a fixed share of its size, and each image has the part of them
+that it has of the block's bytes: its place follows from the place of its bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ gain, from 50 KB on for a photograph of 500 x 375 pixels; smaller ones have fewe
 _ALIGN_BYTES = 8
 
 
-def trail_bytes(block_bytes: int) -> int:
-    """What the trails of a block take."""
+def restart_index_bytes(block_bytes: int) -> int:
+    """What the restart indexes of a block take."""
     return -(-block_bytes // PARTS)
 
 
 def places(regions: Ints, blocks: Ints, starts: Ints, lengths: Ints) -> Ints:
-    """Address and length of the trail of each image; 0 and 0 where it has none.
+    """Address and length of the restart index of each image; 0 and 0 where it has none.
 
-    Shapes:  regions: int64[blocks, 2], address and length of each block's trails.
+    Shapes:  regions: int64[blocks, 2], address and length of each block's restart indexes.
              blocks, starts, lengths: int64[n], the block of an image, where it starts among the
              bytes of that block, and its size.   result: int64[n, 2].
     """

@@ -1,4 +1,4 @@
-"""Where trails lie, and which blocks have some."""
+"""Where restart indexes lie, and which blocks have some."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dataplane.plan.shard import Shard
 from dataplane.rpc import tasks
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks
-from dataplane.scheduler.events import ClearTrails, Effect
+from dataplane.scheduler.events import ClearRestartIndexes, Effect
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
 from dataplane.transforms.pixels_library import maker
-from dataplane.transforms.trails import places, trail_bytes
+from dataplane.transforms.restart_indexes import places, restart_index_bytes
 from dataplane.worker.columns import open_block
-from dataplane.worker.pictures import Pictures
+from dataplane.worker.image_decoding import SlabImages
 from dataplane.worker.rows import rows_of
 
 BLOCK_BYTES = 1 << 20
@@ -36,10 +36,10 @@ COUNT = 8
 
 
 @given(st.lists(st.lists(st.integers(0, 5000), max_size=20), min_size=1, max_size=4))
-def test_trails_are_within_those_of_their_block_and_apart(blocks: list[list[int]]) -> None:
+def test_restart_indexes_are_within_those_of_their_block_and_apart(blocks: list[list[int]]) -> None:
     regions, place = [], 1 << 20
     for sizes in blocks:
-        regions.append((place, trail_bytes(sum(sizes))))
+        regions.append((place, restart_index_bytes(sum(sizes))))
         place += 1 << 20
     of = np.repeat(np.arange(len(blocks)), [len(sizes) for sizes in blocks])
     lengths = np.array([size for sizes in blocks for size in sizes], np.int64)
@@ -58,7 +58,7 @@ def test_trails_are_within_those_of_their_block_and_apart(blocks: list[list[int]
             end = address + length
 
 
-def test_whoever_has_no_trails_gets_none_for_its_images() -> None:
+def test_whoever_has_no_restart_indexes_gets_none_for_its_images() -> None:
     regions = np.array([(0, 0), (4096, 64)], np.int64)
     of = np.array([0, 1, 1])
     starts, lengths = np.array([0, 0, 900]), np.array([900, 900, 900])
@@ -80,11 +80,11 @@ def test_crops_find_what_crops_of_other_epochs_and_columns_left() -> None:
         names=["a", "b"],
     )
     block, index = open_block(batch, specs), np.array([(0, row) for row in range(rows)], np.int32)
-    kept = np.zeros(trail_bytes(batch.nbytes), np.uint8)
+    kept = np.zeros(restart_index_bytes(batch.nbytes), np.uint8)
 
-    def drawn_in(epoch: int, trails: Sequence[np.ndarray | None]) -> list[bytes]:
+    def drawn_in(epoch: int, restart_indexes: Sequence[np.ndarray | None]) -> list[bytes]:
         render = tasks.Render(tuple(images), 1, epoch)
-        pictures = Pictures(render, specs, [tasks.Origin("s3://shard", 0, 0)], trails)
+        pictures = SlabImages(render, specs, [tasks.Origin("s3://shard", 0, 0)], restart_indexes)
         out = np.zeros((2, rows * 16 * 16 * 3), np.uint8)
         for at in range(2):
             pictures.write(at, [block], index, rows_of([block], index), out[at])
@@ -138,7 +138,7 @@ def _blocks(column: pa.DataType, url: str, arena_bytes: int) -> DatasetBlocks:
         (pa.large_binary(), 1 << 19, True, 0),  # they would not stay
     ],
 )
-def test_blocks_of_images_that_stay_have_trails_while_somebody_crops(
+def test_blocks_of_images_that_stay_have_restart_indexes_while_somebody_crops(
     column: pa.DataType, arena_bytes: int, crops: bool, expected: int
 ) -> None:
     effects: list[Effect] = []
@@ -148,10 +148,10 @@ def test_blocks_of_images_that_stay_have_trails_while_somebody_crops(
     dataset = _blocks(column, "file:///shard", arena_bytes)
     for index in range(COUNT):
         assert table.start(dataset, index, greedy=False)
-    found = {int(key): table.block(int(key)).trails for key in dataset.marks.keys}
+    found = {int(key): table.block(int(key)).restart_indexes for key in dataset.marks.keys}
     given = {key: region for key, region in found.items() if region is not None}
     assert len({region.offset for region in given.values()}) == len(given) == expected
-    assert all(region.length == trail_bytes(BLOCK_BYTES) for region in given.values())
-    assert effects == [ClearTrails(key, region) for key, region in given.items()]
+    assert all(region.length == restart_index_bytes(BLOCK_BYTES) for region in given.values())
+    assert effects == [ClearRestartIndexes(key, region) for key, region in given.items()]
     table.forget_dataset(dataset)
     assert table.room_for_slab(arena_bytes, ()) == Region(0, arena_bytes)
