@@ -34,6 +34,8 @@ _ROLES: dict[str, Callable[[int, int], None]] = {"worker": worker.main, "indexer
 def main(descriptor: int) -> None:
     """The process: its socket is an inherited descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A service manager sends it to every process of a service; the node drains, and needs workers.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(PeerLost):
         _ForkServer(sock).run()
 
@@ -107,7 +109,8 @@ class _ForkServer:
             os.dup2(stderr_fd, 2)
             os.close(stderr_fd)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             os.close(self._woken)
             os.close(self._wakes)
             self._sock.close()

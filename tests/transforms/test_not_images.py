@@ -22,7 +22,7 @@ from dataplane.transforms.not_images import said_of
         (b"\0\0\0\x18ftypheic", "HEIC image, which is not supported"),
         (b"RIFF\0\0\0\0WAVE", "audio or video"),
         (b"\x80\x05\x95", "a Python pickle"),
-        (b"\x01", "1 byte that is 01, of no kind"),
+        (b"\x01", "1 byte that is 01, of an unknown kind"),
     ],
 )
 def test_what_lies_there_is_named(found: bytes, said: str) -> None:

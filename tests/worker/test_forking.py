@@ -100,6 +100,25 @@ def test_a_fork_server_that_dies_takes_its_processes_along_and_is_started_again(
         os.close(fd)
 
 
+def test_a_fork_server_outlives_a_sigterm_to_the_whole_service() -> None:
+    process, sock, stderr = a_process()
+    server = server_of(process)
+    local.send(sock, tasks.Task(tasks.DetachArena(1)))
+    local.receive(sock, tasks.Result)
+    for each in (server, psutil.Process(process.pid)):
+        each.terminate()
+    assert process.wait(WAIT_S)
+    assert process.status() == -signal.SIGTERM
+    again, other_sock, other_stderr = a_process()
+    assert server_of(again) == server
+    again.kill()
+    assert again.wait(WAIT_S)
+    for each_sock in (sock, other_sock):
+        each_sock.close()
+    for fd in (stderr, other_stderr):
+        os.close(fd)
+
+
 def test_what_cannot_be_started_says_why_on_its_stderr() -> None:
     process, sock, stderr = a_process("nobody")
     assert process.wait(WAIT_S)
