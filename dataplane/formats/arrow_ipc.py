@@ -168,7 +168,7 @@ def _one_block(
 def _schema(window: Window, messages: list[Message]) -> pa.Schema:
     """The schema as the first message has it.
 
-    Raises:  CorruptShard: also where a later message is neither a dictionary nor a record batch.
+    Raises:  CorruptShard: also if a later message is neither a dictionary nor a record batch.
     """
     if not messages or messages[0].head.kind != SCHEMA:
         raise corrupt(window.url, 0, "an Arrow IPC shard starts with a schema message")
@@ -186,7 +186,7 @@ def _schema(window: Window, messages: list[Message]) -> pa.Schema:
     with foreign_faults(window.url, first.offset, "the schema of the shard is damaged"):
         schema = pa.ipc.open_stream(body).schema
     for message in messages[1:]:
-        # One that has no arrays says that it has no rows, and would be stepped over.
+        # A batch without arrays claims to have no rows and would be skipped.
         if len(schema) and not message.head.nodes:
             raise corrupt(window.url, message.offset, "a batch of columns has no arrays")
     return schema
@@ -251,8 +251,8 @@ def _read(block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> list[pa
 
 
 def _readable(block: RawBlock) -> pa.NativeFile:
-    """The block as pyarrow reads it. A file is one piece, and memory to pyarrow: a file of Python's
-    it would read in a thread of its own, which may outlive the interpreter and ends it then.
+    """The block as pyarrow reads it: a whole file is given as memory. pyarrow would read a Python
+    file in a thread of its own, which may outlive the interpreter and crash it then.
     """
     if not len(block.preamble):
         return pa.BufferReader(pa.py_buffer(block.body))

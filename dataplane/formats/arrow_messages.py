@@ -24,7 +24,7 @@ from dataplane.formats.source import NEAR_BYTES, PROBE_BYTES, Parts, Source, Win
 MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 METADATA_BYTES_MAX = 256 << 20
-# Of how many record batches the metadata is read at once; and the end-of-stream mark, padded.
+# How many record batches have their metadata read at once; the padded end-of-stream mark.
 _TOGETHER_MIN, _TOGETHER_MAX = 4, 1 << 14
 _END_BYTES = 64
 
@@ -45,8 +45,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ArrowFooter:
-    """The content of a file's footer. `start` is its place, which is where the messages end;
-    `batches` are the record batches in their order: offset, and length of the metadata there.
+    """The content of a file's footer. `start` is its place, and the end of the messages; `batches`
+    are the record batches in order: the offset of each, and the length of its metadata.
     """
 
     start: int
@@ -71,10 +71,10 @@ def is_legacy(window: Window, size: int) -> bool:
 def file_footer(shard: ShardReader) -> ArrowFooter:
     """The footer of a file.
 
-    Raises:  CorruptShard: it is not there, or damaged.
+    Raises:  CorruptShard: it is missing or damaged.
     """
     url, size = shard.url, shard.size_bytes
-    # The end of the file is read once: all of the footer is there, but of very many batches.
+    # One read of the end of the file has the whole footer, unless there are very many batches.
     window = Window(shard)
     window.view(max(0, size - PROBE_BYTES), min(PROBE_BYTES, size))
     tail = bytes(window.view(max(0, size - 10), 10))
@@ -92,7 +92,7 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
     start = size - 10 - length
     with foreign_faults(url, start, "the footer of the Arrow IPC file is damaged"):
         footer = window.view(start, length)
-        # To pyarrow, a file of no more than its two ends.
+        # The start and the end of a file are enough for pyarrow.
         ends = pa.py_buffer(b"".join((MAGIC, b"\0\0", footer, tail)))
         return ArrowFooter(
             start,
@@ -103,8 +103,8 @@ def file_footer(shard: ShardReader) -> ArrowFooter:
 
 
 def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> Source:
-    """The metadata of large record batches, read in parallel: a store takes as long for each as for
-    a MiB.
+    """The metadata of large record batches, read in parallel: the latency of each read equals the
+    transfer time of a MiB.
     """
     end, batches = footer.start, footer.batches
     far = len(batches) >= _TOGETHER_MIN and end > len(batches) * NEAR_BYTES

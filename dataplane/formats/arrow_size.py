@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-# Values of unknown length (text, binary) are taken to compress this much at most.
+# Values of unknown length (text, binary) are assumed to compress at most this much.
 VARIABLE_RATIO = 8
 
 
@@ -24,7 +24,7 @@ def decoded_estimate(schema: pa.Schema, nodes: Sequence[int], body_length: int) 
 
 
 def _size(kind: pa.DataType, lengths: Iterator[int]) -> tuple[int, bool]:
-    """Bytes that are known, and whether there are others."""
+    """The bytes of fixed-width values, and whether there are other values."""
     if isinstance(kind, pa.BaseExtensionType):
         return _size(kind.storage_type, lengths)
     length = next(lengths, 0)

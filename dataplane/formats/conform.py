@@ -20,7 +20,7 @@ def dataset_schema(schema: pa.Schema, url: str) -> pa.Schema:
 
     Raises:  ConfigError: two columns of one name.  CorruptShard: a name is not UTF-8.
     """
-    # A name that is no UTF-8 shows itself only when it is asked for.
+    # A name that is not UTF-8 raises only when it is read.
     with foreign_faults(url, 0, "the schema of the shard is damaged"):
         names = schema.names
         if len(set(names)) < len(names):

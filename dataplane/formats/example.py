@@ -101,7 +101,7 @@ def features(buffer: memoryview, start: int, end: int) -> dict[bytes, Feature]:
 
 
 class _Unusual(Exception):
-    """The record is not laid out as TensorFlow lays it out."""
+    """The record does not have TensorFlow's layout."""
 
 
 def _only(buffer: memoryview, at: int, tag: int, stop: int) -> Span:

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from dataplane.errors import CorruptShard, DataplaneError
 
-# What pyarrow raises on bytes that are not what they claim to be. Memory that runs out is not among
-# them: that is this machine's trouble, not the shard's.
+# Errors of pyarrow for damaged bytes. A lack of memory is not among them: it is the fault of this
+# machine, not of the shard.
 FOREIGN = (
     pa.ArrowInvalid,
     pa.ArrowTypeError,
@@ -27,14 +27,14 @@ FOREIGN = (
     OverflowError,
 )
 
-# How libraries word it where they raise something else than a MemoryError.
+# Messages of libraries that do not raise a MemoryError.
 _MEMORY_WORDS = (
     "bad_alloc",
     "malloc of size",
     "realloc of size",
     "cannot allocate memory",
     "can't start new thread",
-    # The dynamic linker, and the interpreter where a MemoryError was lost on its way.
+    # The dynamic linker, and the interpreter if a MemoryError was lost on the way.
     "cannot map zero-fill pages",
     "failed to map segment",
     "without setting an exception",
@@ -58,7 +58,7 @@ _SIGNATURES = (
 
 
 def describe(head: bytes) -> str:
-    """What the first bytes of a shard look like, in words for an error message."""
+    """A description of the first bytes of a shard, for an error message."""
     if not head:
         return "nothing"
     for signature, words in _SIGNATURES:

@@ -32,7 +32,7 @@ class Table:
         return found
 
     def _place(self, field: int) -> int:
-        """Where a field lies, or 0 where it is absent."""
+        """The place of a field, 0 if it is absent."""
         vtable = self.at - self._unpack("<i", self.at)
         if 4 + 2 * field + 2 > self._unpack("<H", vtable):
             return 0
@@ -40,22 +40,22 @@ class Table:
         return self.at + offset if offset else 0
 
     def number(self, field: int, form: str) -> int:
-        """A scalar, 0 where it is absent."""
+        """A scalar, 0 if it is absent."""
         place = self._place(field)
         return self._unpack(form, place) if place else 0
 
     def table(self, field: int) -> Table | None:
-        """A table, None where it is absent."""
+        """A table, None if it is absent."""
         place = self._place(field)
         return Table(self.buffer, place + self._unpack("<I", place)) if place else None
 
     def structs(self, field: int, form: struct.Struct) -> list[tuple[int, ...]]:
-        """A vector of structs, empty where it is absent."""
+        """A vector of structs, empty if it is absent."""
         return list(form.iter_unpack(self._vector(field, form.size)))
 
     def pairs(self, field: int) -> tuple[Sequence[int], Sequence[int]]:
-        """A vector of structs of two 64-bit numbers: the first ones, and the second ones. Of a wide
-        table there are hundreds of thousands.
+        """A vector of structs of two 64-bit numbers: all first numbers, and all second ones. A wide
+        table has hundreds of thousands.
         """
         numbers = array("q")
         numbers.frombytes(self._vector(field, _PAIR_BYTES))
@@ -132,7 +132,7 @@ def message_head(metadata: memoryview) -> Head:
 
 
 def footer_batches(footer: memoryview) -> list[tuple[int, int]]:
-    """Of each of a file's record batches: its offset, and the length of its metadata there.
+    """For each of a file's record batches: its offset, and the length of its metadata there.
 
     Raises:  ValueError: not a footer.
     """
@@ -141,7 +141,7 @@ def footer_batches(footer: memoryview) -> list[tuple[int, int]]:
 
 
 def footer_is_big_endian(footer: memoryview) -> bool:
-    """Whether a file's values are big-endian, as its footer says.
+    """Whether a file's values are big-endian, according to its footer.
 
     Raises:  ValueError: not a footer.
     """

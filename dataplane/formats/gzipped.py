@@ -17,8 +17,8 @@ from dataplane.formats.faults import corrupt
 
 PIECE_BYTES = 1 << 20
 FEED_BYTES = 256 << 10
-# A few kilobytes can inflate to gigabytes. Real text and tensors stay below 100:1; past the floor,
-# more than this is taken for a bomb, and no block may be larger than the ceiling anyway.
+# A few kilobytes can inflate to gigabytes. Real text and tensors stay below 100:1; a higher ratio
+# beyond the floor counts as a bomb, and no block may be larger than the ceiling.
 RATIO_MAX = 256
 RATIO_FLOOR_BYTES = 256 << 20
 INFLATED_BYTES_MAX = 16 << 30
@@ -43,7 +43,7 @@ def inflate(url: str, pieces: Iterable[Buffer]) -> Iterator[bytes]:
         rest: bytes | memoryview = feed
         while rest or engine is not None:
             if engine is None:
-                # Members may be padded with zeros to a device's block size; nothing else follows.
+                # Zeros may pad the members to a device's block size; nothing else may follow.
                 rest = bytes(rest).lstrip(b"\0") if members else rest
                 if not rest:
                     break

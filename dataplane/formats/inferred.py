@@ -1,7 +1,7 @@
-"""Schemas that no writer stored: taken from a shard's first samples, and marked as such.
+"""Schemas inferred from a shard's first samples, since no writer stored one; marked as inferred.
 
-A stored schema must be equal in every shard. An inferred one may differ for want of evidence, so
-only what contradicts is refused; the rest is checked when a block is decoded.
+A stored schema must be equal in every shard. An inferred one may differ for lack of evidence, so
+only contradictions are refused; the rest is checked when a block is decoded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MARK = b"dataplane.inferred"
 
 
 def inferred_schema(columns: Mapping[str, pa.DataType], *, closed: bool = False) -> pa.Schema:
-    """A schema of nullable columns that says of itself that it was inferred. `closed`: decoding
+    """A schema of nullable columns, marked as inferred. `closed`: decoding
     refuses a column that is not in it.
     """
     return pa.schema(list(columns.items()), metadata={MARK: b"closed" if closed else b"open"})
@@ -26,7 +26,7 @@ def is_inferred(schema: pa.Schema) -> bool:
 
 
 def is_closed(schema: pa.Schema) -> bool:
-    """Whether a shard with a column more than an inferred schema is refused."""
+    """Whether a shard with a column that is not in this inferred schema is refused."""
     return bool((schema.metadata or {}).get(MARK) == b"closed")
 
 

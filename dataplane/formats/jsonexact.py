@@ -1,9 +1,9 @@
-"""JSON numbers that a column cannot hold as they are written: found, and named or given their type.
+"""Finds JSON numbers that a column cannot hold exactly; refuses them or chooses another type.
 
-JSON has one kind of number, and the parser of JSON lines makes a double of every integer beyond
-int64, silently. Such integers become uint64 where all of a column's integers fit, and are refused
+JSON has one kind of number, and the parser of JSON lines silently turns every integer beyond int64
+into a double. Such integers become uint64 if all of a column's integers fit, and are refused
 otherwise. In a column of doubles an integer must be exactly a double; a number with a fraction or
-an exponent becomes the nearest double, as everywhere, but never infinity.
+an exponent becomes the nearest double, as usual, but never infinity.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import pyarrow as pa
 
 from dataplane.errors import SchemaMismatch
 
-# From here on a double may stand for several integers.
+# From here on several integers may have the same double.
 LARGE = float(1 << 53)
 UINT64_MAX = (1 << 64) - 1
-_DIGITS_MAX = 400  # no double has more before its point
+_DIGITS_MAX = 400  # no double has more digits before its point
 _SHOWN = 40
-# What a literal must have to be as large as that.
+# Every literal as large as that matches this.
 _MAY_BE_LARGE = re.compile(rb"[0-9]{16}|[eE][+]?[0-9]{2}")
 
 Path = tuple[str, ...]
@@ -42,7 +42,7 @@ class JsonLine:
 
 @dataclass(frozen=True, slots=True)
 class _Unfit:
-    """A literal that is no double: too large."""
+    """A literal that is too large for a double."""
 
     text: str
 
@@ -70,7 +70,7 @@ def has_large(array: pa.Array) -> bool:
 
 
 def check_exact(url: str, lines: Iterator[JsonLine], types: Mapping[str, pa.DataType]) -> None:
-    """Refuse the first integer that is to become a double and is none.
+    """Refuse the first integer that would become a double but is not exactly one.
 
     Raises:  SchemaMismatch: shard, field, offset, line, found.
     """
@@ -82,8 +82,8 @@ def check_exact(url: str, lines: Iterator[JsonLine], types: Mapping[str, pa.Data
 def exact_types(
     url: str, lines: Sequence[JsonLine], types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """The types that hold every number of these lines: uint64 instead of double where a column has
-    integers only, and all of them fit.
+    """The types that hold every number of these lines: uint64 instead of double if a column has
+    only integers, and all of them fit.
 
     Raises:  SchemaMismatch: shard, field, offset, line, found.
     """

@@ -1,10 +1,10 @@
 """JSON lines: a block is a run of whole lines, about 4 MiB; a .gz shard is one block.
 
-Schema: from the first shard's first block. Integers are int64, or uint64 where they need to be, and
+Schema: from the first shard's first block. Integers are int64, or uint64 if they do not fit, and
 numbers with a fraction double; if the first block has only integers and a later line a fraction,
-that line is a SchemaMismatch: a column never changes its type behind one's back, and an integer is
-exact or refused (see jsonexact.py). Text stays text, dates too. A field that a line lacks is null,
-a field that the schema lacks is a SchemaMismatch.
+that line is a SchemaMismatch: a column never changes its type silently, and an integer is exact or
+refused (see jsonexact.py). Text stays text, dates too. A field that a line lacks is null, a field
+that the schema lacks is a SchemaMismatch.
 
 Source:  https://jsonlines.org
 """
@@ -59,7 +59,7 @@ _WHITESPACE = b" \t\r\n"
 _IS_SPACE = np.isin(np.arange(256), list(_WHITESPACE))
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BOM = b"\xef\xbb\xbf"
-# What the parser says of JSON that is sound and does not fit its column.
+# The parser's messages for valid JSON that does not fit its column.
 _OF_TYPES = ("changed from", "unexpected field", "Failed to convert")
 
 
@@ -98,7 +98,7 @@ class JsonLines:
         except FOREIGN as fault:
             _explain(block.url, body, base, explicit, fault)
         if table.num_rows != block.rows:
-            # Two objects on one line, perhaps.
+            # Possibly two objects on one line.
             _find(block.url, body, base, explicit)
         check_rows(block.url, base, block.rows, table.num_rows)
         if any(has_large(column) for column in table.columns):
@@ -112,7 +112,7 @@ class JsonLines:
 
 
 def _blocks(source: Source) -> Iterator[Block]:
-    """Runs of lines. Only the places of newlines are looked at, and lines without content skipped.
+    """Runs of lines. Looks only at the places of newlines, and skips lines without content.
 
     Raises:  CorruptShard: a line longer than 1 GiB.
     """
@@ -141,8 +141,8 @@ def _blocks(source: Source) -> Iterator[Block]:
 
 
 def _blank_count(piece: memoryview, codes: np.ndarray, ends: np.ndarray) -> int:
-    """How many lines between newlines have no content. Few start with a space, and only those are
-    looked at.
+    """How many lines between newlines have no content. Looks only at the few lines that start with
+    a space.
     """
     suspects = np.flatnonzero(_IS_SPACE[codes[ends[:-1] + 1]])
     return sum(
@@ -155,7 +155,7 @@ def _block(rows: int, start: int, end: int) -> Block:
 
 
 def _sampled(source: Source) -> tuple[pa.Schema, pa.Table]:
-    """The schema, and the first lines, which it is taken from."""
+    """The schema, and the first lines, from which it is inferred."""
     piece = source.view(0, BLOCK_BYTES)
     lines = bytes(piece)
     while b"\n" not in lines and len(lines) <= LINE_BYTES_MAX:
@@ -182,7 +182,7 @@ def _sampled(source: Source) -> tuple[pa.Schema, pa.Table]:
 
 
 def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
-    """As ShardIndex.nulls: those of the sample."""
+    """As ShardIndex.nulls, of the sample."""
     for column in sample.columns:
         pieces = column.chunks or [pa.array([], column.type)]
         by_piece = [counted([piece]) for piece in pieces]
@@ -192,10 +192,10 @@ def _sampled_nulls(sample: pa.Table, *, is_whole: bool) -> Iterator[int]:
 
 
 def _check_shape(url: str, body: memoryview, base: int) -> None:
-    """Refuse lines that are no objects, or nested deeper than the parser's stack bears.
+    """Refuse lines that are not objects, or nested deeper than the parser's stack allows.
 
-    The parser goes on over the end of a line, and would carry its depth along; not so where each
-    line starts with { and ends with }, since a { is an error after an unfinished value.
+    The parser continues past the end of a line and would keep its depth; it cannot if each line
+    starts with { and ends with }, since a { is an error after an unfinished value.
     """
     codes = np.frombuffer(body, np.uint8)
     ends = np.append(np.flatnonzero(codes == ord("\n")), len(codes))
@@ -220,14 +220,14 @@ def _check_shape(url: str, body: memoryview, base: int) -> None:
 
 
 def _depth(line: bytes) -> int:
-    """How deep a line is nested, its strings left out."""
+    """How deep a line is nested, ignoring its strings."""
     codes = np.frombuffer(_STRING.sub(b"", line), np.uint8)
     steps = ((codes | 0x20) == ord("{")).astype(np.int64) - ((codes | 0x20) == ord("}"))
     return int(np.cumsum(steps).max(initial=0))
 
 
 def _as_text(kind: pa.DataType) -> pa.DataType:
-    """The inferred type, but for dates that were read into text."""
+    """The inferred type, with dates turned back into text."""
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -238,7 +238,7 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
-    # One piece where it fits: a line may not be longer than the parser's block.
+    # One piece if it fits: a line may not be longer than the parser's block.
     size = min(len(body) + 1, LINE_BYTES_MAX)
     asked = None if schema is None else pa.schema([(f.name, parser_type(f.type)) for f in schema])
     table = pj.read_json(
@@ -262,7 +262,7 @@ def _read(body: memoryview, schema: pa.Schema | None) -> pa.Table:
 def _explain(
     url: str, body: memoryview, base: int, schema: pa.Schema | None, fault: Exception
 ) -> NoReturn:
-    """Say which line the parser stumbled over.
+    """Say which line the parser failed on.
 
     Raises:  CorruptShard, SchemaMismatch.  MemoryError: there was too little memory.
     """

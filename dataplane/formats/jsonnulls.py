@@ -1,7 +1,7 @@
-"""Lists of which the first lines show no value but null: `{"tags": [null, null]}`.
+"""Lists whose values are all null in the first lines: `{"tags": [null, null]}`.
 
 Arrow's JSON parser gives such a list fewer values than its offsets say, so it is read as a list of
-bools, of which all must be null.
+bools, all of which must be null.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 
 def parser_type(kind: pa.DataType, *, in_list: bool = False) -> pa.DataType:
-    """The type to ask the parser for, where `kind` is wanted."""
+    """The type to request from the parser to get `kind`."""
     if pa.types.is_list(kind):
         return pa.list_(parser_type(kind.value_type, in_list=True))
     if pa.types.is_struct(kind):
@@ -21,7 +21,7 @@ def parser_type(kind: pa.DataType, *, in_list: bool = False) -> pa.DataType:
 def from_parser(array: pa.Array, kind: pa.DataType) -> pa.Array:
     """An array of `parser_type(kind)` as one of `kind`.
 
-    Raises:  ValueError: a value that is not null where there may be none.
+    Raises:  ValueError: a value is not null although it must be.
     """
     if array.type.equals(kind):
         return array

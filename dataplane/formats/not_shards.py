@@ -1,4 +1,4 @@
-"""What files are that no format reads, by their names, and what to do with them."""
+"""Identifies files that no format reads, by their names, and says what to do with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataplane.suffixes import names_a_shard, path_of, suffix_of
 
 _CONVERT = "write it as Parquet, Arrow, TFRecord, tar or JSON lines, which are read as they are"
 _AS_DATASET = "pass a torch Dataset that reads it as the first argument"
-# By ending: what it is, and what to do.
+# By ending: the kind of file, and the advice.
 _BY_ENDING: Final[dict[tuple[str, ...], tuple[str, str]]] = {
     (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl",
      ".jp2", ".ppm"): (
@@ -59,10 +59,10 @@ _LOOKED_AT_MAX = 1000
 
 
 def said_of(url: str, urls: Sequence[str]) -> str:
-    """What `url` is, which has no ending of a format, and what to do; "" if that is not known.
+    """The kind of file at `url`, which has no ending of a format, and the advice; "" if unknown.
 
-    What else is in the dataset counts, too: an index.json says nothing by itself, and where there
-    are shards beside a README, they were meant.
+    The rest of the dataset matters, too: an index.json alone says nothing, and if there are shards
+    beside a README, the user meant the shards.
     """
     near = urls[:_LOOKED_AT_MAX]
     shard = next((one for one in near if names_a_shard(one)), None)

@@ -62,7 +62,7 @@ def declared(schema: pa.Schema, *, otherwise: int = UNKNOWN) -> list[int]:
 
 
 def counted(arrays: Sequence[pa.Array]) -> list[int]:
-    """The nulls of some columns, looked at. Below a null there is nothing to count."""
+    """The nulls of some columns, counted from their values. Nothing below a null is counted."""
     found = []
     for array in arrays:
         found.append(array.null_count)
@@ -77,13 +77,13 @@ def counted(arrays: Sequence[pa.Array]) -> list[int]:
 
 
 def _has_null_type(kind: pa.DataType) -> bool:
-    """Whether a parser may have left fewer values than the lists above say."""
+    """Whether a parser may have left fewer values than the offsets of the lists above say."""
     return pa.types.is_null(kind) or any(_has_null_type(child.type) for child in children(kind))
 
 
 def aligned(expected: pa.Schema, found: pa.Schema, counts: Sequence[int], rows: int) -> list[int]:
-    """A shard's counts as those of the dataset's schema, where the shard's own differs from it. A
-    column that the shard lacks is null in all of its rows.
+    """A shard's counts, for the dataset's schema if the shard's own differs from it. A column that
+    the shard lacks is null in all of its rows.
     """
     starts, at = {}, 0
     for field in found:

@@ -1,9 +1,9 @@
 """Parquet: a block is a row group, the preamble is the footer.
 
 Only the footer is read to index a shard. A block's place spans the pages of all its columns, so one
-ranged read fetches it; where fewer columns are wanted, several that leave out what lies between
-them. Page checksums are verified where the writer put them in; a Parquet file without them (the
-default of most writers) cannot show a flipped bit that still decompresses, see `docs/formats.md`.
+ranged read fetches it; if fewer columns are requested, several reads leave out the bytes between
+them. Page checksums are verified if the writer stored them; without them (the default of most
+writers) a flipped bit that still decompresses goes unnoticed, see `docs/formats.md`.
 
 Source:  https://parquet.apache.org/docs/file-format/
 """
@@ -74,7 +74,7 @@ class Parquet:
             counter = NullCounter(tree.level_max)
             blocks = tuple(_blocks(facts, tree, counter, shard.url, footer))
             found = sum(block.rows for block in blocks)
-            if facts.rows > found:  # less than that is what early writers in Rust say
+            if facts.rows > found:  # early writers in Rust state fewer
                 raise ValueError(f"{facts.rows} rows, and {found} in its row groups")
             schema = parsed(raw).metadata.schema.to_arrow_schema()
             nulls = array("q", counter.counts(schema).tobytes())
@@ -92,7 +92,7 @@ class Parquet:
                 spliced(block.shard_bytes, pieces),
                 metadata=metadata,
                 memory_map=False,
-                pre_buffer=False,  # in threads of Arrow's, which may outlive the interpreter
+                pre_buffer=False,  # its threads may outlive the interpreter
                 page_checksum_verification=True,
             )
             found = opened.schema_arrow
@@ -147,7 +147,7 @@ def _footer(shard: ShardReader) -> tuple[Region, bytes]:
 def _blocks(
     facts: FooterFacts, tree: SchemaTree, counter: NullCounter, url: str, footer: Region
 ) -> Iterator[Block]:
-    """The row groups that have rows; `counter` is told of each."""
+    """The row groups that have rows; adds each to `counter`."""
     if facts.is_encrypted:
         raise corrupt(url, footer.offset, "encrypted Parquet files are not supported; decrypt it")
     column_ends = np.cumsum(facts.groups[:, COLUMN_COUNT]).tolist()
@@ -174,7 +174,7 @@ def _blocks(
 
 
 def _places(columns: Int64, group: int, url: str, footer: Region) -> tuple[Int64, Int64]:
-    """Where each column's pages begin and end; the dictionary, where there is one, comes first."""
+    """Where each column's pages begin and end; the dictionary, if there is one, comes first."""
     flags = columns[:, FLAGS]
     if (flags & OTHER_FILE).any():
         raise corrupt(url, footer.offset, "columns in other files are not supported")
@@ -200,8 +200,8 @@ def _places(columns: Int64, group: int, url: str, footer: Region) -> tuple[Int64
 
 
 def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
-    """Estimates that rather err upwards: pages may hold each distinct value only once. Each column
-    has its validity, and each list its offsets.
+    """Estimates, too large rather than too small: pages may store each distinct value once. Each
+    column has its validity, and each list its offsets.
     """
     is_open = widths == 0
     _require(columns[is_open], DECODED_BYTES)
@@ -218,7 +218,7 @@ def _sizes(columns: Int64, widths: Int64, rows: int) -> Int64:
 
 
 def _columns_at(tree: SchemaTree, first: Int64, last: Int64, sizes: Int64) -> Int64:
-    """As Block.columns, from what is known of the leaves."""
+    """As Block.columns, from the known facts about the leaves."""
     if (tree.first == tree.last).any():
         raise ValueError("a group of the schema has no columns")
     if len(tree.first) < len(first):
@@ -234,7 +234,7 @@ def _require(columns: Int64, number: int) -> None:
 
 
 def _pieces(block: RawBlock) -> list[tuple[int, memoryview]]:
-    """What of the shard is there, each with its offset in it."""
+    """The fetched pieces of the shard, each with its offset."""
     at, found = 0, []
     for piece in block.pieces or (block.place,):
         found.append((piece.offset, block.body[at : at + piece.length]))

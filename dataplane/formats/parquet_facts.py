@@ -1,7 +1,7 @@
-"""What an index needs of a Parquet footer, as tables of numbers: read in C, or in Python where that
-is not compiled.
+"""The parts of a Parquet footer that an index needs, as tables of numbers: read in C, or in Python
+if the C reader is not compiled.
 
-pyarrow's own view of row groups ends the process where a footer contradicts itself (a C++ exception
+pyarrow's own view of row groups crashes the process if a footer contradicts itself (a C++ exception
 crosses Python), and costs a Python object a column. Both readers here give the same tables, and
 refuse the same footers; the one in C takes a hundredth of the time.
 
@@ -28,19 +28,19 @@ LIBRARY = Path(__file__).with_name("libparquet_facts.so")
 
 Int64 = NDArray[np.int64]
 
-# Columns of FooterFacts.elements; a type that is not told is -1, anything else 0.
+# Columns of FooterFacts.elements; an absent type is -1, any other absent number 0.
 TYPE, LENGTH, REPETITION, CHILDREN = range(4)
 # Columns of FooterFacts.groups.
 ROWS, COLUMN_COUNT = range(2)
-# Columns of FooterFacts.columns; a count of nulls that is not told is -1, anything else 0.
+# Columns of FooterFacts.columns; an absent null count is -1, any other absent number 0.
 (
     FLAGS, VALUES, DECODED_BYTES, BYTES, FIRST_PAGE, DICTIONARY, LONGEST_BOUND, NULLS, LEVELS,
 ) = range(9)  # fmt: skip
-# FLAGS: a column is in another file, has metadata, is encrypted; and the numbers that are told.
+# FLAGS: a column is in another file, has metadata, is encrypted; and which numbers are present.
 OTHER_FILE, METADATA, ENCRYPTED = 1, 2, 4
 TOLD = {VALUES: 8, DECODED_BYTES: 16, BYTES: 32, FIRST_PAGE: 64}
 FIELDS = {VALUES: 5, DECODED_BYTES: 6, BYTES: 7, FIRST_PAGE: 9, DICTIONARY: 11}
-"""The fields of ColumnMetaData that are numbers, by their numbers in parquet.thrift."""
+"""The numeric fields of ColumnMetaData, by their field ids in parquet.thrift."""
 
 _WIDTHS = (4, 2, 9)
 _BOUNDS = (1, 2, 5, 6)
@@ -52,7 +52,7 @@ _FOOTER: Shape = {
     4: {1: {1: None, 3: _METADATA, 8: None}, 3: None},
     8: None,
 }
-# What the C reader refuses, by its number for it; the second is about a field or a kind.
+# The faults of the C reader, by number; the second is about a field or a kind.
 _FAULTS = (
     "",
     "the message is cut off",
@@ -80,7 +80,7 @@ _ONE_STRUCT = b"\x1c"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FooterFacts:
-    """A footer as it says of itself: no number in it is believed yet.
+    """The numbers that a footer states; none of them is verified yet.
 
     Shapes:  elements: int64[e, 4], the schema's, each group before its children.
     groups: int64[g, 2].   columns: int64[c, 9], those of one row group after those of another.
@@ -98,7 +98,7 @@ class FooterFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FooterCuts:
-    """Where the row groups of a footer lie in it, so that one can be had without the others.
+    """Where the row groups of a footer lie in it, so that one can be read without the others.
 
     Shapes:  starts: int64[g + 1], where each begins, and the end of the last; `list_at` is where
     their list does.   filled: int64[b], the groups that have rows, which are the blocks.
@@ -120,9 +120,9 @@ class FooterCuts:
 
 
 def cut_footer(content: memoryview, library: ctypes.CDLL) -> FooterCuts:
-    """Where the row groups of this FileMetaData lie. Their content is not looked at.
+    """Where the row groups of this FileMetaData lie. Does not read their content.
 
-    Raises:  ValueError: it is not one.
+    Raises:  ValueError: it is not a FileMetaData.
     """
     given, room = np.frombuffer(content, np.uint8), _CUT_GROUPS
     while True:
@@ -147,7 +147,7 @@ def reader() -> compiled.Compiled:
 
 
 def load(path: Path, source: Path) -> compiled.Compiled:
-    """A library, if it is there and was made from this source."""
+    """A library, if it exists and was compiled from this source."""
     return compiled.load(path, source, "parquet_facts_source_crc", _SIGNATURES)
 
 
@@ -155,7 +155,7 @@ def read_footer(content: bytes | memoryview, library: ctypes.CDLL | None) -> Foo
     """The FileMetaData that `content` starts with. Its tables take at most 72 bytes for each byte
     of it.
 
-    Raises:  ValueError: it is not one.
+    Raises:  ValueError: it is not a FileMetaData.
     """
     if library is None:
         return _from_fields(struct(bytes(content), _FOOTER))
@@ -182,7 +182,7 @@ def read_footer(content: bytes | memoryview, library: ctypes.CDLL | None) -> Foo
 
 
 def _from_fields(fields: Mapping[int, Any]) -> FooterFacts:
-    """The same from thrift.py's structs, where nothing is compiled."""
+    """The same from thrift.py's structs, if nothing is compiled."""
     elements = [
         (_whole(one, 1, -1), _whole(one, 2), _whole(one, 3), _whole(one, 5))
         for one in _structs(fields, 2)

@@ -1,15 +1,15 @@
-"""Parsed Parquet footers, the last few of them.
+"""A cache of the last few parsed Parquet footers.
 
 Every block of a shard needs the footer, and parsing a large one costs more than a small block.
 
-1. A footer is taken for a remembered one if it has the number of that one, or if all of its bytes
-   are the same: a shard that was written anew under its name has another.
-2. Remembered are the last one, and more of them as long as all together have BYTES_MAX: parsed they
-   take seven times their bytes, of the memory that a worker may have.
-3. A footer of more than SMALL_BYTES takes no other's place, unless that one was not used for the
-   last STALE_USES. Where it finds none, only what a block's row group needs of it is parsed, for
-   each block: what that costs does not depend on how many row groups and shards there are.
-   Remembered is where the row groups lie in the last CUTS_MAX such footers.
+1. A footer equals a cached one if both have the same number, or all of their bytes are the same: a
+   shard that was rewritten under its name has another footer.
+2. The cache holds the last footer, and more of them while all together have at most BYTES_MAX:
+   parsed, they take seven times their bytes from the memory of a worker.
+3. A footer of more than SMALL_BYTES replaces another only if that one was not used for the last
+   STALE_USES. If it finds no room, only the part for a block's row group is parsed, for each block:
+   the cost does not depend on how many row groups and shards there are. The cache holds the places
+   of the row groups in the last CUTS_MAX such footers.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class _Known:
 
 
 def parsed(content: Buffer) -> ParquetFooter:
-    """Raises:  what Arrow has against it."""
+    """Parse a footer.   Raises:  Arrow's errors."""
     metadata = pq.read_metadata(pa.BufferReader(MAGIC + bytes(content)))
     groups = range(metadata.num_row_groups)
     return ParquetFooter(metadata, tuple(i for i in groups if metadata.row_group(i).num_rows))
 
 
 class Footers:
-    """For any thread."""
+    """The cache. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,9 +69,9 @@ class Footers:
         self._uses = 0
 
     def group_of(self, block: RawBlock) -> tuple[pq.FileMetaData, int]:
-        """A footer that has the block's row group, and which of its row groups that is.
+        """A footer that has the block's row group, and the index of this row group in it.
 
-        Raises:  ValueError, or what Arrow has against it; IndexError: there is no such block.
+        Raises:  ValueError and Arrow's errors; IndexError: there is no such block.
         """
         whole, number = pa.py_buffer(block.preamble), block.preamble_number
         with self._lock:
@@ -85,9 +85,9 @@ class Footers:
         return footer.metadata, footer.groups[block.index]
 
     def of(self, url: str, content: Buffer, number: int = 0) -> ParquetFooter:
-        """The footer of this shard, parsed now if it is not known from before.
+        """The footer of this shard, parsed now if it is not cached.
 
-        Raises:  what Arrow has against it.
+        Raises:  Arrow's errors.
         """
         whole = pa.py_buffer(content)
         with self._lock:
@@ -116,7 +116,7 @@ class Footers:
             self._bytes -= key[1]
 
     def _parsed_now(self, url: str, content: pa.Buffer, number: int) -> ParquetFooter:
-        own = content.to_pybytes()  # what it lies in may be written over
+        own = content.to_pybytes()  # its memory may be overwritten
         footer, key = parsed(own), (url, content.size)
         with self._lock:
             self._forget(key)

@@ -1,9 +1,9 @@
-"""The nulls of a Parquet shard, as far as its footer tells.
+"""The nulls of a Parquet shard, as far as its footer states them.
 
-The footer counts, for each column of each row group, the entries without a value. Where there are
-no lists these are the nulls. A list that is empty or null is an entry without a value, too, so that
-of lists only a count of 0 says anything, unless the writer added the histogram of definition levels
-(most have since 2024), which tells exactly what is null: the list or its item.
+The footer counts, for each column of each row group, the entries without a value. Without lists
+these are the nulls. An empty list and a null list are entries without a value, too, so for lists
+only a count of 0 is useful, unless the writer added the histogram of definition levels (most have
+since 2024), which tells exactly whether the list or its item is null.
 
 Source:  https://github.com/apache/parquet-format (Statistics and SizeStatistics in parquet.thrift)
 """
@@ -22,14 +22,14 @@ from dataplane.formats.parquet_facts import LEVELS, NULLS, VALUES, Int64
 from dataplane.plan.null_counts import NEVER, UNKNOWN
 
 _ENTRIES_MAX = 1 << 48
-"""More than that no column has, and sums of fewer do not overflow."""
+"""No column has more entries, and sums of fewer do not overflow."""
 
 
 @dataclass(slots=True)
 class _Leaf:
     """One Parquet column. `level_max` is the definition level of a value. `empty` counts the
-    entries without one, in all row groups; `levels` the entries of each level. None is what the
-    footer does not tell.
+    entries without one, in all row groups; `levels` the entries of each level. None means that the
+    footer does not state it.
     """
 
     level_max: int
@@ -47,8 +47,8 @@ class _Nullable:
 
 
 class NullCounter:
-    """Adds up what the row groups of one footer tell of its columns, all columns at once.
-    `level_max` are SchemaTree's.
+    """Adds up the null counts in the row groups of one footer, for all columns at once.
+    `level_max` is that of SchemaTree.
 
     Shapes:  level_max: int64[leaves].
     """
@@ -62,8 +62,7 @@ class NullCounter:
         self._has_levels = np.ones(len(level_max), np.bool_)
 
     def add(self, columns: Int64, levels: Int64) -> None:
-        """What one row group tells of its columns, as FooterFacts has it. Numbers that cannot be
-        are not believed.
+        """Add one row group's columns, as FooterFacts has them. Ignores impossible numbers.
 
         Shapes:  columns: int64[leaves, 9].   levels: int64[sum of their LEVELS].
         """
@@ -77,7 +76,7 @@ class NullCounter:
             self._add_levels(entries, columns[:, LEVELS], levels)
 
     def _add_levels(self, entries: Int64, counts: Int64, levels: Int64) -> None:
-        """Of the columns that have as many levels as their schema says, and had so far."""
+        """Add the levels of columns that have had the number of levels in their schema so far."""
         is_chosen = np.repeat(self._has_levels, counts)
         chosen, columns = levels[is_chosen], np.flatnonzero(self._has_levels)
         lengths = counts[columns]
@@ -91,7 +90,7 @@ class NullCounter:
         self._has_levels[columns] = is_sane & is_whole
 
     def counts(self, schema: pa.Schema) -> Int64:
-        """Of each field node of the shard's own Arrow schema: its nulls, UNKNOWN or NEVER."""
+        """For each field node of the shard's own Arrow schema: its nulls, UNKNOWN or NEVER."""
         if is_flat(schema) and len(schema) == len(self._level_max):
             is_nullable = np.array([field.nullable for field in schema], np.bool_)
             return self._flat_counts(is_nullable)
@@ -101,7 +100,7 @@ class NullCounter:
         return np.array(walk.counts, np.int64)
 
     def _flat_counts(self, is_nullable: NDArray[np.bool_]) -> Int64:
-        """Where each field is one leaf, and in no other field: what _Walk does, for all of them."""
+        """If each field is one leaf and not nested: the result of _Walk, for all of them at once."""
         is_as_declared = self._level_max == is_nullable
         nulls = np.where(self._has_levels, self._levels[self._starts], self._empty)
         is_told = is_as_declared & (self._has_levels | self._has_empty)
@@ -119,7 +118,7 @@ class NullCounter:
 
 
 class _Walk:
-    """Along the Arrow schema and the Parquet columns together."""
+    """Walks the Arrow schema and the Parquet columns together."""
 
     def __init__(self, leaves: Iterable[_Leaf]) -> None:
         self.counts: list[int] = []
@@ -127,7 +126,7 @@ class _Walk:
 
     def visit(self, field: pa.Field, above: tuple[_Nullable, ...], level: int) -> None:
         """`above` are the nullable nodes above this one; `level` is the definition level of an
-        entry where all of them have values.
+        entry if all of them have values.
         """
         kind = field.type
         kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
@@ -135,7 +134,7 @@ class _Walk:
         self.counts.append(NEVER)
         if field.nullable:
             above = (*above, _Nullable(node, level, is_struct))
-            self.counts[node] = 0  # where only the leaves are told, a struct's nulls are theirs
+            self.counts[node] = 0  # with counts of leaves only, they have a struct's nulls
             level += 1
         below = children(kind)
         for child in below:
@@ -151,7 +150,7 @@ class _Walk:
                 self.counts[at.node] = leaf.levels[at.null_level]
         elif not path or leaf.empty == 0:
             return
-        elif leaf.empty is not None and level == len(path):  # in no list
+        elif leaf.empty is not None and level == len(path):  # not in a list
             self.counts[node] = leaf.empty
         else:
             for at in path:

@@ -15,14 +15,14 @@ from dataplane.formats.parquet_facts import CHILDREN, LENGTH, REPETITION, TYPE, 
 _DEPTH_MAX = 256
 _REQUIRED = 0
 # Bytes of a decoded value, by physical type: BOOLEAN, INT32, INT64, INT96, FLOAT, DOUBLE and
-# BYTE_ARRAY. That of FIXED_LEN_BYTE_ARRAY is in the schema.
+# BYTE_ARRAY. The schema has the size of a FIXED_LEN_BYTE_ARRAY.
 _WIDTHS = np.array([1, 4, 8, 8, 4, 8, 0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaTree:
-    """Of each leaf the bytes of a decoded value (0: it depends on the value), and the definition
-    level of a value; of each top-level column its first leaf, and that behind its last.
+    """For each leaf the bytes of a decoded value (0: it depends on the value), and the definition
+    level of a value; for each top-level column its first leaf, and the one after its last.
 
     Shapes:  widths, level_max: int64[leaves].   first, last: int64[top-level columns].
     """
@@ -57,7 +57,7 @@ def schema_tree(elements: Int64) -> SchemaTree:
 
 
 def _check_depth(children: Sequence[int]) -> None:
-    """The schema lists each group before its children; other readers follow it by recursion."""
+    """The schema lists each group before its children; other readers recurse into them."""
     open_groups: list[int] = []
     for count in children:
         while open_groups and open_groups[-1] == 0:
@@ -88,11 +88,11 @@ def _top_level(children: Sequence[int]) -> list[list[int]]:
 
 
 def _level_maxima(children: Sequence[int], repetitions: Sequence[int]) -> list[int]:
-    """The highest definition level of each leaf: how many groups on the way to it, and itself, may
-    have no value.
+    """The highest definition level of each leaf: how many nullable groups lead to it, plus one if
+    it is nullable itself.
     """
     found = []
-    open_groups: list[tuple[int, int]] = []  # children to come, and the level within
+    open_groups: list[tuple[int, int]] = []  # children left, and the level inside
     for at, (count, repetition) in enumerate(zip(children, repetitions, strict=True)):
         while open_groups and open_groups[-1][0] == 0:
             open_groups.pop()

@@ -1,4 +1,4 @@
-"""Which formats there are, and which one a shard has.
+"""The list of formats, and the choice of a shard's format.
 
 Formats of other packages arrive as entry points of the group `dataplane.formats`: an object, or a
 class without arguments, that satisfies `Format`. Its attribute `index_version`, if it has one,
@@ -21,7 +21,7 @@ GROUP = "dataplane.formats"
 # Grows when what `index` returns changes, so that remembered indexes are made again.
 INDEX_VERSION = 3
 
-# Where each class is: who reads one format imports no other.
+# The module of each class: reading one format imports no other.
 BUILT_IN: Mapping[str, tuple[str, str]] = {
     "parquet": ("dataplane.formats.parquet", "Parquet"),
     "arrow": ("dataplane.formats.arrow_ipc", "ArrowIpc"),
@@ -77,9 +77,9 @@ def by_name(name: str) -> Format:
 
 
 def format_of_url(url: str) -> Format | None:
-    """The format whose suffix the url's path ends with, the longest one first."""
+    """The format with the longest suffix that the url's path ends with."""
     path = suffixes.path_of(url)
-    # Few suffixes end in the same letter: a listing may have a million urls.
+    # Grouped by last letter, for speed: a listing may have a million urls.
     for suffix, name in _by_end().get(path[-1:], ()):
         if path.endswith(suffix):
             return by_name(name)
@@ -111,7 +111,7 @@ def _by_end() -> Mapping[str, tuple[tuple[str, str], ...]]:
 def dataset_format(urls: Iterable[str]) -> Format:
     """The one format of all shards of a dataset.
 
-    Raises:  ConfigError: none is known, or there are several.
+    Raises:  ConfigError: no format is known, or the shards have several.
     """
     first: tuple[str, Format] | None = None
     urls = list(urls)

@@ -1,8 +1,8 @@
-"""Bytes of a shard by offset, read forward, with read-ahead: what record formats are parsed from.
+"""Bytes of a shard by offset, read forward, with read-ahead: the input of record formats' parsers.
 
 Invariants:
 1. `view` returns fewer bytes than asked for only at the end of the data.
-2. What is held never exceeds the larger of one read-ahead and one request.
+2. The bytes held never exceed the larger of one read-ahead and one request.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Source(Protocol):
     def url(self) -> str: ...
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Bytes [offset, offset + length), fewer only where the data ends."""
+        """Bytes [offset, offset + length), fewer only at the end of the data."""
 
 
 class Window:
-    """A shard behind one read-ahead buffer: hops over what is large, reads what is near."""
+    """A shard behind one read-ahead buffer: skips large gaps, reads small ones."""
 
     def __init__(self, shard: ShardReader) -> None:
         self._shard = shard
@@ -50,7 +50,7 @@ class Window:
         return self._shard.url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `Source.view`; any order of offsets is right, a forward one is fast."""
+        """As `Source.view`; any order of offsets works, a forward one is fast."""
         length = max(0, min(length, self._shard.size_bytes - offset))
         end = self._start + len(self._held)
         if length and not self._start <= offset <= offset + length <= end:
@@ -64,7 +64,7 @@ class Window:
 
 
 class Parts:
-    """A shard of which some places were read beforehand, several at a time.
+    """A shard of which some ranges were read beforehand, several at a time.
 
     Raises:  the StoreError family, as the shard does.
     """
@@ -135,7 +135,7 @@ class Inflated:
         return self._url
 
     def view(self, offset: int, length: int) -> memoryview:
-        """As `Source.view`; what lies before `offset` is forgotten."""
+        """As `Source.view`; drops the bytes before `offset`."""
         self._forget(offset)
         while self._start + len(self._held) < offset + length:
             piece = next(self._pieces, None)
@@ -154,7 +154,7 @@ class Inflated:
 
 
 def block_source(block: RawBlock, *, compressed: bool) -> Memory:
-    """A fetched block as a source; a compressed shard, which is one block, is inflated whole."""
+    """A fetched block as a source; a compressed shard is one block and is inflated whole."""
     if not compressed:
         return Memory(block.url, block.body, block.place.offset)
     inflated = bytearray()

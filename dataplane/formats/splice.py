@@ -1,4 +1,4 @@
-"""Pieces of a shard, at their offsets, as one file that pyarrow reads without a copy."""
+"""Pieces of a shard, at their offsets, as one file that pyarrow reads without copying."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pyarrow as pa
 
 
 class SpliceFile:
-    """A read-only file of `size_bytes` of which only some pieces are there.
+    """A read-only file of `size_bytes` of which only some pieces are present.
 
     `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them.
-    A read that leaves the pieces is an error, never zeros.
+    A read outside of the pieces is an error, never zeros.
     """
 
     closed = False

@@ -86,7 +86,7 @@ class Tar:
             if not rows:
                 start = sample.start
             rows, end = rows + 1, sample.end
-            # The first block's fields; the first sample's, where it is larger than that.
+            # The fields of the first block, or of the first sample if that is larger.
             if end <= BLOCK_BYTES or (rows == 1 and not blocks):
                 for field, member in sample.fields.items():
                     fields[field] = fields.get(field, True) and _is_integer(head, member)
@@ -117,7 +117,7 @@ class Tar:
 def samples(source: Source, at: int, end: int | None) -> Iterator[Sample]:
     """The samples of an archive, or of one block of it.
 
-    Raises:  CorruptShard: as `members`, and where a sample has one field twice.
+    Raises:  CorruptShard: as `members`, and if a sample has one field twice.
     """
     current: Sample | None = None
     for member in members(source, at, end):
@@ -150,7 +150,7 @@ def _block(rows: int, start: int, end: int) -> Block:
 
 
 def _is_integer(head: Memory, member: TarMember) -> bool:
-    """Whether a member's content is a number; what lies outside of the sample counts as one."""
+    """Whether a member's content is an integer; content beyond the sample counts as one."""
     if member.size > 64:
         return False
     content = head.view(member.body, member.size)

@@ -13,23 +13,23 @@ from dataplane.formats.faults import corrupt, describe
 from dataplane.formats.source import Source
 
 RECORD = 512
-# Extended headers hold names; one of a megabyte is not a name.
+# Extended headers hold names; a megabyte is too long for a name.
 EXTENDED_BYTES_MAX = 1 << 20
 # How far past its end mark an archive is searched for more members (tar pads to 10 KiB).
 PADDING_BYTES_MAX = 64 << 10
 
 _ZEROS = bytes(RECORD)
 _REGULAR = (b"0", b"\0", b"7")
-# Links, devices, directories and pipes have no body, whatever their size field says. Of kinds that
-# nobody knows, POSIX says that they have one.
+# Links, devices, directories and pipes have no body, whatever their size field says. Unknown kinds
+# have one, according to POSIX.
 _BODILESS = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = {b"1": "hard link", b"2": "symbolic link"}
 
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One regular file of an archive. `start` is where its first header lies, `end` where the next
-    member's may.
+    """One regular file of an archive. `start` is the place of its first header, `end` the earliest
+    place of the next member's.
     """
 
     name: str
@@ -47,7 +47,7 @@ class _Header:
 
 
 def members(source: Source, at: int, end: int | None) -> Iterator[TarMember]:
-    """The regular files from `at` on, up to `end`, or up to the end mark where `end` is None.
+    """The regular files from `at` on, up to `end`, or up to the end mark if `end` is None.
 
     Raises:  CorruptShard: a header's checksum is wrong, a member does not fit, or no end mark.
     """
@@ -95,7 +95,7 @@ def members(source: Source, at: int, end: int | None) -> Iterator[TarMember]:
 
 
 def _check_fits(source: Source, at: int, end: int, name: bytes) -> None:
-    """The member's last byte must be there; zeros that pad it may be missing only at the end."""
+    """The member's last byte must be present; its padding may be missing only at the end."""
     if not len(source.view(end - 1, 1)):
         raise corrupt(
             source.url,
@@ -107,7 +107,7 @@ def _check_fits(source: Source, at: int, end: int, name: bytes) -> None:
 
 
 def _check_padding(source: Source, at: int) -> None:
-    """Nothing but zeros follows the end mark: more would be an archive that nobody reads."""
+    """Only zeros may follow the end mark: members after it would never be read."""
     rest = bytes(source.view(at, PADDING_BYTES_MAX))
     if rest.strip(b"\0"):
         more = at + len(rest) - len(rest.lstrip(b"\0"))
@@ -146,7 +146,7 @@ def _parsed(url: str, at: int, record: bytes) -> _Header:
 
 
 def _number(field: bytes) -> int:
-    """An octal number, or a big-endian one where the first bit is set (GNU)."""
+    """An octal number, or a big-endian one if the first bit is set (GNU)."""
     if field[0] & 0x80:
         return int.from_bytes(field, "big", signed=False) - (1 << (8 * len(field) - 1))
     digits = field.split(b"\0", 1)[0].strip()

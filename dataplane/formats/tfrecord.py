@@ -48,9 +48,9 @@ from dataplane.suffixes import BY_FORMAT
 SAMPLE_RECORDS = 1000
 RECORD_BYTES_MAX = 1 << 30
 HEADER_BYTES, TRAILER_BYTES = 12, 4
-# Arrow's overhead for a record, as a guess: offsets and validity of a few columns.
+# Arrow's estimated overhead for a record: offsets and validity of a few columns.
 ROW_BYTES = 128
-# A block's decoded size is guessed from the sample's, with this much to spare.
+# A block's decoded size is estimated from the sample's, with this margin.
 MARGIN = 1.5
 
 _LENGTH = struct.Struct("<QI")
@@ -109,7 +109,7 @@ class TfRecord:
 
 
 def _masked_crc(piece: memoryview) -> int:
-    # numpy's view is what this C function takes without a copy.
+    # This C function accepts numpy's view without a copy.
     crc: int = google_crc32c.value(np.frombuffer(piece, np.uint8))
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -129,8 +129,8 @@ def _has_right_length(header: memoryview) -> bool:
 def _records(
     source: Source, at: int, end: int | None, number: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Where the payload of each record lies; `end` is None where it is not known yet. The first one
-    is record `number`.
+    """The place of each payload; `end` is None if it is not known yet. The first record has number
+    `number`.
 
     Raises:  CorruptShard: damaged or truncated; names the record's number and offset.
     """
@@ -159,7 +159,7 @@ def _records(
                 source.url, at, f"record {number} is longer than 1 GiB", found=f"{length} bytes"
             )
         start, at = at + HEADER_BYTES, at + HEADER_BYTES + length + TRAILER_BYTES
-        # Without a known end, the last byte of the record tells whether it is all there.
+        # Without a known end, the last byte of the record tells whether it is complete.
         if at > end if end is not None else not len(source.view(at - 1, 1)):
             raise corrupt(
                 source.url,
@@ -204,8 +204,8 @@ def _parsed(
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What the first records of a shard tell: the schema, as the module's docstring says; how many
-    bytes a stored byte becomes; how many records these are, and which of them lack each column.
+    """Facts from the first records of a shard: the schema (see the module's docstring), decoded
+    bytes per stored byte, the number of records, and how many of them lack each column.
     """
 
     schema: pa.Schema
@@ -224,7 +224,7 @@ class _Sample:
 
 
 def _sampled(source: Source) -> _Sample:
-    """Looks at the first block's records only."""
+    """The facts from the first block's records."""
     head = source.view(0, BLOCK_BYTES)
     kinds: dict[bytes, int] = {}
     lists: set[bytes] = set()
@@ -238,7 +238,7 @@ def _sampled(source: Source) -> _Sample:
         if at == 0 and end > len(head) and _has_right_length(head):
             head = source.view(0, end)
         if end > len(head):
-            # Cut off by the sample, truncated or damaged: the pass over all records tells.
+            # Cut off by the sample, truncated or damaged: the pass over all records decides.
             break
         sample = Memory(source.url, head[:end], 0)
         start, stop = next(_records(sample, at, end, records))

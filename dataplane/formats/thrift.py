@@ -1,7 +1,7 @@
 """Thrift's compact protocol, as far as a Parquet footer needs it, with every bound checked.
 
-pyarrow's own view of row groups ends the process where a footer contradicts itself (a C++ exception
-crosses Python), so what an index needs of a footer is read here.
+pyarrow's own view of row groups crashes the process if a footer contradicts itself (a C++ exception
+crosses Python), so an index reads the fields that it needs here.
 
 Source:  https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Which fields to keep, and of structs and lists of structs, which of theirs.
+# The fields to keep, with the fields to keep of nested structs and lists of structs.
 Shape = Mapping[int, "Shape | None"]
 
 _DEPTH_MAX = 48
@@ -24,7 +24,7 @@ _NOTHING: Shape = {}
 def struct(content: bytes, shape: Shape) -> dict[int, Any]:
     """The struct that `content` starts with: field id -> value, of the fields that `shape` names.
 
-    Raises:  ValueError: it is not one.
+    Raises:  ValueError: it is not a struct.
     """
     try:
         return _struct(content, 0, shape, 0)[0]
@@ -33,7 +33,7 @@ def struct(content: bytes, shape: Shape) -> dict[int, Any]:
 
 
 def _struct(content: bytes, at: int, shape: Shape, depth: int) -> tuple[dict[int, Any], int]:
-    # Footers have hundreds of thousands of fields: the loop is written for few calls.
+    # Footers have hundreds of thousands of fields: the loop makes few calls.
     if depth > _DEPTH_MAX:
         raise ValueError("structs are nested too deeply")
     found: dict[int, Any] = {}
@@ -60,7 +60,7 @@ def _struct(content: bytes, at: int, shape: Shape, depth: int) -> tuple[dict[int
         if field in shape:
             if field in found:
                 raise ValueError(f"field {field} of a structure occurs twice")
-            if kind <= _FALSE:  # none that is kept is one, and False would count as 0
+            if kind <= _FALSE:  # no kept field is a bool; False would read as 0
                 raise ValueError(f"field {field} of a structure has another type")
             found[field] = value
     return found, at + 1
@@ -80,7 +80,7 @@ def _value(content: bytes, at: int, kind: int, shape: Shape, depth: int) -> tupl
     if kind in {_TRUE, _FALSE, _BYTE}:
         return content[at], at + 1
     if kind in {_DOUBLE, _UUID}:
-        return None, _taken(content, at, 8 if kind == _DOUBLE else 16)[1]  # nobody wants one
+        return None, _taken(content, at, 8 if kind == _DOUBLE else 16)[1]  # never needed
     if kind == _MAP:
         return _map(content, at, depth)
     raise ValueError(f"there is no thrift type {kind}")
@@ -102,7 +102,7 @@ def _list(content: bytes, at: int, shape: Shape, depth: int) -> tuple[list[Any],
 
 
 def _map(content: bytes, at: int, depth: int) -> tuple[None, int]:
-    """Parquet has no maps: one is read over."""
+    """Parquet has no maps: skip it."""
     count, at = _varint(content, at)
     _check_count(content, at, count)
     if depth > _DEPTH_MAX:
@@ -115,7 +115,7 @@ def _map(content: bytes, at: int, depth: int) -> tuple[None, int]:
 
 
 def _check_count(content: bytes, at: int, count: int) -> None:
-    """Every value takes a byte at least."""
+    """Every value takes at least one byte."""
     if count > len(content) - at:
         raise ValueError(f"a list of {count} values does not fit")
 

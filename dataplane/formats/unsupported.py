@@ -1,7 +1,7 @@
-"""Columns that no batch can be made of: known when a dataset is opened, and told with the way out.
+"""Columns that cannot be in a batch: refused when a dataset is opened, with advice.
 
-A type tells it by itself. What only the file tells (encrypted pages, a codec that nobody has) is a
-mark in the field's metadata, which the format's `index` writes.
+Some types are never possible. Facts that only the file has (encrypted pages, an unknown codec) are
+a mark in the field's metadata, which the format's `index` writes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def marked(schema: pa.Schema, reasons: Mapping[str, str]) -> pa.Schema:
 
 
 def unsupported(field: pa.Field) -> str:
-    """Why no batch can have this column, as the rest of a sentence; "" if one can."""
+    """Why this column cannot be in a batch, as the rest of a sentence; "" if it can."""
     return unsupported_mark(field) or unsupported_type(field.type)
 
 
 def unsupported_mark(field: pa.Field) -> str:
-    """The same, as far as the file told it."""
+    """As `unsupported`, by the file's mark alone."""
     return str((field.metadata or {}).get(MARK, b""), "utf-8")
 
 
 def unsupported_type(kind: pa.DataType) -> str:
-    """Why no batch can have values of this type, as the rest of a sentence; "" if one can."""
+    """Why values of this type cannot be in a batch, as the rest of a sentence; "" if they can."""
     if isinstance(kind, pa.BaseExtensionType):
         return unsupported_type(kind.storage_type)
     if kind.id in _INTERVALS:
@@ -58,15 +58,15 @@ def unsupported_type(kind: pa.DataType) -> str:
 
 
 def supported_names(schema: pa.Schema) -> list[str]:
-    """The columns that batches can have."""
+    """The columns that can be in a batch."""
     return [field.name for field in schema if not unsupported(field)]
 
 
 def refusal(
     reasons: Mapping[str, str], others: Sequence[str] | None = None, url: str = ""
 ) -> ConfigError:
-    """The error for columns that were asked for: name -> reason. `others` are those that can be,
-    where that is known.
+    """The error for requested columns: name -> reason. `others` are the columns that batches can
+    have, if known.
     """
     told = ", ".join(f"column {name!r} {reason}" for name, reason in reasons.items())
     way = "select the others with columns=[…]"

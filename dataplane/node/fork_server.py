@@ -1,12 +1,12 @@
 """The fork server of a node: it imports what workers and indexing need once, and forks for each.
 
-Importing takes 0.4 s of CPU; a fork takes a millisecond, and children share the memory of what was
-imported.
+Importing takes 0.4 s of CPU; a fork takes a millisecond, and children share the memory of imported
+modules.
 
 Invariants:
-1. It has one thread, opens no connection and parses nothing: what it forks is as if just started.
-2. It is the parent of its children: it tells the end of each once, and a child dies with it.
-3. It ends when its socket does.
+1. It has one thread, opens no connection and parses nothing: a fork is as clean as a new process.
+2. It is the parent of its children: it reports the end of each once, and a child dies with it.
+3. It ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROLES: dict[str, Callable[[int, int], None]] = {"worker": worker.main, "indexer
 
 
 def main(descriptor: int) -> None:
-    """The process: its socket is an inherited descriptor."""
+    """Run the process: its socket is an inherited descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A service manager sends it to every process of a service; the node drains, and needs workers.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,9 +50,9 @@ class _ForkServer:
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Raises:  PeerLost: the node is gone."""
+        """Serve requests.   Raises:  PeerLost: the node is gone."""
         gc.collect()
-        gc.freeze()  # a collection in a child would copy every page of what was imported
+        gc.freeze()  # a collection in a child would copy every page of imported modules
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._woken, select.POLLIN)

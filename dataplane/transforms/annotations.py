@@ -1,4 +1,4 @@
-"""What is known of a dataset beside its types, kept in the metadata of its schema, so that node and
+"""Facts about a dataset other than its types, kept in the metadata of its schema, so that node and
 workers plan the same columns from one value.
 """
 
@@ -14,19 +14,19 @@ _REQUIRED = b"dataplane.required"
 
 
 def marks_nulls(options: ColumnOptions) -> bool:
-    """Whether a column of bools beside each that may have nulls says where they were."""
+    """Whether each column that may have nulls is followed by a bool column that marks them."""
     return options.nulls is NullPolicy.MASK
 
 
 def annotated(schema: pa.Schema, options: ColumnOptions, nulls: NullCounts | None) -> pa.Schema:
-    """The dataset's schema with as much as a job with these options needs to know."""
+    """The dataset's schema, annotated with the facts that a job with these options needs."""
     if not marks_nulls(options) or nulls is None:
         return schema
     return _with(schema, _REQUIRED, np.packbits(nulls.counts == NEVER).tobytes())
 
 
 def required_nodes(schema: pa.Schema) -> frozenset[int]:
-    """The field nodes of which all shards say that there can be no nulls."""
+    """The field nodes that cannot have nulls according to every shard."""
     packed = (schema.metadata or {}).get(_REQUIRED, b"")
     return frozenset(np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8))).tolist())
 

@@ -1,6 +1,6 @@
 """A decoded block -> the canonical form of its leaves, which slabs are gathered from.
 
-Nulls become NaN, an empty list, None, or the value that the job's `fill_null` names.
+Nulls become NaN, an empty list, None, or the value given by the job's `fill_null`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dataplane.transforms.plain import decoded, is_list_view, list_ends, objects
 
 
 def canonical(batch: pa.RecordBatch, plan: ColumnPlan, url: str) -> pa.RecordBatch:
-    """One decoded block in canonical form: the leaves of `plan`, of the types of `plan.schema`.
+    """One decoded block in canonical form: the leaves and types of `plan`.
 
-    Shapes:  rows as in `batch`; a column that has the canonical form already is not copied.
-    Raises:  ConfigError: columns of integers, bools or times have nulls and no value for them;
-    names all of the block's.
+    Shapes:  rows as in `batch`; a column that is already in canonical form is not copied.
+    Raises:  ConfigError: columns of integers, bools or times have nulls and no value to replace
+    them; names all such columns of the block.
     """
     nulls = _Nulls(plan)
     arrays, stored = [], pa.nulls(0)
     columns = zip(plan.specs, plan.schema, plan.leaves, plan.parts, strict=True)
     for spec, field, leaf, part in columns:
-        if part is LeafPart.IS_NULL:  # of the column before
+        if part is LeafPart.IS_NULL:  # marks the previous column
             arrays.append(stored.is_null().cast(pa.uint8()))
             continue
         stored = _leaf_array(batch.column(leaf.top), leaf.path)
@@ -54,7 +54,7 @@ def _values(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Null
 
 
 class _Nulls:
-    """What nulls of one block become, and those that become nothing."""
+    """The values that replace the nulls of one block, and the columns that lack such a value."""
 
     def __init__(self, plan: ColumnPlan) -> None:
         self._fills = Fills.of(plan.options)
@@ -62,8 +62,8 @@ class _Nulls:
         self.found = NullsFound(plan)
 
     def filled(self, array: pa.Array, spec: ColumnSpec, *, of_rows: bool = False) -> pa.Array:
-        """The numbers of a column without nulls. `of_rows`: a null is a row that is null, not one
-        of the values within a row.
+        """The numbers of a column, its nulls replaced. `of_rows`: the nulls are whole rows, not
+        single values within a row.
         """
         if array.null_count == 0:
             return array
@@ -74,12 +74,12 @@ class _Nulls:
         return pc.fill_null(array, _scalar(fill or 0.0, spec, array.type))
 
     def code_of(self, spec: ColumnSpec) -> int:
-        """What null rows of a column of codes become."""
+        """The code for null rows of a coded column."""
         fill = self._fills.value(spec)
         return NULL_CODE if fill is None else int(fill)
 
     def without_null_rows(self, values: pa.Array, spec: ColumnSpec, rows: pa.Array) -> pa.Array:
-        """The values of fixed-size lists; where null rows are marked, without those of null rows.
+        """The values of fixed-size lists; if nulls are marked, those of null rows are replaced.
 
         Shapes:  values: [rows * values a row].
         """
@@ -94,7 +94,7 @@ class _Nulls:
 
 def _scalar(value: float, spec: ColumnSpec, kind: pa.DataType) -> pa.Scalar:
     if spec.dtype == "bool":
-        value = float(value != 0)  # any other byte is no bool
+        value = float(value != 0)  # a bool is exactly 0 or 1
     return pa.scalar(value if pa.types.is_floating(kind) else int(value), type=kind)
 
 
@@ -108,8 +108,8 @@ def _leaf_array(array: pa.Array, path: Sequence[int]) -> pa.Array:
 
 
 def _within(child: pa.Array, null: pa.Array) -> pa.Array:
-    """A struct's child, null where the struct is. Arrow's own flatten() forgets that of run ends,
-    and ends the process at unions: neither has nulls of its own.
+    """A struct's child, null where the struct is null. Arrow's flatten() loses these nulls for
+    run-end encodings and crashes the process for unions: neither type has nulls of its own.
     """
     if pa.types.is_union(child.type):
         rows = pa.array(np.arange(len(child)), mask=null.to_numpy(zero_copy_only=False))
@@ -144,7 +144,7 @@ def _number(array: pa.Array, target: pa.DataType) -> pa.Array:
 def _fixed_lists(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: _Nulls) -> pa.Array:
     """Nested fixed-size lists as one fixed-size list of numbers.
 
-    A null list, on any level, is a list of nulls: what lies below it is undefined.
+    A null list, on any level, becomes a list of nulls: the values below it are undefined.
     """
     values, valid = array, None
     while pa.types.is_fixed_size_list(values.type):
@@ -170,7 +170,7 @@ def _fixed_lists(array: pa.Array, spec: ColumnSpec, target: pa.DataType, nulls: 
 
 def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
     if is_list_view(array.type):
-        # Arrow's own cast gives broken offsets where a list is null, or out of order.
+        # Arrow's cast gives wrong offsets for null lists and for lists out of order.
         values = _number(array.flatten(), target.value_type)
         return pa.LargeListArray.from_arrays(list_ends(array), values, mask=_mask(array))
     if pa.types.is_list(array.type):

@@ -1,8 +1,8 @@
-"""Columns that come as integer codes: the place of each value among all values of the dataset.
+"""Columns delivered as integer codes: the index of each value in the dataset's sorted values.
 
-The values of a column are sorted, numbers by size and text by its UTF-8 bytes, so that the codes
-are the same in every shard, on every node and in every run. They are kept in the metadata of the
-dataset's schema, from where workers take them.
+Numbers are sorted by size and text by its UTF-8 bytes, so that the codes are the same in every
+shard, on every node and in every run. The sorted values are kept in the metadata of the dataset's
+schema, where workers read them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _UNKNOWN = -2
 
 
 def coded_columns(options: ColumnOptions) -> Sequence[str]:
-    """The columns that come as codes, by name."""
+    """The names of the columns delivered as codes."""
     return options.codes
 
 
 def check_codes(codes: Sequence[str], chosen: Sequence[Leaf], every: Sequence[Leaf]) -> None:
-    """Refuse columns that are not in the batches, or whose values have no codes.
+    """Refuse columns that are not in the batches, or whose values cannot have codes.
 
     Raises:  ConfigError: names the column.
     """
@@ -68,7 +68,7 @@ def with_categories(schema: pa.Schema, categories: Mapping[str, pa.Array]) -> pa
 
 
 def categories_in(schema: pa.Schema) -> dict[str, pa.Array]:
-    """What `with_categories` put there, by column."""
+    """The categories that `with_categories` stored, by column."""
     return categories_from_bytes((schema.metadata or {}).get(_KEY, b""))
 
 
@@ -78,7 +78,7 @@ def codes_of(
     """The code of each row, and `null_code` for null ones.
 
     Shapes:  result: int64[len(array)].
-    Raises:  CorruptShard: a value that the dataset did not have when its values were counted.
+    Raises:  CorruptShard: a value that was not in the dataset when its values were counted.
     """
     import pyarrow.compute as pc
 
@@ -96,13 +96,13 @@ def codes_of(
 
 
 def _coded(array: pa.Array, kind: pa.DataType, categories: pa.Array) -> pa.Array:
-    """int64[rows]; null for null, and _UNKNOWN for a value that is no category."""
+    """int64[rows]; null for null, and _UNKNOWN for a value that is not a category."""
     import pyarrow.compute as pc
 
     if isinstance(array, pa.ExtensionArray):
         return _coded(array.storage, kind, categories)
     if pa.types.is_dictionary(array.type):
-        # A dictionary may have values that no row has, and that are no categories.
+        # A dictionary may contain values that no row uses and that are not categories.
         return _coded(array.dictionary, kind, categories).take(array.indices)
     values = plain_values(array, kind)
     found = pc.index_in(values, value_set=categories).cast(pa.int64())
@@ -128,14 +128,14 @@ def plain_values(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def stored_values(values: pa.Array) -> pa.Array:
-    """What `shown_as` was given."""
+    """The inverse of `shown_as`."""
     if pa.types.is_large_string(values.type):
         return values.cast(pa.large_binary())
     return values.cast(pa.uint8()) if pa.types.is_boolean(values.type) else values
 
 
 def shown_as(values: pa.Array, leaf: Leaf) -> pa.Array:
-    """Categories as people have them: text as text, bools as bools, times as their integers."""
+    """Categories as users see them: text as text, bools as bools, times as their integers."""
     spec = spec_of(leaf, ListPolicy.RAGGED)
     if spec.kind is Kind.STRING:
         return values.cast(pa.large_string())

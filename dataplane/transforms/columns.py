@@ -36,7 +36,7 @@ _NAMES_SHOWN = 100
 
 
 class LeafPart(enum.Enum):
-    """What of a leaf a column has: its values, codes of them, or whether they are null."""
+    """Which part of a leaf a column delivers: its values, their codes, or whether they are null."""
 
     VALUES = enum.auto()
     CODES = enum.auto()
@@ -49,8 +49,8 @@ class ColumnPlan:
 
     `top_level` are the columns a format must decode; `leaves`, `parts`, `specs` and `schema`
     describe the columns, in batch order; `schema` has one canonical Arrow field for each.
-    `categories` are the sorted values of columns that come as codes, where they are known: workers
-    know them.
+    `categories` are the sorted values of coded columns, if they are known: workers always know
+    them.
     """
 
     options: ColumnOptions
@@ -86,11 +86,11 @@ def plan_columns(
     schema: pa.Schema, options: ColumnOptions = _NO_OPTIONS, url: str = ""
 ) -> ColumnPlan:
     """Choose the leaves that `options.columns` names, or all of them; the name of a struct means
-    all of its leaves. Where the job marks nulls, each one that may have some is followed by its
+    all of its leaves. If the job marks nulls, each leaf that may have nulls is followed by its
     mark. `url` is that of a shard, for errors.
 
-    Raises:  ConfigError: a column that does not exist or is named twice (lists those that exist),
-    or that no batch can have; the name of a mark is taken.
+    Raises:  ConfigError: a column does not exist (lists those that do), is named twice, or cannot
+    be in a batch; the name of a mark is taken.
     """
     _refuse_twins(options.columns)
     every = list(leaves_of(schema))
@@ -126,12 +126,12 @@ def is_plain_schema(schema: pa.Schema, plan: ColumnPlan) -> bool:
 
 
 def is_null_name(column: str) -> str:
-    """The column that says where this one was null."""
+    """The column that marks the nulls of this one."""
     return f"{column}.is_null"
 
 
 def _marked(schema: pa.Schema, options: ColumnOptions, leaves: Sequence[Leaf]) -> set[str]:
-    """The leaves whose nulls are marked. Those of a stack are if one of them is."""
+    """The leaves whose nulls are marked: all leaves of a stack if one of them is."""
     required = required_nodes(schema)
     marked = {leaf.name for leaf in leaves if not required.issuperset(leaf.row_nodes)}
     for stack in stacks_of(options):
@@ -179,7 +179,7 @@ def _named(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 def shown(names: Iterable[str]) -> str:
-    """Names for an error message, the first ones where there are very many."""
+    """Names for an error message; only the first ones if there are many."""
     every = list(names)
     more = len(every) - _NAMES_SHOWN
     return ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,10 +1,10 @@
-"""Names of number types, however a user says them: "float16", torch.float16, np.float16."""
+"""Names of number types, in any form that users pass: "float16", torch.float16, np.float16."""
 
 from __future__ import annotations
 
 
 def dtype_name(given: object) -> str:
-    """What numpy and torch both call it; torch is not imported for it."""
+    """The name that numpy and torch share; does not import torch."""
     if isinstance(given, str):
         return given.removeprefix("torch.")
     for name in ("name", "__name__"):  # of numpy's dtypes, and of its classes

@@ -1,8 +1,8 @@
-"""What may be done to the encoded images of a column, as a user declares it, and what that means.
+"""The transforms that users declare for the encoded images of a column, and their `ImageSpec`.
 
     one of   Resize((h, w)) | CenterCrop | Resize then CenterCrop | RandomResizedCrop
-    then     RandomHorizontalFlip, if wanted
-    then     ToDtype, Normalize and ToLayout, each once at most, in any order
+    then     RandomHorizontalFlip, optional
+    then     ToDtype, Normalize and ToLayout, each at most once, in any order
 
 Names and arguments are torchvision's; each step has a file in steps/. A list of them is one
 `ImageSpec`: two lists that mean the same are equal. Pure: a trainer links it.
@@ -25,7 +25,7 @@ from dataplane.transforms.steps.registry import Transform
 from dataplane.transforms.steps.resize import KEEPS_RATIO, Resize
 from dataplane.transforms.view import COLOURS
 
-# Transforms of torchvision that are called otherwise here.
+# Transforms of torchvision that have another name here.
 _INSTEAD: Final[Mapping[str, str]] = {
     "Compose": "a list of the transforms",
     "ToTensor": 'ToDtype("float32") and ToLayout("CHW")',
@@ -38,10 +38,10 @@ _INSTEAD: Final[Mapping[str, str]] = {
 def image_specs(
     transforms: Mapping[str, Sequence[Transform]], decode: str | None = None
 ) -> tuple[ImageSpec, ...]:
-    """What these lists mean, by column; `decode` is "exact", "fast" or None, for all of them.
+    """The specs of these lists, by column; `decode` is "exact", "fast" or None, for all columns.
 
-    Raises:  ConfigError: steps that mean nothing, or not in this order; names column and step.
-             A `decode` that is unknown, or given without transforms.
+    Raises:  ConfigError: steps that are invalid or in an invalid order; names column and step.
+    A `decode` that is unknown, or given without transforms.
     """
     decoding = _decoding(decode)
     if decode is not None and not transforms:
@@ -72,13 +72,13 @@ def _decoding(given: object) -> Decoding:
 
 
 def _with_decoding(spec: ImageSpec, decoding: Decoding) -> ImageSpec:
-    """Equal to the default where it means the same, so that digests are equal too."""
+    """The spec with this decoding; unchanged if it means the same, so that digests are equal."""
     asked = replace(spec, decode=decoding)
     return spec if steps_of(asked).may_reduce == steps_of(spec).may_reduce else asked
 
 
 def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
-    """What one column's list means.   Raises:  ConfigError: as `image_specs`."""
+    """The spec of one column's list.   Raises:  ConfigError: as `image_specs`."""
     if not isinstance(steps, Sequence) or isinstance(steps, str):
         where = f"transforms of column {column!r}"
         raise ConfigError(
@@ -109,7 +109,7 @@ def image_spec(column: str, steps: Sequence[Transform]) -> ImageSpec:
 
 
 def _allowed() -> str:
-    """Which steps may follow which, in words."""
+    """The allowed orders of steps, as text for an error."""
     groups: dict[StepGroup, list[str]] = {group: [] for group in StepGroup}
     for kind in registry.STEPS:
         groups[kind.group].append(kind.name)
@@ -131,9 +131,7 @@ def _joined(names: Sequence[str], last: str) -> str:
 
 
 def _instead(step: object) -> str:
-    """What to use in place of a transform of torchvision, which runs in the trainer; "" of all
-    else.
-    """
+    """Advice for a transform of torchvision, which runs in the trainer; "" for anything else."""
     name = type(step).__name__
     if not type(step).__module__.startswith("torchvision."):
         return ""
@@ -144,7 +142,7 @@ def _instead(step: object) -> str:
 
 
 def check_image(spec: ImageSpec) -> None:
-    """That images can be made so, whoever asks for it.   Raises:  ConfigError: names the column."""
+    """Check that the steps fit together.   Raises:  ConfigError: names the column."""
     where, steps = f"transforms of column {spec.column!r}", steps_of(spec).steps
     types = [type(step) for step in steps]
     for number, step in enumerate(types):
@@ -161,7 +159,7 @@ def check_image(spec: ImageSpec) -> None:
 
 
 def delivered(specs: Sequence[ColumnSpec], images: Sequence[ImageSpec]) -> tuple[ColumnSpec, ...]:
-    """The columns of batches, where those named by `images` are pixels.
+    """The columns of batches, with those named by `images` turned into pixels.
 
     Raises:  ConfigError: there is no such column, or it holds no bytes; says what it holds.
     """

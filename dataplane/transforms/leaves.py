@@ -1,7 +1,7 @@
-"""The leaf columns of an Arrow schema: what is left when structs are taken apart.
+"""The leaf columns of an Arrow schema: its columns, with structs flattened.
 
-A leaf of a struct has a dotted name ("image.bytes"). Names are free to have dots of their own, so a
-leaf also knows where it lies.
+A leaf of a struct has a dotted name ("image.bytes"). Field names may contain dots themselves, so a
+leaf also stores its path.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataplane.transforms.plain import is_any_list, object_type
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """`top` is the top-level column that it lies in, `path` the index of the field in each struct
-    on the way down, `structs` are the dotted names of these structs.
+    """`top` is the top-level column that contains the leaf, `path` the index of the field in each
+    struct on the way down, `structs` the dotted names of these structs.
 
-    Of the field nodes of the schema (see formats.nulls), `row_nodes` are those whose nulls make
-    the leaf's own row null, and `inner_nodes`, from the first up to the second, lie below it: the
-    items of a list.
+    Of the field nodes of the schema (see formats.nulls), a null in one of `row_nodes` makes the
+    leaf's own row null; `inner_nodes`, a half-open range, are the nodes below the leaf: the items
+    of a list.
     """
 
     name: str
@@ -50,7 +50,7 @@ def leaves_of(schema: pa.Schema) -> Iterator[Leaf]:
 
 
 def _leaves(at: Leaf) -> Iterator[Leaf]:
-    """What there is at this place: the leaves of a struct, or the leaf itself."""
+    """The leaves at this place: those of a struct, or the field itself."""
     kind = at.type.storage_type if isinstance(at.type, pa.BaseExtensionType) else at.type
     node = at.row_nodes[-1] + 1
     if not pa.types.is_struct(kind) or not kind.num_fields:
@@ -76,14 +76,14 @@ def _with_nodes(leaf: Leaf) -> Leaf:
     while isinstance(kind, pa.BaseExtensionType) or pa.types.is_run_end_encoded(kind):
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
-        else:  # its nulls are those of its values, which come after the ends of the runs
+        else:  # run ends, then values: the nulls are in the values
             kind, nodes = kind.value_type, (*nodes, nodes[-1] + 2)
     inner = (nodes[-1] + 1, nodes[-1] + 1 + node_count(children(kind)))
     return Leaf(leaf.name, leaf.top, leaf.type, leaf.path, leaf.structs, nodes, inner)
 
 
 def spec_of(leaf: Leaf, lists: ListPolicy) -> ColumnSpec:
-    """The form in which a leaf's values come."""
+    """The form of a leaf's values."""
     number = _NUMBERS.get(leaf.type.id)
     if number is not None:
         return ColumnSpec(leaf.name, Kind.FIXED, number[0])
@@ -117,7 +117,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the single values of a column, or in its lists."""
+    """The type of a column's single values, or of the items of its lists."""
     if isinstance(kind, pa.FixedShapeTensorType):
         return value_type(kind.value_type)
     kind = _plain(kind)
@@ -129,7 +129,7 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _dtype(kind: pa.DataType) -> str:
-    """The numpy name of a primitive type, "" for any other."""
+    """The numpy name of a primitive type, "" for any other type."""
     if pa.types.is_boolean(kind):
         return "bool"
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):

@@ -1,4 +1,4 @@
-"""What becomes of lists on their way into a batch: how long they may be, and what pads them."""
+"""How lists become rows of a batch: their maximum length and their padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ListForm:
     """How the lists of one column become rows of a batch.
 
     Lists keep their first `length_max` values, or their last ones if `keeps_end`; 0 keeps all.
-    `padding` is one value as it lies in memory, b"" for zero.
+    `padding` is the bytes of one value, b"" for zero.
     """
 
     length_max: int = 0
@@ -32,8 +32,8 @@ AS_THEY_ARE = ListForm()
 
 
 def list_forms(specs: Sequence[ColumnSpec], options: ColumnOptions) -> Mapping[int, ListForm]:
-    """The forms of those columns whose lists do not come as they are, padded with zeros; by place.
-    Padding is that of padded lists, and its value one that the column can hold: see `check_lists`.
+    """The list columns, by index, that do not have the default form: uncut, padded with zeros.
+    Only padded lists have padding, and only a value that the column can hold: see `check_lists`.
     """
     if not _are_changed(options):
         return {}
@@ -53,9 +53,9 @@ def list_forms(specs: Sequence[ColumnSpec], options: ColumnOptions) -> Mapping[i
 
 
 def check_lists(specs: Sequence[ColumnSpec], options: ColumnOptions) -> None:
-    """Refuse values that a column cannot hold, and those of columns that have no lists.
+    """Refuse values that a column cannot hold, and values for columns without lists.
 
-    Raises:  ConfigError: says which, and what would do.
+    Raises:  ConfigError: names them, and says what is allowed.
     """
     if not _are_changed(options):
         return

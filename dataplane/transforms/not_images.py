@@ -1,10 +1,10 @@
-"""What bytes seem to be that no decoder takes for an image."""
+"""Guesses the content of bytes that no decoder recognizes as an image."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# How something begins, and what it is then. The first that fits counts.
+# First bytes of a file, and the content they mean. The first match counts.
 _BEGINNINGS: Final[tuple[tuple[bytes, str], ...]] = (
     (b"\xff\xd8\xff", "a damaged JPEG image"),
     (b"\x89PNG\r\n\x1a\n", "a damaged PNG image"),
@@ -49,7 +49,7 @@ _SHOWN_LETTERS = 40
 
 
 def said_of(found: bytes) -> str:
-    """What is there in place of an image: how many bytes, how they begin, what they look like."""
+    """Describes bytes that are not an image: their count, the first of them, a guess."""
     if not found:
         return "0 bytes, where an image should be"
     size = "1 byte that is" if len(found) == 1 else f"{len(found)} bytes that begin with"

@@ -1,8 +1,8 @@
-"""Nulls in columns whose tensors have none: what takes their place, and what is refused.
+"""Nulls in columns whose tensors cannot hold them: their replacements, and the columns refused.
 
-Floats have NaN, lists can be empty, text and objects come as None. Integers, bools and times need a
-value that the job names; that they do is told before anything is read, for all columns at once, as
-far as the index knows of nulls.
+Null floats become NaN, lists become empty, text and objects become None. Integers, bools and times
+need a value from the job; columns without one are reported before anything is read, all in one
+error, as far as the index knows of nulls.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _COLUMNS_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class Fills:
-    """What takes the place of nulls, by column; `everywhere` where no column says otherwise."""
+    """The values that replace nulls, by column; `everywhere` is for all other columns."""
 
     by_column: Mapping[str, float]
     everywhere: float | None
 
     @classmethod
     def of(cls, options: ColumnOptions) -> Fills:
-        """Those of a job."""
+        """The values that a job gives."""
         return cls(dict(options.fill_null), options.fill_null_all)
 
     def value(self, spec: ColumnSpec, *, is_marked: bool = False) -> float | None:
-        """The value for one column, NaN for floats that have none; None: it can have no nulls. Of
-        nulls that are marked the value does not matter: they are 0.
+        """The value for one column: NaN for floats without a value, None if its nulls are refused.
+        Marked nulls without a value become 0.
         """
         named = self.by_column.get(spec.name)
         if named is not None:
@@ -52,9 +52,9 @@ class Fills:
 
 
 def check_fills(plan: ColumnPlan) -> None:
-    """Refuse values that a column cannot hold, and those of columns that do not exist.
+    """Refuse values that a column cannot hold, and values for columns that do not exist.
 
-    Raises:  ConfigError: says which, and what would do.
+    Raises:  ConfigError: names them, and says what is allowed.
     """
     options = plan.options
     columns = zip(plan.specs, plan.parts, strict=True)
@@ -85,7 +85,7 @@ def check_fills(plan: ColumnPlan) -> None:
 
 
 def is_value_of(dtype: str, value: float) -> bool:
-    """Whether a number is exactly one of a numpy type; any number will do for floats."""
+    """Whether a numpy type holds this number exactly; floats accept any number."""
     if not dtype:
         return False
     if "float" in dtype:
@@ -97,7 +97,7 @@ def is_value_of(dtype: str, value: float) -> bool:
 
 
 def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequence[str]) -> None:
-    """Refuse columns that are known to have nulls, and have no value for them. `urls` are those of
+    """Refuse columns that are known to have nulls but have no value for them. `urls` are those of
     the shards.
 
     Raises:  ConfigError: names all of them, with the fill_null to pass.
@@ -117,7 +117,7 @@ def check_nulls(plan: ColumnPlan, nulls: NullCounts | None, urls: Texts | Sequen
 
 
 def _nodes(spec: ColumnSpec, leaf: Leaf, options: ColumnOptions) -> list[int]:
-    """The field nodes in which a tensor of this column can have no nulls."""
+    """The field nodes whose nulls a tensor of this column cannot hold."""
     is_refused = spec.kind is Kind.FIXED and not marks_nulls(options)
     rows = leaf.row_nodes if is_refused else ()
     return [*rows, *range(*leaf.inner_nodes)]
@@ -132,14 +132,14 @@ class NullsFound:
         self._refused: list[tuple[ColumnSpec, str]] = []
 
     def add(self, spec: ColumnSpec, fill: float | None, url: str = "") -> None:
-        """A column, the value that its nulls become, if there is one, and a shard that has one."""
+        """A column with nulls, the value that replaces them, if any, and a shard with a null."""
         if fill is None:
             self._refused.append((spec, f", the first in {url}" if url else ""))
         elif not math.isnan(fill):
             self._fills[spec.name] = fill
 
     def check(self, source: str) -> None:
-        """Raises:  ConfigError: if there are columns without such a value."""
+        """Refuse columns without such a value.   Raises:  ConfigError."""
         refused = self._refused
         if not refused:
             return
@@ -157,7 +157,7 @@ class NullsFound:
         )
 
     def _to_paste(self) -> str:
-        """What to pass, with what was passed already."""
+        """The `fill_null` to pass, including the values already passed."""
         if len(self._refused) > _COLUMNS_SHOWN:
             return "fill_null=0, which is for all columns"
         passed = dict(self._options.fill_null)
@@ -170,7 +170,7 @@ class NullsFound:
 
 
 def _written(value: float) -> str:
-    """As a Python program has it."""
+    """A value as Python source."""
     if not math.isfinite(value):
         return f'float("{value}")'
     return str(int(value)) if value == int(value) else repr(value)

@@ -1,4 +1,4 @@
-"""What a user says about columns -> ColumnOptions: checked as far as it can be without the dataset.
+"""Column arguments of a loader -> ColumnOptions, checked as far as possible without the dataset.
 
 Pure, and without arrays: a trainer links it.
 """
@@ -25,7 +25,7 @@ from dataplane.transforms.stacks import Stack, stack_specs
 from dataplane.units import whole
 
 Numbers = Mapping[str, float] | float
-"""A number for every column, or one for each of some."""
+"""A number for every column, or one for each of some columns."""
 Lengths = Mapping[str, int] | int
 LENGTH_MAX = (1 << 31) - 1
 Number = TypeVar("Number", int, float)
@@ -46,7 +46,7 @@ def column_options(
 ) -> ColumnOptions:
     """The options that these arguments of a DataLoader mean.
 
-    Raises:  ConfigError: one of them means nothing; says what would do.
+    Raises:  ConfigError: one of them is invalid; says what is allowed.
     """
     fills, everywhere = _by_column("fill_null", fill_null, _number)
     pads, pad_all = _by_column("pad_value", pad_value, _number)
@@ -82,13 +82,11 @@ def column_options(
 
 
 ARGUMENTS: Final = tuple(inspect.signature(column_options).parameters)
-"""The arguments of a DataLoader that say something about columns."""
+"""The arguments of a DataLoader that concern columns."""
 
 
 def in_order(options: ColumnOptions) -> ColumnOptions:
-    """What is given by name stands in the order of names, so that equal jobs are equal; `columns`
-    stay in the order of batches.
-    """
+    """Mappings sorted by name, so that equal jobs are equal; `columns` keep their order."""
     given = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
     by_name: dict[str, Any] = {
         name: tuple(sorted(value, key=lambda one: getattr(one, "name", one)))
@@ -99,7 +97,7 @@ def in_order(options: ColumnOptions) -> ColumnOptions:
 
 
 def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
-    """The same, where columns are named at all, with these named as well."""
+    """The options with these columns added, if they name columns at all."""
     named = set(options.columns)
     if not named:
         return options
@@ -108,12 +106,12 @@ def naming(options: ColumnOptions, names: Sequence[str]) -> ColumnOptions:
 
 
 def to_find_values(columns: Sequence[str]) -> ColumnOptions:
-    """What reads all values of some columns, and tells them from nulls."""
+    """Options that read all values of some columns and distinguish nulls."""
     return ColumnOptions(columns=tuple(columns), nulls=NullPolicy.MASK)
 
 
 def alone(options: ColumnOptions, name: str) -> ColumnOptions:
-    """The same, of one column."""
+    """The options, reduced to one column."""
     return dataclasses.replace(options, columns=(name,))
 
 

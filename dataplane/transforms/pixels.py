@@ -1,13 +1,13 @@
 """Encoded images in memory -> resized crops in a slab, in the form that training wants.
 
 Every image becomes RGB: grey is repeated, CMYK and YCCK are taken as inverted (as Adobe and Pillow
-do) and converted without a colour profile, an alpha channel is dropped and what lies under it
-stays; of 16 bits a channel the upper eight count. EXIF orientation is applied. A JPEG is decoded
-only where its box lies, and at a half, a quarter or an eighth if it may be reduced and that leaves
-enough pixels. Everything else is decoded whole, by Pillow.
+do) and converted without a colour profile, an alpha channel is dropped and the colours under it
+stay; 16-bit channels keep their upper eight bits. EXIF orientation is applied. A JPEG is decoded
+only inside its box, and at 1/2, 1/4 or 1/8 scale if it may be reduced and that leaves enough
+pixels. Every other image is decoded whole, by Pillow.
 
-A result depends on image, box, flip, view and `may_reduce`, and not on the processor. It differs by
-at most `TOLERANCE` of 255 from what Pillow makes of the whole image, unless a JPEG was reduced.
+A result depends on image, box, flip, view and `may_reduce`, not on the processor. It differs by at
+most `TOLERANCE` of 255 from Pillow's result for the whole image, unless a JPEG was reduced.
 Without the compiled library Pillow and numpy make all pixels, within `TOLERANCE` of the library's.
 """
 
@@ -38,7 +38,7 @@ _CHANGED_BYTES = 4 << 20
 
 
 class _View(ctypes.Structure):
-    """As csrc/view.h has it."""
+    """The struct of csrc/view.h."""
 
     _fields_ = (
         ("height", ctypes.c_int32),
@@ -55,14 +55,14 @@ _Sides = ctypes.c_int32 * 2
 
 @dataclass(frozen=True, slots=True)
 class _Crop:
-    """Of one image as it is seen.   Shapes:  box: float64[4] = top, left, height, width."""
+    """The crop of one upright image.   Shapes:  box: float64[4] = top, left, height, width."""
 
     box: Doubles
     is_flipped: bool
     may_reduce: bool
 
     def shrink(self, view: PixelView) -> int:
-        """By how much it may be shrunk and leave as many pixels as the view has: 1, 2, 4 or 8."""
+        """The largest reduction that leaves as many pixels as the view has: 1, 2, 4 or 8."""
         if not self.may_reduce:
             return 1
         least = min(self.box[2] / view.height, self.box[3] / view.width)
@@ -70,11 +70,11 @@ class _Crop:
 
 
 def sizes(images: Ints, by: Maker | None = None) -> NDArray[np.int32]:
-    """(height, width) of each image as it is seen, its EXIF orientation applied, from its header.
+    """(height, width) of each image, from its header, its EXIF orientation applied.
 
     Shapes:  images: int64[n, 2], address and length of each: the caller keeps the memory alive.
              result: int32[n, 2].
-    Raises:  ImageError: row says which; truncated, too large, or no image at all.
+    Raises:  ImageError: row is its index; truncated, too large, or not an image.
     """
     by = by or maker()
     images = np.ascontiguousarray(images, np.int64)
@@ -104,23 +104,23 @@ def render(
     may_reduce: bool = False,
     changes: Sequence[PixelChange] = (),
 ) -> None:
-    """What lies in the box of each image, resized to the view, mirrored left-right where `flips`
-    says so, changed by each of `changes`, normalised, in the view's layout.
+    """Render the box of each image: resized to the view, mirrored left-right where `flips` says so,
+    changed by each of `changes`, normalised, in the view's layout.
 
     A resize is bilinear with antialiasing: torchvision's antialias=True, Pillow's BILINEAR with a
     box, whose filter also sees the pixels around the box. If it `may_reduce`, a JPEG whose box has
     at least 2, 4 or 8 times the pixels of the view, in both directions, is decoded at a half, a
     quarter or an eighth.
 
-    `restart_indexes` is memory beside each image, zero at first: a crop notes there where in the
-    image rows and columns begin, and later ones skip what they do not need. Processes may use it at
-    once.
+    `restart_indexes` is memory for each image, zero at first: a crop records where in the bytes
+    of the image rows and columns begin, and later crops skip what they do not need. Several
+    processes may use it at the same time.
 
-    Shapes:  images, restart indexes: int64[n, 2], address and length of each; address 0 is none,
-             others are multiples of 4.   flips: uint8[n].
-             boxes: float64[n, 4] = top, left, height, width in pixels of the image as it is seen.
+    Shapes:  images, restart indexes: int64[n, 2], address and length of each; address 0 means
+    none, other addresses are multiples of 4.   flips: uint8[n].
+             boxes: float64[n, 4] = top, left, height, width in pixels of the upright image.
              out: uint8[n * view.bytes].
-    Raises:  ImageError: row says which; what was written of it is undefined.
+    Raises:  ImageError: row is its index; its part of `out` is undefined.
     """
     by = by or maker()
     images = np.ascontiguousarray(images, np.int64)
@@ -194,7 +194,7 @@ def _render_changed(
 
 
 def _change(pixels: Bytes, change: PixelChange, row: int, by: Maker) -> None:
-    """The pixels of one image, in place.   Shapes:  pixels: uint8[height, width, 3]."""
+    """Change the pixels of one image in place.   Shapes:  pixels: uint8[height, width, 3]."""
     kind, drawn = change.kind, change.drawn[row]
     if by.library is not None and kind.in_c:
         height, width, _ = pixels.shape
@@ -207,7 +207,7 @@ def _change(pixels: Bytes, change: PixelChange, row: int, by: Maker) -> None:
 def _render_by_pillow(
     images: Ints, row: int, crop: _Crop, view: PixelView, by: Maker, out: Bytes
 ) -> None:
-    """One image that Pillow decodes."""
+    """Render one image that Pillow decodes."""
     with pillow.opened(images, row) as (image, orientation):
         _check(crop.box, *pillow.seen_size(image, orientation), row)
         decoded = pillow.decode(image, orientation, crop.shrink(view))
@@ -221,7 +221,7 @@ def _render_by_pillow(
 def _resize(
     library: ctypes.CDLL, decoded: pillow.StoredPixels, crop: _Crop, view: PixelView, out: Bytes
 ) -> bool:
-    """Whether there was memory for it."""
+    """Resize one image; False if memory ran out."""
     pixels = decoded.pixels
     failed = library.pixels_resize(
         pixels.tobytes("raw", "RGBX"), _Sides(pixels.height, pixels.width),
@@ -243,7 +243,7 @@ def _refuse(row: int, reason: ctypes.Array[ctypes.c_char]) -> None:
     if row < 0:
         return
     said = reason.value.decode(errors="replace")
-    # Our own words, and libjpeg's.
+    # Our own message, and libjpeg's.
     if said.startswith(("no memory", "Insufficient memory")):
         raise MemoryError(said)
     raise ImageError(said, row=row)
@@ -267,7 +267,7 @@ def _delivered(pixels: NDArray[np.uint8], view: PixelView, *, is_flipped: bool) 
         floats = values.astype(np.float32) * scale + bias
         if view.dtype == "bfloat16":
             bits = floats.view(np.uint32)
-            # To the nearest, ties to even.
+            # Rounds to nearest, ties to even.
             values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
         else:
             values = floats.astype(view.dtype)

@@ -1,7 +1,8 @@
-"""What to install so that a host makes pixels, or makes those of another host. Imports nothing.
+"""Advice on what to install so that a host makes pixels, or the same ones as another host. Imports
+nothing.
 
-What makes pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5, kernels 79c2f673;
-Pillow 13.0.0 (…)", or only what follows the semicolon if Pillow makes them alone.
+The maker of pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5, kernels
+79c2f673; Pillow 13.0.0 (…)", or only what follows the semicolon if Pillow makes them alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ INSTALL_LIBJPEG: Final = (
 
 
 def how_to_agree(expected: str, found: str) -> str:
-    """What makes a host of which `found` is the name agree with one of which it is `expected`."""
+    """How to change a host with the maker `found` so that it agrees with one with `expected`."""
     expected_c, _, expected_pillow = expected.rpartition("; ")
     found_c, _, found_pillow = found.rpartition("; ")
     steps = []

@@ -1,4 +1,4 @@
-"""What makes pixels, and its name: libpixels.so over libjpeg-turbo, or Pillow alone."""
+"""The maker of pixels and its name: libpixels.so over libjpeg-turbo, or Pillow alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARY = Path(__file__).with_name("libpixels.so")
 REASON_BYTES = 256
 _PATH_BYTES = 4096
 _VERSION = re.compile(rb"libjpeg-turbo version ([0-9.]+)")
-# What Pillow decodes with, where versions of it may give other pixels.
+# Libraries that Pillow decodes with, and whose versions may give different pixels.
 _CODECS = {
     "libjpeg_turbo": "libjpeg-turbo",
     "webp": "libwebp",
@@ -79,7 +79,7 @@ def pillow_maker(missing: str = "chosen") -> Maker:
 
 
 def load(path: Path, sources: Path) -> Maker:
-    """The library at this path, if it was made from these sources and its libjpeg can be used."""
+    """The library at this path, if it was compiled from these sources and its libjpeg works."""
     changes = {kind.c_function: _CHANGE for kind in registry.STEPS if kind.in_c}
     found = compiled.load(path, sources, "pixels_source_crc", _SIGNATURES | changes)
     library = found.library
@@ -96,8 +96,8 @@ def load(path: Path, sources: Path) -> Maker:
 
 
 def _libjpeg_version(path: Path) -> str:
-    """The version that a library's file contains, since no function tells it; of a file without
-    one, its checksum.
+    """The version in a library's file, since no function returns it; if the file has none, its
+    checksum.
     """
     try:
         content = path.read_bytes()
@@ -108,7 +108,7 @@ def _libjpeg_version(path: Path) -> str:
 
 
 def _pillow_name() -> str:
-    """Pillow and what it decodes with: of every format but JPEG, or of all."""
+    """The versions of Pillow and of its decoders: of every format but JPEG, or of all."""
     versions = {name: features.version(feature) for feature, name in _CODECS.items()}
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return f"Pillow {PIL.__version__} ({said})"

@@ -1,8 +1,8 @@
 """Pixels by Pillow: of every format but JPEG, and of all formats without the compiled library.
 
-Pillow converts to RGB, and its ways are ours: grey is repeated, CMYK becomes RGB without a colour
-profile, an alpha channel is dropped and what lies under it stays. Of 16 bits a channel the upper
-eight count.
+Pillow converts to RGB, by our rules: grey is repeated, CMYK becomes RGB without a colour profile,
+an alpha channel is dropped and the colours under it stay. 16-bit channels keep their upper eight
+bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMATS = (
     "JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "TGA", "ICO",
 )  # fmt: skip
 PIXELS_MAX = 178_956_970
-"""Pillow's own limit against files that unpack to more than a machine has."""
+"""Pillow's own limit, against files that unpack to more than a machine's memory."""
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -42,7 +42,7 @@ _TURNS = {
 }
 _TRANSPOSING = 5
 """Orientations from this one on exchange rows and columns."""
-# What Pillow's decoders raise when the bytes are not what they should be.
+# Errors of Pillow's decoders for invalid bytes.
 _FAULTS = (
     OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, AttributeError,
     ArithmeticError, AssertionError, RuntimeError, struct.error,
@@ -52,17 +52,17 @@ _FAULTS = (
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Those of them that this Pillow was built with; it must be told to look for any."""
+    """The formats that this Pillow was built with; Image.init() registers all of them."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 @contextmanager
 def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, int]]:
-    """One of the images, whose header was read, and its EXIF orientation.
+    """Open one of the images: reads its header and EXIF orientation.
 
     Shapes:  images: int64[n, 2], address and length of each.
-    Raises:  ImageError: it, or what is done with it here, is refused by Pillow.
+    Raises:  ImageError: Pillow refuses it, or an operation on it inside the `with` block.
     """
     address, length = images[row].tolist()
     encoded = ctypes.string_at(address, length) if length else b""
@@ -83,7 +83,7 @@ def opened(images: NDArray[np.int64], row: int) -> Iterator[tuple[Image.Image, i
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 where there is none, or none that makes sense."""
+    """The orientation, 1 if it is missing or invalid."""
     exif = Image.Exif()
     exif.load(image.info.get("exif", b""))
     found = exif.get(_ORIENTATION)
@@ -91,7 +91,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def seen_size(image: Image.Image, orientation: int) -> tuple[int, int]:
-    """(height, width) of what people see of an image."""
+    """(height, width) of an image with its orientation applied."""
     transposed = orientation >= _TRANSPOSING
     return (image.width, image.height) if transposed else (image.height, image.width)
 
@@ -111,7 +111,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True, slots=True)
 class StoredPixels:
-    """RGB pixels as they are stored: of a JPEG maybe 1/shrink of its `height` x `width`."""
+    """RGB pixels as they are stored; a JPEG may be 1/shrink of its `height` x `width`."""
 
     pixels: Image.Image
     orientation: int
@@ -129,7 +129,7 @@ def decode(image: Image.Image, orientation: int, shrink: int) -> StoredPixels:
 
 
 def resized(decoded: StoredPixels, box: NDArray[np.float64], height: int, width: int) -> Bytes:
-    """What lies in the box of an image as it is seen.
+    """The pixels in the box of an upright image.
 
     Shapes:  box: float64[4] = top, left, height, width.   result: uint8[height, width, 3].
     """
@@ -146,10 +146,10 @@ def resized(decoded: StoredPixels, box: NDArray[np.float64], height: int, width:
 
 
 def _box_reduced(box: NDArray[np.float64], decoded: StoredPixels) -> NDArray[np.float64]:
-    """Where a box lies in what is seen of the decoded pixels.
+    """The place of a box in the decoded pixels, upright.
 
-    If a side is no multiple of `shrink`, the last decoded row or column is only partly within the
-    image. It is the last one that is stored, and so the first that is seen of a mirrored image.
+    If a side is not a multiple of `shrink`, the last decoded row or column is only partly within
+    the image. It is the last one stored, and so the first one seen of a mirrored image.
     """
     shrink, orientation = decoded.shrink, decoded.orientation
     surplus = [-(-side // shrink) - side / shrink for side in (decoded.height, decoded.width)]

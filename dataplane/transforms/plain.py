@@ -1,9 +1,9 @@
-"""Arrow arrays without encodings: what rows can be taken from, joined and made Python objects of.
+"""Arrow arrays without encodings: their rows can be taken, joined and made Python objects.
 
 Arrow has several layouts for one value (dictionaries, run ends, views, 32 and 64 bit offsets), and
-its kernels know some of them only. Whatever has no tensor form is therefore kept in one layout of
-each kind: large lists, large strings, structs, maps, unions. Dates, times, timestamps and durations
-are the integers that are stored, nested or not: Python's have neither nanoseconds nor the range.
+its kernels support only some of them. Values without a tensor form are therefore kept in one layout
+of each kind: large lists, large strings, structs, maps, unions. Dates, times, timestamps and
+durations are the stored integers, nested or not: Python's have neither nanoseconds nor the range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_any_list(kind: pa.DataType) -> bool:
 
 
 def is_list_view(kind: pa.DataType) -> bool:
-    """Lists that may lie in any order."""
+    """Lists whose values may lie in any order."""
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
 
 
@@ -34,7 +34,7 @@ def decoded(array: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         return _without_views(decoded(array.dictionary)).take(array.indices)
     if pa.types.is_run_end_encoded(array.type):
-        # Arrow's own kernel knows no dictionaries.
+        # Arrow's own kernel does not support dictionaries.
         ends = array.run_ends.to_numpy()
         places = np.arange(array.offset, array.offset + len(array))
         runs = np.searchsorted(ends, places, side="right")
@@ -54,7 +54,7 @@ def list_ends(array: pa.Array) -> pa.Array:
 
 
 def object_type(kind: pa.DataType) -> pa.DataType:
-    """The type in which values of `kind` are kept that have no tensor form."""
+    """The type in which values of `kind`, which have no tensor form, are kept."""
     if isinstance(kind, pa.BaseExtensionType):
         return object_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -115,7 +115,7 @@ def _objects(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def _list(array: pa.Array, target: pa.DataType, mask: pa.Array | None) -> pa.Array:
-    """Lists one after the other. Rows are taken of plain values only: `flatten` knows few types."""
+    """Lists, one after the other. Takes rows of plain values: `flatten` supports few types."""
     offsets = array.offsets.to_numpy()
     if is_list_view(array.type):
         starts, lengths = offsets[: len(array)], array.sizes.to_numpy()
@@ -145,7 +145,7 @@ def _union(array: pa.Array, target: pa.DataType) -> pa.Array:
     parts = [target.field(i) for i in range(target.num_fields)]
     children = [_objects(array.field(i), part.type) for i, part in enumerate(parts)]
     names = [part.name for part in parts]
-    # The array's own properties forget where a slice of it starts.
+    # The array's own properties ignore the offset of a slice.
     buffers, at = array.buffers(), array.offset
     codes = pa.array(np.frombuffer(buffers[1], np.int8, len(array), at))
     if target.mode == "sparse":
@@ -155,7 +155,7 @@ def _union(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def _without_views(array: pa.Array) -> pa.Array:
-    """Views have no kernel to take rows by."""
+    """Arrow cannot take rows of views: cast them."""
     if pa.types.is_string_view(array.type):
         return array.cast(pa.large_string())
     if pa.types.is_binary_view(array.type):

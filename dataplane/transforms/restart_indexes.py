@@ -1,10 +1,10 @@
 """Where the restart indexes of images lie. Pure.
 
-The worker that first crops an image notes, in memory beside the image's block, where in its bytes
+The worker that first crops an image records, in memory beside the image's block, where in its bytes
 other crops can start (transforms/csrc/restart_index.c).
 
-The restart indexes of a block take a fixed share of its size, and each image has the part of them
-that it has of the block's bytes: its place follows from the place of its bytes.
+The restart indexes of a block take a fixed share of its size. Each image gets the same share of
+them as of the block's bytes, so its place follows from the place of its bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 PARTS = 16
-"""There is room for a mark about every 32 pixels of each row of MCUs, which gains all there is to
-gain, from 50 KB on for a photograph of 500 x 375 pixels; smaller ones have fewer marks."""
+"""Room for a mark about every 32 pixels of each row of MCUs, beyond which more marks gain nothing,
+for photographs of 500 x 375 pixels from 50 KB on; smaller ones have fewer marks."""
 _ALIGN_BYTES = 8
 
 
 def restart_index_bytes(block_bytes: int) -> int:
-    """What the restart indexes of a block take."""
+    """The size of the restart indexes of a block."""
     return -(-block_bytes // PARTS)
 
 

@@ -1,4 +1,4 @@
-"""Columns of numbers that come as one tensor [B, columns]: as a user names them, what that means,
+"""Columns of numbers stacked into one tensor [B, columns]: how users name them, what that means,
 and which columns a block then has. Pure, and without arrays: a trainer links it.
 """
 
@@ -18,8 +18,8 @@ _EXAMPLE = 'stack={"features": ["age", "price"]}'
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Columns in this order, as one tensor of this dtype (a name, or torch's); "" for the one that
-    all of them have.
+    """Columns in this order, as one tensor of this dtype (a name, or torch's); "" keeps the dtype
+    that they all have.
     """
 
     columns: Sequence[str]
@@ -27,14 +27,14 @@ class Stack:
 
 
 def stacks_of(options: ColumnOptions) -> tuple[StackSpec, ...]:
-    """The stacks that a job wants."""
+    """The stacks of a job."""
     return options.stack
 
 
 def stack_specs(stacks: Mapping[str, Stack | Sequence[str]]) -> tuple[StackSpec, ...]:
-    """What a mapping from the new name to its columns means, by name.
+    """The stacks that a mapping from new names to columns declares, by name.
 
-    Raises:  ConfigError: it is no such mapping, or a column is in it twice.
+    Raises:  ConfigError: it is not such a mapping, or names a column twice.
     """
     if not isinstance(stacks, Mapping) or not all(isinstance(name, str) for name in stacks):
         raise ConfigError(f"stack={stacks!r:.80}: pass a dict: {_EXAMPLE}", field="stack")
@@ -79,8 +79,8 @@ def stacked_columns(
 ) -> tuple[ColumnSpec, ...]:
     """The columns of batches: those that are not stacked, then the stacks.
 
-    Raises:  ConfigError: a column that is not one number a sample, columns of several types, or a
-    name that is taken; says what to do.
+    Raises:  ConfigError: a column has more than one number a sample, the columns have several
+    types, or the name is taken; says what to do.
     """
     members = {column for stack in stacks for column in stack.columns}
     kept = [spec for spec in specs if spec.name not in members]
@@ -125,5 +125,5 @@ def _stacked(stack: StackSpec, by_name: Mapping[str, ColumnSpec]) -> ColumnSpec:
 
 
 def _becomes(dtype: str, target: str) -> bool:
-    """Any number may become a float; integers only what holds all of them."""
+    """Any number may become a float; integers only become a type that holds all of them."""
     return np.dtype(target).kind == "f" or np.can_cast(dtype, target, "safe")

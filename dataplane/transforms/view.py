@@ -1,4 +1,4 @@
-"""What every image of a column becomes: its size, its layout and its numbers. Pure."""
+"""The form of every image of a column: its size, layout and numbers. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _SIDE_MAX = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class PixelView:
-    """What every image of a column becomes.
+    """The form of every image of a column.
 
     `layout` is HWC or CHW; `dtype` uint8, float16, bfloat16 or float32. `mean` and `std` are of
     values in 0..1, as torchvision's Normalize; without them uint8 is 0..255, and floats are 0..1.
 
-    Raises:  ConfigError: there is no such layout or dtype, or its values would have no room.
+    Raises:  ConfigError: an unknown layout or dtype, an invalid size, or a dtype that cannot hold
+    the values.
     """
 
     height: int
@@ -47,11 +48,11 @@ class PixelView:
 
     @property
     def bytes(self) -> int:
-        """Of one image."""
+        """The size of one image."""
         return self.height * self.width * COLOURS * DTYPES[self.dtype]
 
     def factors(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """A value of 0..255 times the first, plus the second, is what is delivered.
+        """(factors, offsets): each pixel value of 0..255 is multiplied, then added to.
 
         Shapes:  results: float32[3].
         """

@@ -1,13 +1,13 @@
 """Processes that parse foreign bytes, each forked by this process's fork server.
 
-That is node/fork_server.py; here is the side of whoever needs processes.
+The fork server is node/fork_server.py; this module is the side that requests processes.
 
 Invariants:
-1. There is one fork server in a process. It is started for the first who holds it and ends with
-   the last; one that died is started again for the next process.
-2. Every process that was asked for ends once: with its exit status, or as killed if the fork server
-   died, which takes its children along.
-3. Nothing waits for the fork server but who asks for a process id, or for an end.
+1. A process has one fork server. The first holder starts it and the last one ends it; one that died
+   is started again for the next process.
+2. Every requested process ends once: with its exit status, or as killed if the fork server died,
+   since its children die with it.
+3. Only calls that need a process id or an exit status wait for the fork server.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Arrow's allocator would reserve a GiB to use it bit by bit, and a limit counts what is reserved.
-# A process with a second thread must not fork, and jemalloc has one even where nobody uses it.
+# Arrow's allocator would reserve a GiB and use it slowly, and a memory limit counts reservations.
+# A process with a second thread must not fork, and jemalloc has one even if it is not used.
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MIMALLOC_ARENA_EAGER_COMMIT": "0",
@@ -48,22 +48,22 @@ class ForkedProcess:
 
     @property
     def has_started(self) -> bool:
-        """Whether its process id is known, or none will ever be."""
+        """Whether its process id is known, or it could not be started."""
         return self._started.is_set()
 
     @property
     def pid(self) -> int:
-        """Its process id, waiting for it; 0 if it could not be started."""
+        """Its process id; waits for it. 0 if the process could not be started."""
         self._started.wait()
         return self._pid
 
     def kill(self) -> None:
-        """SIGKILL, if it lives. May be called twice."""
+        """Send SIGKILL if it is alive. May be called twice."""
         if not self._ended.is_set():
             self._ask_to_kill()
 
     def on_end(self, call: Callable[[int], None]) -> None:
-        """Have this called with the exit status, in another thread, or now if it has ended."""
+        """Call this with the exit status, later in another thread, or now if it has ended."""
         with self._changing:
             if not self._ended.is_set():
                 self._on_end = call
@@ -71,21 +71,21 @@ class ForkedProcess:
         call(self._status)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within this time."""
+        """Wait until it has ended; False after the timeout."""
         return self._ended.wait(timeout_s)
 
     def status(self) -> int:
-        """Its exit status, waiting for it."""
+        """Its exit status; waits for it."""
         self._ended.wait()
         return self._status
 
     def started(self, pid: int) -> None:
-        """The fork server has said so."""
+        """Record the process id that the fork server reports."""
         self._pid = pid
         self._started.set()
 
     def ended(self, status: int) -> None:
-        """It is gone."""
+        """Record its end."""
         with self._changing:
             self._status, call = status, self._on_end
             self._ended.set()
@@ -95,14 +95,14 @@ class ForkedProcess:
 
 
 class _Server:
-    """One fork server, and the thread that hears what it says."""
+    """One fork server, and the thread that receives its messages."""
 
     def __init__(self, stderr_fd: int | None) -> None:
         self.is_lost = False
         self._changing = threading.Lock()
         self._processes: dict[int, ForkedProcess] = {}
         self._numbers = itertools.count(1)
-        # What rpc.local.pair() gives; rpc is imported while the fork server imports as well.
+        # Same as rpc.local.pair(); rpc is imported while the fork server starts.
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-m", _MODULE]
         command += ["--fork-server-fd", str(theirs.fileno())]
@@ -145,7 +145,7 @@ class _Server:
         return process
 
     def close(self) -> None:
-        """End it, and with it whatever it has started."""
+        """End it and all processes that it started."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(_CLOSE_S)
@@ -154,7 +154,7 @@ class _Server:
         from dataplane.errors import PeerLost
         from dataplane.rpc import local, tasks
 
-        with contextlib.suppress(PeerLost):  # then it is killed already
+        with contextlib.suppress(PeerLost):  # already killed
             local.send(self._sock, tasks.ToForkServer(tasks.KillChild(number)))
 
     def _receive(self) -> None:
@@ -175,13 +175,13 @@ class _Server:
                     process.started(body.pid)
                 else:
                     process.ended(body.status)
-        except DataplaneError:  # it is gone, or speaks nonsense
+        except DataplaneError:  # it has died, or sent an invalid message
             pass
         finally:
             self._lose()
 
     def _lose(self) -> None:
-        """It is gone, and its children with it: wait for each to be."""
+        """Clean up after a fork server that died: wait until each of its children is gone."""
         self._process.kill()
         self._process.wait()
         with self._changing:
@@ -199,7 +199,7 @@ class _Server:
 
 
 class _Shared:
-    """The fork server of this process, for all who hold it."""
+    """The fork server of this process, shared by all holders."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -208,7 +208,7 @@ class _Shared:
         self._server: _Server | None = None
 
     def acquire(self, stderr_fd: int | None = None) -> None:
-        """Hold it; the first holder has it started, and says where it writes errors to."""
+        """Hold it; the first holder starts it, with this stderr."""
         with self._changing:
             self._holder_count += 1
             if self._server is None:
@@ -216,7 +216,7 @@ class _Shared:
                 self._server = _Server(stderr_fd)
 
     def release(self) -> None:
-        """Hold it no more."""
+        """Release it; the last holder ends it."""
         with self._changing:
             self._holder_count -= 1
             server = self._server
@@ -228,7 +228,7 @@ class _Shared:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While this lasts, it is held."""
+        """Hold it within a `with` block."""
         self.acquire()
         try:
             yield
@@ -238,8 +238,8 @@ class _Shared:
     def start(
         self, role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
     ) -> ForkedProcess:
-        """Run a "worker" or an "indexer": its end of its socket, its stderr, and the memory that it
-        may take of its own. Does not wait for it.
+        """Run a "worker" or an "indexer", with its end of its socket, its stderr, and its limit of
+        private memory. Does not wait for it.
         """
         with self._changing:
             assert self._holder_count

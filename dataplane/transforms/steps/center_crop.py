@@ -39,7 +39,7 @@ def _faults(step: CenterCrop, steps: tuple[AnyStep, ...]) -> Iterator[str]:
 def _place(step: CenterCrop, crops: Crops, drawn: Floats) -> Crops:
     """Source:  torchvision.transforms.v2.functional.center_crop: the corner is rounded to even.
 
-    Raises:  ImageError: an image is smaller than what is kept of it; row is its place.
+    Raises:  ImageError: an image is smaller than the crop; row is its index.
     """
     del drawn
     kept = np.array(_size(step), np.float64)

@@ -1,4 +1,4 @@
-"""The list of all image steps. No other module has to know a new one."""
+"""The list of all image steps. A new step needs no change in any other module."""
 
 from __future__ import annotations
 

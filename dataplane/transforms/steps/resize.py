@@ -1,4 +1,4 @@
-"""Resize: how large all of an image becomes."""
+"""Resize: scales the whole image to a size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ToLayout: how the numbers of an image lie."""
+"""ToLayout: the order of an image's dimensions."""
 
 from __future__ import annotations
 
