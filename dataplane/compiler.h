@@ -1,13 +1,13 @@
-/* What all C here asks of a compiler: what a library shows, what is inlined, and for which processors. */
+/* Compiler attributes for all C here: exported symbols, inlining, and processor versions. */
 
 #ifndef DATAPLANE_COMPILER_H
 #define DATAPLANE_COMPILER_H
 
-/* Python calls it, through ctypes. Everything else stays inside of its library. */
+/* Python calls it, through ctypes. All other symbols stay hidden in the library. */
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-/* One source, compiled for newer processors and for any; the loader chooses. Results are equal. */
+/* One source, compiled for newer processors and for all; the loader chooses. Results are equal. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__)
 #if __GNUC__ >= 12

@@ -27,7 +27,7 @@ class Manner:
     as_json: bool = False
 
 
-# What a node may be told on a command line that starts one.
+# The options of a node that a command line may set when it starts one.
 NODE_SETTINGS = (
     "cache_dir",
     "block_arena_bytes",

@@ -133,7 +133,7 @@ def render(found: StatusResponse) -> Group:
 
 
 def _job_row(job: JobStatus) -> tuple[object, ...]:
-    # Several members of a dp rank (DataLoader workers, tensor-parallel peers) each tell its speed.
+    # Members of one dp rank (DataLoader workers, tensor-parallel peers) each report its speed.
     speeds: dict[int, float] = {}
     for one in _present(job):
         rank = one.topology.dp_rank

@@ -1,10 +1,10 @@
 /*
  * The footer of a Parquet file, from Thrift's compact protocol into tables of numbers, in one pass.
- * parquet_facts.py describes the tables, and has the same in Python by thrift.py: what one of them
- * refuses, the other refuses, too.
+ * parquet_facts.py describes the tables, and makes the same ones in Python with thrift.py: both
+ * readers refuse the same footers.
  *
- * The bytes are anybody's. Each read is checked against their end, nesting has a limit, every value
- * takes a byte at least, so that work is linear in them, and nothing is allocated here.
+ * The bytes are untrusted. Each read is checked against their end, nesting has a limit, every value
+ * takes at least one byte, so that work is linear in them, and nothing is allocated here.
  */
 
 #include <stddef.h>
@@ -26,7 +26,7 @@ enum kind { TRUE_KIND = 1, FALSE_KIND, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST
 enum fault { FINE, CUT_OFF, TOO_DEEP, TWICE, OTHER_TYPE, TOO_LONG, NO_VARINT, NO_KIND, MISSING,
              NO_ROOM };
 
-/* Of a column's flags: fields that are there. */
+/* Flags of a column: the fields that are present. */
 enum { OTHER_FILE = 1, METADATA = 2, ENCRYPTED = 4, VALUES = 8, DECODED_BYTES = 16, BYTES = 32,
        FIRST_PAGE = 64 };
 
@@ -45,13 +45,13 @@ struct reader {
     int64_t rows;
     int is_encrypted;
     enum fault fault;
-    int64_t field; /* that the fault is about */
+    int64_t field; /* the fault's field */
 };
 
 struct field {
     int64_t id;
     int kind;
-    uint32_t seen; /* fields that are kept, by their numbers, all below 32 */
+    uint32_t seen; /* kept fields that occurred, by id, all below 32 */
 };
 
 static int refuse(struct reader *reader, enum fault fault, int64_t field)
@@ -107,7 +107,7 @@ static int check_depth(struct reader *reader, int depth)
     return depth <= DEPTH_MAX || refuse(reader, TOO_DEEP, 0);
 }
 
-/* The next field of a struct; 0 where the struct ends, or nothing more can be read. */
+/* The next field of a struct; 0 at the end of the struct, or if nothing more can be read. */
 static int next_field(struct reader *reader, struct field *field)
 {
     uint8_t head;
@@ -124,7 +124,7 @@ static int next_field(struct reader *reader, struct field *field)
     return 1;
 }
 
-/* Whether a field that is kept occurs for the first time. Booleans are not kept anywhere. */
+/* Whether a kept field occurs for the first time. No kept field is a boolean. */
 static int is_new(struct reader *reader, struct field *field)
 {
     uint32_t bit = (uint32_t)1 << field->id;
@@ -147,7 +147,7 @@ static int skip_struct(struct reader *reader, int depth)
     return !reader->fault;
 }
 
-/* How many values a list has, and of what kind: all of them are to be read next. */
+/* The number and the kind of a list's values: the caller reads all of them next. */
 static int open_list(struct reader *reader, int depth, uint64_t *count, int *kind)
 {
     uint8_t head;
@@ -224,7 +224,7 @@ static int skip_value(struct reader *reader, int kind, int depth)
     }
 }
 
-/* A field that nobody asked for. Within a struct, a boolean is its kind and takes no byte more. */
+/* Skips a field that is not kept. In a struct, a boolean is its kind and takes no further byte. */
 static int skip_field(struct reader *reader, const struct field *field, int depth)
 {
     return field->kind <= FALSE_KIND || skip_value(reader, field->kind, depth);
@@ -253,7 +253,7 @@ static int read_number(struct reader *reader, struct field *field, int64_t *foun
     return is_new(reader, field) && read_whole(reader, field->kind, found, field->id);
 }
 
-/* The length of a text, which is read over. */
+/* The length of a text, which is skipped. */
 static int read_length(struct reader *reader, struct field *field, int64_t *length)
 {
     uint64_t number;
@@ -267,7 +267,7 @@ static int read_length(struct reader *reader, struct field *field, int64_t *leng
     return 1;
 }
 
-/* Ready to read a struct within this one. */
+/* Ready to read a struct inside this one. */
 static int open_struct(struct reader *reader, struct field *field, int depth)
 {
     if (!is_new(reader, field))
@@ -277,7 +277,7 @@ static int open_struct(struct reader *reader, struct field *field, int depth)
     return check_depth(reader, depth);
 }
 
-/* Room for the next row of a table; `*row` is NULL where rows are only counted. */
+/* Room for the next row of a table; `*row` is NULL if rows are only counted. */
 static int add_row(struct reader *reader, struct table *table, int width, int64_t **row)
 {
     *row = NULL;
@@ -324,7 +324,7 @@ static int read_element(struct reader *reader, int depth)
     return !reader->fault;
 }
 
-/* Statistics: the longest of their bounds, and the count of nulls. */
+/* Statistics: the length of the longest bound, and the null count. */
 static int read_statistics(struct reader *reader, int64_t *numbers, int depth)
 {
     struct field field = {0};

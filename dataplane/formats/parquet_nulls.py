@@ -100,7 +100,7 @@ class NullCounter:
         return np.array(walk.counts, np.int64)
 
     def _flat_counts(self, is_nullable: NDArray[np.bool_]) -> Int64:
-        """If each field is one leaf and not nested: the result of _Walk, for all of them at once."""
+        """The result of _Walk, for all fields at once, if each is one leaf and not nested."""
         is_as_declared = self._level_max == is_nullable
         nulls = np.where(self._has_levels, self._levels[self._starts], self._empty)
         is_told = is_as_declared & (self._has_levels | self._has_empty)

@@ -1,6 +1,6 @@
 /*
- * The inner loops of a plan, over every sample of it. loops.py describes each function, and has the
- * same in numpy.
+ * The inner loops of a plan, over all of its samples. loops.py describes each function, and has the
+ * same ones in numpy.
  */
 
 #include <stddef.h>
@@ -13,11 +13,11 @@
 enum {
     WORD_BITS = 64,
     NEAR_BITS = 10,      /* about 2**10 words are in a first bucket, in the nearest cache */
-    DEALT_BITS_MAX = 12, /* and 2**12 first buckets there are at most */
-    INSERTED_MAX = 64,   /* a second bucket that has more is sorted in another way */
-    WALKED_MAX = 8,      /* a part with more intervals is searched before it is walked over */
-    PARTS_AHEAD = 32,    /* places whose part is asked for before it is needed, */
-    STARTS_AHEAD = 16    /* and whose interval is, once the part is there */
+    DEALT_BITS_MAX = 12, /* at most 2**12 first buckets */
+    INSERTED_MAX = 64,   /* a larger second bucket is sorted in another way */
+    WALKED_MAX = 8,      /* in a part with more intervals, a search precedes the walk */
+    PARTS_AHEAD = 32,    /* how many places early a part is prefetched, */
+    STARTS_AHEAD = 16    /* and its interval, once the part is cached */
 };
 
 static int rising(const void *a, const void *b)
@@ -51,7 +51,7 @@ static void deal(const uint64_t *from, uint64_t *to, int64_t count, int skipped,
         to[ends[from[i] >> shift & mask]++] = from[i];
 }
 
-/* Sorts `from` into `to`: words that are alike in their first `skipped` bits. */
+/* Sorts `from` into `to`: words with equal first `skipped` bits. */
 static void sort_near(const uint64_t *from, uint64_t *to, int64_t count, int skipped)
 {
     if (count < 2) {
@@ -112,7 +112,7 @@ void find_places(const int64_t *places, int64_t count, const int32_t *first, int
             else
                 interval = middle;
         }
-        /* Nobody can foresee the first step, so it must be no jump; few places need another. */
+        /* The first step is unpredictable, so it must not be a jump; few places need another. */
         interval += place >= starts[interval + 1];
         __asm__("" : "+r"(interval));
         while (place >= starts[interval + 1])
@@ -144,7 +144,7 @@ void lay_records(uint8_t *to, int64_t records, int64_t pieces, const uint8_t *co
     for (int64_t record = 0; record < records; record++)
         for (int64_t piece = 0; piece < pieces; piece++) {
             int64_t length = lengths[piece][record];
-            if (length) /* the content of an empty piece may be nowhere */
+            if (length) /* an empty piece may have no address */
                 memcpy(to, contents[piece] + starts[piece][record], length);
             to += length;
         }

@@ -46,7 +46,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", RESPONSE_BYTES_MAX),
     # Two clients of one process must not share a connection that one of them closes.
     ("grpc.use_local_subchannel_pool", 1),
-    # The coordinator is named directly; a proxy between hosts of a cluster is never meant.
+    # The coordinator is addressed directly; a proxy between hosts of a cluster is never intended.
     ("grpc.enable_http_proxy", 0),
 )
 _trace = Trace("rpc")

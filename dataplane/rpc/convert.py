@@ -42,7 +42,7 @@ _SHARED: dict[str, type] = {
     "ColumnOptions": model.ColumnOptions,
 }
 _ENVELOPE = "body"
-# Messages that are pairs: a column's name, and what there is in this field.
+# Messages that are pairs: a column's name, and its value in this field.
 _PAIRS = {"ColumnValue": "value", "ColumnLength": "length"}
 
 
@@ -63,7 +63,7 @@ def decode(cls: type[T], wire: bytes) -> T:
         raise errors.ConfigError(f"not a {cls.__name__} message: {error}") from error
     try:
         return from_proto(cls, message)
-    except (KeyError, TypeError, ValueError) as error:  # an enum or a noun that is none
+    except (KeyError, TypeError, ValueError) as error:  # an invalid enum or noun
         raise errors.ConfigError(f"not a {cls.__name__} message: {error!r}") from error
 
 
@@ -104,7 +104,7 @@ def _message_class(cls: _Class) -> type[Message]:
 
 def _modules() -> Iterator[types.ModuleType]:
     yield from (types_pb2, local_pb2, worker_pb2)
-    # Late: trainers and workers never speak to a coordinator, and they start sooner without.
+    # A late import: trainers and workers never call a coordinator, and start faster without it.
     from dataplane.rpc.v1 import coordinator_pb2
 
     yield coordinator_pb2

@@ -185,7 +185,7 @@ def last_messages(sock: socket.socket, cls: type[T]) -> Iterator[T]:
             message, descriptors = receive(sock, cls)
         except (BlockingIOError, DataplaneError):
             ends += 1
-            if ends > 1:  # behind all that was said
+            if ends > 1:  # after all messages
                 return
             continue
         for fd in descriptors:

@@ -42,11 +42,11 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    # And a client whose machine vanished is forgotten.
+    # A client whose machine vanished is forgotten.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # So is one that connected and says nothing, or has asked for nothing in a long time: nodes
-    # send heartbeats, and other clients connect again.
+    # So is a client that connected and sends nothing, or has requested nothing for a long time:
+    # nodes send heartbeats, and other clients reconnect.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 120_000),
     # One connection cannot have more calls in flight than this; a node has a few.
@@ -174,7 +174,7 @@ class GrpcServer:
     def _bind_unix(self, wanted: UnixAddress) -> str:
         path = Path(wanted.path)
         _clear_socket_path(path)
-        # gRPC makes the file with the umask's mode and has no other way to say it.
+        # gRPC creates the file with the umask's mode; it has no option for the mode.
         old = os.umask(0o177)
         try:
             self._server.add_insecure_port(wanted.target)

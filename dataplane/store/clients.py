@@ -18,7 +18,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from dataplane.errors import ConfigError
 
 if TYPE_CHECKING:
-    # These are there for type checkers only: obstore's module has them not.
+    # These exist for type checkers only: obstore's module does not have them at run time.
     from obstore.store import ClientConfig, RetryConfig, S3Config, S3Credential
 
 Client = S3Store | GCSStore | AzureStore | HTTPStore

@@ -82,7 +82,7 @@ def open_store(base: str, request_timeout_s: float = 30.0) -> Store:
     if scheme == "file":
         return LocalStore()
     if scheme in OBSTORE_SCHEMES:
-        # Late, since a process that only reads local files needs no runtime of Rust's.
+        # A late import, since a process that only reads local files does not need Rust's runtime.
         from dataplane.store.obstore_store import ObstoreStore
 
         return ObstoreStore(base, request_timeout_s)

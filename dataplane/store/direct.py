@@ -34,7 +34,7 @@ IDLE_MAX = 64
 IDLE_S = 20.0
 _SLICE_BYTES = 1 << 20
 _SPAN = re.compile(r"bytes (\d+)-(\d+)/")
-# So many refusals, one after the other, and nothing is asked this way for a while.
+# After this many refusals in a row, direct requests pause for a while.
 _REFUSALS_MAX = 8
 _PAUSE_S = 60.0
 

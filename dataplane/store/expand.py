@@ -159,7 +159,7 @@ def _near_file(url: str) -> str:
     while not folder.is_dir():
         path, folder = folder, folder.parent
     names = sorted(entry.name for entry in islice(os.scandir(folder), 10_000))
-    # What stands before a wildcard is like the start of a name.
+    # The text before a wildcard is a prefix.
     starts = {name[: len(path.name) + 1]: name for name in reversed(names)}
     near = difflib.get_close_matches(path.name, names, n=_NAMES_SHOWN) or [
         starts[start] for start in difflib.get_close_matches(path.name, starts, n=1)

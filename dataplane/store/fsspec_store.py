@@ -71,7 +71,7 @@ class FsspecStore:
             try:
                 found: Mapping[str, Any] = self._files.find(root, detail=True)
             except FileNotFoundError:
-                # A folder that is not there is an empty prefix; a bucket that is not there is not.
+                # A missing folder is an empty prefix; a missing bucket is an error.
                 if not self._request("exists", self._path(f"{self._base}/")):
                     raise
                 return {}
@@ -140,7 +140,7 @@ class FsspecStore:
         except PermissionError as cause:
             raise StoreDenied(f"{url}: access refused: {cause}", shard=url) from cause
         except Exception as cause:
-            # Each file system has exceptions of its own; none of them may get past this door.
+            # Each file system has its own exceptions; all of them are converted here.
             raise _mapped(url, cause) from cause
 
 

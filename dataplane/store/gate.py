@@ -258,7 +258,7 @@ class Gate:
             never_answered = self._answered_at is None and not self._asking
             if not never_answered and now - self._failing_since < AWAY_AFTER_S:
                 return
-            self._retries = 0  # they are told as the outage
+            self._retries = 0  # the outage reports them
             since = self._clock.wall() - (now - self._failing_since)
             self._probe_at = now + self._clock.random() * PROBE.span_s(1)
             self._changed.notify_all()  # who pauses for itself now waits here

@@ -52,7 +52,7 @@ class LocalStore:
                 check_etag(_described(url, os.fstat(fd)), etag)
                 body = bytearray(length)
                 filled = _fill(fd, memoryview(body), offset)
-                # A writer may have been at work while we read.
+                # A writer may have changed the file during the read.
                 check_etag(_described(url, os.fstat(fd)), etag)
             finally:
                 os.close(fd)
@@ -106,7 +106,7 @@ def _walk(folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[
                         "file, or remove the link",
                         shard=url,
                     ) from None
-                continue  # it went away while we looked, or is an editor's lock
+                continue  # it was deleted meanwhile, or is an editor's lock
         if stat.S_ISDIR(found.st_mode):
             yield from _walk(Path(entry.path), prefix, entered | {place})
         elif stat.S_ISREG(found.st_mode):

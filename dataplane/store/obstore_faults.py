@@ -37,7 +37,7 @@ _WHYS = (
     (("HostUnreachable", "NetworkUnreachable", "NetworkDown"), Why.NO_ROUTE),
     (("kind: Connect,",), Why.UNKNOWN),
 )
-# A server that speaks plain HTTP, and a certificate: neither passes while a call waits.
+# A server that speaks plain HTTP, and a bad certificate: retries within a call cannot help.
 _NO_TLS = "InvalidContentType"
 _NOT_TRUSTED = re.compile(r"InvalidCertificate\(([^;]*?)\),?\n", re.DOTALL)
 

@@ -69,7 +69,7 @@ class ObstoreStore:
         before, self._client, self._direct = self._direct, made, None
         if before is not None:
             before.close()
-        # Not methods: what holds connections must not be part of a cycle.
+        # Not methods: an object that holds connections must not be part of a reference cycle.
         make = functools.partial(_client_of_query, self._request_timeout_s)
         self._client_of_query = functools.lru_cache(_QUERY_CLIENTS_MAX)(make)
         if not direct.is_possible(os.environ):
@@ -81,7 +81,7 @@ class ObstoreStore:
             self._direct = direct.DirectReads(str, self._request_timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        # obstore lists whole folders: what lies beside the prefix is dropped here.
+        # obstore lists whole folders: names that do not match the prefix are dropped here.
         folder = folder_of(prefix)[len(self._base) + 1 :].rstrip("/")
         pages = self._ask(
             prefix,
@@ -110,7 +110,7 @@ class ObstoreStore:
         if not etag.startswith(_NO_ETAG):
             options["if_match"] = etag
         result, body = self._ask(url, lambda: self._get(url, options), etag, (offset, length))
-        # A server that ignores If-Match still says whose bytes it sent.
+        # A server that ignores If-Match still reports the ETag of the bytes that it sent.
         check_etag(self._info(url, result.meta), etag)
         if len(body) != length:
             raise TruncatedRead(
@@ -133,7 +133,7 @@ class ObstoreStore:
             try:
                 self._ask(url, lambda: ways.read_into(url, key, offset, etag, into))
             except direct.Refused:
-                pass  # obstore knows what to make of it
+                pass  # obstore handles it
             else:
                 return
         copy_into(into, self.read(url, offset, len(into), etag))
@@ -167,10 +167,10 @@ class ObstoreStore:
             fault = mapped(cause, url, self._base, span, had_credentials=self._was_served)
             if isinstance(fault, DatasetChangedError):
                 fault = self._changed(url, etag, fault)
-            # What obstore says names the url with its query, and a traceback would show it.
+            # obstore's message names the url with its query, and a traceback would show it.
             raise fault from None if self._has_query(url) else cause
         except BaseException as cause:
-            # A panic of Rust is no Exception, and would pass every handler of a node.
+            # A panic of Rust is not an Exception, and would bypass every handler of a node.
             if type(cause).__module__ != "pyo3_runtime":
                 raise
             raise StoreError(f"{url}: the client failed internally: {cause}", shard=url) from cause

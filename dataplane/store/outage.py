@@ -58,7 +58,7 @@ class Outages:
 
     def __init__(self, tell: Tell = log) -> None:
         self._tell = tell
-        self._lock = threading.RLock()  # `tell` may ask what is away now
+        self._lock = threading.RLock()  # `tell` may ask which stores are unreachable
         self._seen: dict[str, dict[object, Outage]] = {}
 
     def note(self, outage: Outage, source: object = None) -> None:

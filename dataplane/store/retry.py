@@ -85,7 +85,7 @@ class Retrying:
         self._failing: set[_Call] = set()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        # A listing that broke off starts anew: no store can say what came between two pages.
+        # A listing that broke off starts again: no store can continue one at an exact place.
         return iter(self._call(f"listing {prefix}", prefix, lambda: [*self._inner.list(prefix)]))
 
     def head(self, url: str) -> ObjectInfo:
@@ -133,7 +133,7 @@ class Retrying:
         """Ask once, and tell the gate how it went."""
         try:
             if turn.is_probe and isinstance(self._inner, Reconnecting):
-                with contextlib.suppress(ConfigError):  # then the old connections must do
+                with contextlib.suppress(ConfigError):  # then keep the old connections
                     self._inner.reconnect()
             result = attempt()
         except DataplaneError as error:
@@ -172,7 +172,7 @@ class Retrying:
     def _given_up(self, call: _Call) -> StoreError:
         spent_s = self._clock.now() - call.started
         cause = call.error or self._gate.last_error
-        if cause is None:  # a pause that a throttled call of somebody else began
+        if cause is None:  # a pause begun by another throttled call
             return StoreThrottled(
                 f"{call.what}: the store asks to slow down, for {spent_s:.1f} s. Use fewer "
                 "fetches in flight, or spread the shards over more "

@@ -24,7 +24,7 @@ SCHEMES = (
 )  # fmt: skip
 """Those that people use, with what fsspec reads; to find out what a typo means."""
 FILE_PREFIX = "file://"
-# Nobody means a local file by these, unless there is one.
+# Users never mean a local file by these, unless one exists.
 _MISSING_SLASH = re.compile(
     r"(s3[an]?|gs|gcs|az|azure|adl|abfss?|wasbs?|https?|hf|s?ftp|ssh|(?:web)?hdfs|smb|oss|memory)"
     r":(?!//)/*(.*)",

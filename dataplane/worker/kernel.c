@@ -1,8 +1,8 @@
 /*
- * The inner loops of a gather: rows that lie in many blocks, copied one after the other.
+ * The inner loops of a gather: rows from many blocks, copied one after the other.
  *
- * Packed rows are the small columns of a block, row after row, the columns of a row side by side: a
- * row that is read at random is one or two misses of the cache then, and not one for each column.
+ * Packed rows are the small columns of a block, row after row, with the columns of a row side by
+ * side: a random read of a row then costs one or two cache misses, not one for each column.
  *
  * Every address may be unaligned, so words are read by memcpy.
  */
@@ -14,18 +14,18 @@
 #include "kernel.h"
 
 /*
- * What is read next is known, and asked for before it is needed. A processor that sees a row being
- * read fetches the rest of it by itself, as far as its page goes, so that the first lines of each
- * page are enough. Single words are asked for much earlier, into the second level cache: the first
- * waits for a dozen lines or two at a time.
+ * The next reads are known and prefetched. A processor that sees a row being read prefetches the
+ * rest of it by itself, up to the end of its page, so the first lines of each page are enough.
+ * Single words are prefetched much earlier, into the second level cache: the first level waits for
+ * only a dozen lines or two at a time.
  */
 enum {
     LINE_BYTES = 64,
     PAGE_BYTES = 4096,
     ASKED_BYTES = 512,   /* of each page of a row */
-    AHEAD_BYTES = 4096,  /* so much later lies the row that is asked for, */
-    AHEAD_ROWS_MAX = 16, /* so many rows at most, */
-    AHEAD_WORDS = 256,   /* and so many where a row is one word */
+    AHEAD_BYTES = 4096,  /* distance of the prefetched row, */
+    AHEAD_ROWS_MAX = 16, /* in rows, at most */
+    AHEAD_WORDS = 256,   /* in rows of one word */
     TILE_ROWS = 256      /* packed rows that become columns together, in the nearest caches */
 };
 
@@ -52,7 +52,7 @@ INLINE void ask_row(const char *from, int64_t bytes)
     }
 }
 
-/* Into the second level cache, as single words are. */
+/* Into the second level cache, as for single words. */
 INLINE void ask_packed_row(const char *from, int64_t bytes)
 {
     for (int64_t at = 0; at < bytes; at += LINE_BYTES)
@@ -82,7 +82,7 @@ INLINE const char *row_at(const struct source *sources, int64_t stride, const in
     return sources[index[2 * i] * stride].values + index[2 * i + 1] * row_bytes;
 }
 
-/* Where row_bytes is a constant this is a loop of single moves. */
+/* If row_bytes is a constant this is a loop of single moves. */
 INLINE void short_rows(const struct source *sources, int64_t stride, const int32_t *index,
                        int64_t count, int64_t row_bytes, char *out)
 {
@@ -141,7 +141,7 @@ INLINE int is_within(int64_t start, int64_t length, int64_t end)
     return start >= 0 && length >= 0 && start <= end && length <= end - start;
 }
 
-/* A run that is checked only when its turn comes: no address is made of one outside of its values. */
+/* A run is checked only in its turn: no address outside of its values is computed. */
 INLINE void ask_run(const struct source *source, int64_t start, int64_t length,
                     int64_t element_bytes)
 {
@@ -155,7 +155,7 @@ INLINE void repeat(char *out, int64_t bytes, const char *element, int64_t elemen
         memcpy(out + at, element, element_bytes);
 }
 
-/* What a run leaves of its room; where element_bytes is a constant this is a loop of single moves. */
+/* The rest of a run's room; if element_bytes is a constant this is a loop of single moves. */
 static void pad(char *out, int64_t bytes, const char *padding, int64_t element_bytes)
 {
     if (padding == NULL) {
@@ -248,7 +248,7 @@ INLINE void turn_twos(char *const from[2], char *const to[2])
     put_fours(to[1], PICKED(a, b, 2, 3, 6, 7));
 }
 
-/* How many fields, from the first on, lie side by side and are turned together: 4, 2 or 1. */
+/* How many fields, from the first on, lie side by side and are transposed together: 4, 2 or 1. */
 INLINE int64_t turned_together(const struct field *fields, int64_t count)
 {
     int64_t bytes = fields->bytes, most = bytes == 4 ? 4 : bytes == 8 ? 2 : 1;
@@ -284,7 +284,7 @@ INLINE void copy_any_field(char *const *rows, int64_t count, const struct field 
     }
 }
 
-/* The rows `first` and on of the columns, into packed rows or out of them. */
+/* The rows from `first` on of the columns, into packed rows or out of them. */
 INLINE void turn(char *const *rows, int64_t count, const struct field *fields, int64_t fields_count,
                  int64_t first, int into_rows)
 {

@@ -1,12 +1,12 @@
 /*
- * What kernel.py calls, through ctypes, which holds no lock of the interpreter meanwhile. What it
- * takes is laid out as numpy lays it out:
+ * What kernel.py calls, through ctypes, which releases the interpreter's lock. Arguments have
+ * numpy's layout:
  *
  *   index    int32[count, 2]: (block, row), in memory that nobody else writes
  *   sources  one column's part of block b is sources[b * stride]
  *
- * A function returns -1, or the number of the first row that is not where it should be; what it has
- * written by then is within `out`. Every address may be unaligned.
+ * A function returns -1, or the index of the first row that is out of bounds; its writes until then
+ * are within `out`. Every address may be unaligned.
  */
 
 #ifndef KERNEL_H
@@ -17,19 +17,19 @@
 #include "../compiler.h"
 
 struct source {
-    const char *values;   /* fixed rows, or what `starts` cuts into runs */
+    const char *values;   /* fixed rows, or runs with bounds in `starts` */
     const char *starts;   /* int64[rows + 1], in elements */
-    const uint8_t *valid; /* uint8[rows], or NULL where all are */
+    const uint8_t *valid; /* uint8[rows], or NULL if all are valid */
     int64_t count;        /* elements of `values`, where there are starts */
 };
 
 struct field {
     int64_t at;    /* in a packed row */
     int64_t bytes; /* at most to the end of the row */
-    char *column;  /* the same of all rows, one after the other */
+    char *column;  /* the values of all rows, one after the other */
 };
 
-/* As the C data interface of Arrow has it: a record batch, whose columns are its children. */
+/* A record batch in Arrow's C data interface; its columns are its children. */
 struct exported {
     int64_t length;
     int64_t null_count;
@@ -40,10 +40,10 @@ struct exported {
     const struct exported *const *children;
 };
 
-/* Of one of its columns. */
+/* One of its columns. */
 struct placed {
     int64_t length;
-    int64_t null_count; /* 0 of what has no validity, -1 of what nobody counted */
+    int64_t null_count; /* 0 without validity, -1 if not counted */
     int64_t offset;     /* in rows */
     const void *values; /* the second buffer, or NULL */
 };
@@ -74,7 +74,7 @@ EXPORT void gather_packed(const struct source *sources, int64_t stride, const in
 
 EXPORT void place_columns(const struct exported *batch, struct placed *out);
 
-/* Of the sources that this was made from: kernel.py takes no other's. */
+/* Checksum of the sources it was compiled from: kernel.py accepts only its own. */
 EXPORT uint32_t gather_source_crc(void);
 
 #endif

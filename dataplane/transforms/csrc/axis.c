@@ -1,4 +1,4 @@
-/* The triangle of a resize, which widens as the image shrinks. */
+/* The triangle filter of a resize, which widens as the image shrinks. */
 
 #include <math.h>
 #include <string.h>
@@ -44,7 +44,7 @@ void axis_fill(struct axis *axis, int size, double begin, double extent, int is_
         for (int k = start; k < end; k++) {
             double weight = 1.0 - fabs(k + 0.5 - centre) / support;
             sum += weight > 0.0 ? weight : 0.0;
-            /* What the weights so far should add up to, rounded: no error adds up. */
+            /* The rounded target for the sum of the weights so far: errors do not accumulate. */
             int due = total > 0.0 ? (int)(sum / total * WEIGHT_ONE + 0.5) : WEIGHT_ONE;
             due = k == end - 1 ? WEIGHT_ONE : due;
             weights[k - start] = (int16_t)(due - given);

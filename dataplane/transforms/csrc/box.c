@@ -1,10 +1,10 @@
-/* Where a box lies in the image as it is stored, and how much of its resolution is needed. */
+/* The place of a box in the stored image, and the resolution that it needs. */
 
 #include "box.h"
 
 /*
  * Orientations 2, 3, 7 and 8 mirror the stored columns, 3, 4, 6 and 7 the stored rows; 5 to 8
- * exchange rows and columns then. Source: EXIF 2.32, 4.6.4 A, Orientation.
+ * then exchange rows and columns. Source: EXIF 2.32, 4.6.4 A, Orientation.
  */
 struct stored_box box_stored(const struct header *header, const struct box *box)
 {

@@ -1,11 +1,11 @@
-/* The part of an image that becomes all of the result. */
+/* The part of an image that becomes the result. */
 
 #ifndef PIXELS_BOX_H
 #define PIXELS_BOX_H
 
 #include "header.h"
 
-/* Of an image as it is seen, in pixels, and whether it is mirrored left-right afterwards. */
+/* In pixels of the upright image, and whether the result is mirrored left-right afterwards. */
 struct box {
     double top, left, height, width;
     int is_flipped;
@@ -19,10 +19,10 @@ struct stored_box {
 
 struct stored_box box_stored(const struct header *header, const struct box *box);
 
-/* 0 where the box does not lie in an image of this seen size. */
+/* 0 if the box does not lie within an image of this upright size. */
 int is_box_within(const struct header *header, const struct box *box);
 
-/* By what the decoder may shrink an image and leave height x width pixels: 1, 2, 4 or 8. */
+/* The largest shrink of the decoder that leaves height x width pixels: 1, 2, 4 or 8. */
 int box_shrink(const struct box *box, int height, int width);
 
 #endif

@@ -8,9 +8,9 @@
 #include "../../compiler.h"
 
 /*
- * CHANGE(Name) is followed by the body of the function. It changes the RGB pixels [height, width, 3]
- * of one image in place, to exactly the bytes that the step's `change` in Python gives. `numbers` are
- * the step's parameters, and `drawn` the numbers that it drew for this image.
+ * CHANGE(Name) is followed by the body of the function. It changes the RGB pixels
+ * [height, width, 3] of one image in place, with exactly the bytes of the step's `change` in Python.
+ * `numbers` are the step's parameters, and `drawn` its random numbers for this image.
  */
 #define CHANGE(name)                                                                              \
     EXPORT void change_##name(uint8_t *pixels, int32_t height, int32_t width,                     \

@@ -1,13 +1,13 @@
 /*
- * Huffman decoding of a sequential JPEG, in the place of libjpeg's own, of only the MCUs that a crop
- * needs; libjpeg does all that comes after it. An MCU is a block of each colour, or a few.
+ * Huffman decoding of a sequential JPEG, in place of libjpeg's, of only the MCUs for a crop;
+ * libjpeg does everything after it. An MCU is one or a few blocks of each colour.
  *
- * What is not needed is stepped over: by restart markers or a restart index (restart_index.c) if
- * there are some, else by decoding it to nowhere. One look into a table tells a code's length, its run, and how many bits
- * follow; their value is computed without a branch, since a branch that cannot be foreseen costs
- * more than all the rest. Stuffed zeros are taken out beforehand, so that 8 bytes are read at once.
+ * MCUs that are not needed are skipped by restart markers or a restart index (restart_index.c) if
+ * there are some, else decoded and dropped. One table look-up gives a code's length, its run, and
+ * the number of bits that follow; their value is computed without a branch, since a mispredicted
+ * branch costs more than all the rest. Stuffed zeros are removed first, so that 8 bytes are read at once.
  *
- * Bits are checked after each MCU: the memory behind a window has room for what one can read.
+ * Bits are checked after each MCU: the memory behind a window has room for one MCU's reads.
  *
  * Source: ITU-T T.81, annex C and F.2.
  */
@@ -21,17 +21,17 @@
 
 enum {
     LOOK_BITS = FAST_BITS,
-    EOB_RUN = 128,      /* more than any place in a block, however it adds up */
-    BROKEN_RUN = 64, /* ends a block too, but at a place where no run does */
+    EOB_RUN = 128,      /* beyond any place in a block, after any sum */
+    BROKEN_RUN = 64, /* also ends a block, at a place that no run reaches */
     PLACES = 64 + EOB_RUN + 1,
     DC_BITS_MAX = 11,
     AC_BITS_MAX = 10,
     MARK_SLACK = 16, /* bytes behind a mark, within which the MCU before it has ended */
-    /* What an MCU takes at most, of 32 bits a coefficient, and what is read ahead. */
+    /* The most that an MCU takes, at 32 bits a coefficient, and the bytes read ahead. */
     SLACK_BYTES = D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * 4 + 32
 };
 
-/* Where the k-th coefficient lies in a block; behind the last, where a zero does no harm. */
+/* The place of the k-th coefficient in a block; behind the last one, where a zero is harmless. */
 static const uint8_t PLACE_OF[64] = {
     0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48,
     41, 34, 27, 20, 13, 6,  7,  14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23,
@@ -48,8 +48,8 @@ void entropy_prepare(void)
 }
 
 /*
- * An entry, from its lowest bit on, each of 8 bits: how many bits code and value take together; the
- * code alone; the value alone; the run before the coefficient. 0 is a code longer than LOOK_BITS.
+ * An entry has four fields of 8 bits, from its lowest bit on: the bits of code and value together;
+ * of the code; of the value; the run before the coefficient. 0: the code exceeds LOOK_BITS.
  */
 INLINE uint32_t entry_of(int symbol, int length, int is_dc)
 {
@@ -60,7 +60,7 @@ INLINE uint32_t entry_of(int symbol, int length, int is_dc)
            (uint32_t)(length + count);
 }
 
-/* Returns 0 where these are no codes, or more bits follow one than 8 bits a channel ever need. */
+/* Returns 0 if these are not codes, or have more value bits than 8 bits a channel can need. */
 static int table_fill(struct codes *codes, const uint8_t *counts, const uint8_t *symbols,
                       int is_dc)
 {
@@ -88,7 +88,7 @@ static int codes_make(struct codes *codes, const JHUFF_TBL *table, int is_dc)
 {
     if (table == NULL)
         return 0;
-    /* Most files have the tables of the standard: what was made for the last image is kept. */
+    /* Most files have the standard tables: those built for the last image are kept. */
     if (codes->is_made && memcmp(codes->bits, table->bits, sizeof codes->bits) == 0 &&
         memcmp(codes->values, table->huffval, sizeof codes->values) == 0)
         return 1;
@@ -116,7 +116,7 @@ INLINE void consume(struct reader *reader, uint32_t bits)
     reader->count -= bits;
 }
 
-/* Of a code that is longer than LOOK_BITS; where there is none, no bits, and a run to nowhere. */
+/* The entry of a code longer than LOOK_BITS; if invalid, no bits and a run past the block. */
 static uint32_t entry_slow(const struct codes *codes, uint64_t word, int is_dc)
 {
     uint32_t top = (uint32_t)(word >> 48);
@@ -146,7 +146,7 @@ INLINE int value_at(uint32_t entry, uint64_t word)
     return bits - (-is_negative & ((1 << count) - 1));
 }
 
-/* Returns 0 where the bits are no block. The block has only zeros before, or is never looked at. */
+/* Returns 0 if the bits are not a block. The block is all zeros before, or is never read. */
 INLINE int block_read(struct reader *reader, const struct codes *dc, const struct codes *ac,
                       int *last_dc, JCOEF *block)
 {
@@ -160,7 +160,7 @@ INLINE int block_read(struct reader *reader, const struct codes *dc, const struc
     for (unsigned k = 1;;) {
         uint64_t word = reader->word;
         entry = entry_at(ac, word, 0);
-        /* What is looked up does not wait for the bits that come: there were 29 left at least. */
+        /* The look-up does not wait for the new bits: at least 29 were left. */
         refill(reader);
         k += entry >> 24;
         block[places[k]] = (JCOEF)value_at(entry, word);
@@ -172,7 +172,7 @@ INLINE int block_read(struct reader *reader, const struct codes *dc, const struc
 
 /*
  * Take a part of the scan without stuffed zeros, from a byte on: to the end, or a marker, or until
- * `end`. What lies behind it reads as zeros.
+ * `end`. The bytes behind it read as zeros.
  */
 static int window_open(struct entropy *entropy, const struct mark *mark, size_t end)
 {
@@ -211,7 +211,7 @@ static int window_open(struct entropy *entropy, const struct mark *mark, size_t 
     return 1;
 }
 
-/* Returns 0 where the bits are no MCU, or end within it. `blocks` may be NULL: it is stepped over. */
+/* Returns 0 if the bits are not an MCU, or end within it. `blocks` is NULL to skip the MCU. */
 FOR_EACH_PROCESSOR
 static int mcu_read(struct entropy *entropy, JBLOCKROW *blocks)
 {
@@ -228,7 +228,7 @@ static int mcu_read(struct entropy *entropy, JBLOCKROW *blocks)
     return reader.next - reader.count / 8 <= entropy->window_end;
 }
 
-/* How many bytes of the scan, stuffed zeros among them, make so many of the window. */
+/* The number of bytes of the scan, with stuffed zeros, that become this many of the window. */
 static size_t stuffed_bytes(const uint8_t *scan, size_t end, size_t from, size_t count)
 {
     while (count > 0 && from < end) {
@@ -257,7 +257,7 @@ static void mark_note(struct entropy *entropy)
     restart_index_note(&entropy->noting, &mark);
 }
 
-/* As mcu_read; where a mark is due, it is noted. */
+/* As mcu_read; notes a mark if one is due. */
 INLINE int mcu_pass(struct entropy *entropy, JBLOCKROW *blocks)
 {
     if (__builtin_expect(entropy->mcu_next == entropy->noting.due, 0))
@@ -275,10 +275,10 @@ enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks)
         column < scan->column_first || column > scan->column_last)
         return ENTROPY_FINE;
     if (mcu >= entropy->mcu_covered || entropy->window_end == NULL) {
-        /* The memory for a restart index's marks was not there. */
+        /* There was no memory for a restart index's marks. */
         if (marks->count == 0)
             return ENTROPY_NO_MEMORY;
-        /* The last mark that is not behind it; the end of what is needed from there. */
+        /* The last mark at or before it; the end of the MCUs needed from there. */
         size_t at = entropy->mark_at;
         while (at + 1 < marks->count && marks->all[at + 1].mcu <= mcu)
             at++;
@@ -299,7 +299,7 @@ enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks)
     return mcu_pass(entropy, blocks) ? ENTROPY_FINE : ENTROPY_BROKEN;
 }
 
-/* Every restart is a mark. Returns 0 where they are not what they should be. */
+/* Every restart marker becomes a mark. Returns 0 if the markers are invalid. */
 static int marks_of_restarts(struct entropy *entropy, int64_t interval)
 {
     struct marks *marks = &entropy->marks;

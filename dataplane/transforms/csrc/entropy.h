@@ -1,4 +1,4 @@
-/* Huffman decoding of what a crop needs: see entropy.c. */
+/* Huffman decoding of the MCUs that a crop needs: see entropy.c. */
 
 #ifndef PIXELS_ENTROPY_H
 #define PIXELS_ENTROPY_H
@@ -14,13 +14,13 @@ enum { FAST_BITS = 10 };
 
 enum entropy_fault { ENTROPY_FINE, ENTROPY_BROKEN, ENTROPY_NO_MEMORY };
 
-/* A Huffman table, as it is looked at. */
+/* A Huffman table, prepared for look-ups. */
 struct codes {
     uint32_t entries[1 << FAST_BITS];
-    uint32_t ends[17]; /* of the codes of a length, as the upper bits of 16 */
+    uint32_t ends[17]; /* end of the codes of each length, as the upper bits of 16 */
     int offsets[17];   /* of a code's symbol, from the code */
     uint8_t symbols[256];
-    UINT8 bits[17], values[256]; /* what it was made from */
+    UINT8 bits[17], values[256]; /* the JPEG's table */
     int is_made;
 };
 
@@ -29,14 +29,14 @@ struct block_plan {
     int component;
 };
 
-/* The bits that were read ahead, and where more come from. */
+/* The bits that were read ahead, and the source of more. */
 struct reader {
     uint64_t word;
     uint64_t count; /* of bits in the word, less than 64 */
     const uint8_t *next;
 };
 
-/* A scan under way. */
+/* A scan being decoded. */
 struct entropy {
     struct scan scan;
     int64_t mcu_asked; /* by libjpeg, next */
@@ -62,20 +62,20 @@ struct entropy {
 
 void entropy_prepare(void);
 
-/* A scan that libjpeg has just begun. Returns 0 where libjpeg must decode it itself. */
+/* A scan that libjpeg has just begun. Returns 0 if libjpeg must decode it itself. */
 int entropy_begin(struct entropy *entropy, j_decompress_ptr cinfo);
 
-/* After entropy_begin, and where it is known what is needed of the scan: as restart_index_follow. */
+/* After entropy_begin, once the needed part of the scan is known: as restart_index_follow. */
 void entropy_follow(struct entropy *entropy, int components, int mcu_width,
                     const struct restart_index *restart_index);
 
-/* Of the image before: it has noted nothing that is to be left. */
+/* Forget the previous image's notes: none of them is published. */
 void entropy_forget(struct entropy *entropy);
 
-/* The image is decoded: what was noted of it is there for others. */
+/* The image is decoded: publish its notes for other crops. */
 void entropy_leave(const struct entropy *entropy);
 
-/* The next MCU that libjpeg asks for: its coefficients, or nothing if it is not needed. */
+/* The next MCU that libjpeg requests: its coefficients, or nothing if it is not needed. */
 enum entropy_fault entropy_mcu(struct entropy *entropy, JBLOCKROW *blocks);
 
 void entropy_free(struct entropy *entropy);

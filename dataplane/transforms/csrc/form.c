@@ -1,4 +1,4 @@
-/* The last part of a resize, for pixels that are already rounded: the same code writes the numbers. */
+/* The last part of a resize, for pixels that are already rounded: shares the code for numbers. */
 
 #include "form.h"
 

@@ -1,4 +1,4 @@
-/* Converts pixels that steps have changed to the form that is delivered. */
+/* Converts pixels that steps have changed to the delivered form. */
 
 #ifndef PIXELS_FORM_H
 #define PIXELS_FORM_H

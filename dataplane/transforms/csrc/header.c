@@ -1,6 +1,6 @@
 /*
- * What the header of a JPEG says: its size, and how EXIF turns it. Reads nothing else, and needs no
- * library. Whatever the bytes are, no byte outside of them is looked at.
+ * Reads the header of a JPEG: its size, and its EXIF orientation. Reads nothing else, and needs no
+ * library. No byte outside of the image is read, whatever its bytes are.
  *
  * Source: ITU-T T.81 annex B (markers); EXIF 2.32, 4.5 and 4.6.4 A (orientation).
  */
@@ -36,7 +36,7 @@ INLINE uint32_t four_bytes(const uint8_t *at, int is_little)
     return is_little ? first | second << 16 : first << 16 | second;
 }
 
-/* Of the first directory of a TIFF structure; 1 where it says nothing that makes sense. */
+/* The orientation in the first directory of a TIFF structure; 1 if it is missing or invalid. */
 static int orientation_of(const uint8_t *tiff, int64_t length)
 {
     if (length < 8 || (memcmp(tiff, "II*\0", 4) != 0 && memcmp(tiff, "MM\0*", 4) != 0))
@@ -102,7 +102,7 @@ enum outcome jpeg_header(const struct image *image, struct header *header, char 
     memset(header, 0, sizeof *header);
     header->orientation = 1;
     for (;;) {
-        /* As libjpeg: what lies between two segments is stepped over. */
+        /* As in libjpeg, bytes between two segments are skipped. */
         while (at < length && bytes[at] != MARKER)
             at++;
         while (at < length && bytes[at] == MARKER)

@@ -1,4 +1,4 @@
-/* What the header of an image says. */
+/* The facts in the header of an image. */
 
 #ifndef PIXELS_HEADER_H
 #define PIXELS_HEADER_H
@@ -8,7 +8,7 @@
 #include "../../compiler.h"
 #include "image.h"
 
-/* "Stored" is an image as its rows lie in the file; "seen" is what its orientation makes of it. */
+/* "Stored": as the rows lie in the file. "Seen": with the orientation applied. */
 struct header {
     int32_t height, width; /* as stored */
     int orientation;       /* EXIF's, 1..8 */
@@ -20,7 +20,7 @@ INLINE int is_transposing(int orientation)
     return orientation >= 5;
 }
 
-/* DONE and the header, FOR_PILLOW where it is not a JPEG, or FAILED and the reason. */
+/* DONE and the header, FOR_PILLOW if it is not a JPEG, or FAILED and the reason. */
 enum outcome jpeg_header(const struct image *image, struct header *header, char *reason);
 
 #endif

@@ -1,7 +1,7 @@
 /*
  * Decode part of a JPEG with libjpeg-turbo, row by row into a resize.
  *
- * The library is the one that the headers at build time belong to, of any ABI (6b or 8). When it is
+ * The library must match the headers of build time, with any ABI (6b or 8). When a decoder is
  * created, libjpeg itself compares the ABI and the size of its structure with those of the headers.
  *
  * A warning from libjpeg means that it guessed missing pixels, so a warning is an error here, except
@@ -27,7 +27,7 @@
 #error "the headers of libjpeg-turbo 2.0.90 or newer are needed"
 #endif
 
-/* Of an ABI 8 library, separate numbers; they differ only in files that libjpeg-turbo refuses. */
+/* Separate numbers in an ABI 8 library; they differ only in files that libjpeg-turbo refuses. */
 #if JPEG_LIB_VERSION >= 70
 #define DCT_HEIGHT(cinfo) ((cinfo)->min_DCT_v_scaled_size)
 #define DCT_WIDTH(cinfo) ((cinfo)->min_DCT_h_scaled_size)
@@ -39,8 +39,8 @@
 enum {
     LINE_BYTES = 64,
     ROWS_AT_ONCE = 8,
-    MARGIN = 2, /* where colours are upsampled: the sample beside counts, of two pixels */
-    SCANS_MAX = 500  /* a hostile file can have many thousands, each as slow as an image */
+    MARGIN = 2, /* upsampled colours also depend on the next sample, of two pixels */
+    SCANS_MAX = 500  /* a hostile file can have thousands, each as slow as an image */
 };
 
 /*
@@ -54,7 +54,7 @@ struct methods {
     boolean (*decode_mcu)(j_decompress_ptr, JBLOCKROW *);
 };
 
-/* libjpeg hands it back as the client_data of its own structure. */
+/* libjpeg passes it back as the client_data of its own structure. */
 struct decoder {
     struct jpeg_decompress_struct cinfo;
     struct jpeg_error_mgr errors;
@@ -72,7 +72,7 @@ struct decoder {
 
 static const JOCTET END[] = {0xff, JPEG_EOI};
 
-/* What the library calls. */
+/* Callbacks of libjpeg. */
 
 static struct decoder *decoder_of(j_common_ptr cinfo)
 {
@@ -103,7 +103,7 @@ static void warn(j_common_ptr cinfo, int level)
     case JWRN_JFIF_MAJOR:
     case JWRN_NOT_SEQUENTIAL: return;
     case JWRN_EXTRANEOUS_DATA:
-        /* Between two segments they harm nobody; before a restart marker, pixels are missing. */
+        /* Between two segments they are harmless; before a restart marker, pixels are missing. */
         if (((j_decompress_ptr)cinfo)->restart_interval == 0)
             return;
     }
@@ -121,8 +121,8 @@ static void source_begin(j_decompress_ptr cinfo)
 }
 
 /*
- * The bytes are used up. Many files lack only their end marker, so it is given: if pixels were
- * missing too, libjpeg warns. Not where more scans could have followed, which it would not miss.
+ * The bytes are used up. Many files lack only their end marker, so it is supplied: if pixels are
+ * missing too, libjpeg warns. Not if more scans could have followed: libjpeg would not miss them.
  */
 static boolean source_fill(j_decompress_ptr cinfo)
 {
@@ -151,7 +151,7 @@ static void progress_check(j_common_ptr cinfo)
         fail_saying(cinfo, "unsupported: more than 500 scans");
 }
 
-/* Returns 0, and the reason, where libjpeg cannot be used. */
+/* Returns 0, and the reason, if libjpeg cannot be used. */
 static int decoder_make(struct decoder *decoder)
 {
     decoder->cinfo.err = jpeg_std_error(&decoder->errors);
@@ -191,17 +191,17 @@ void decoder_free(struct decoder *decoder)
     free(decoder);
 }
 
-/* Where the library that is linked was loaded from. Returns 0 if the loader does not know. */
+/* The file from which libjpeg was loaded. Returns 0 if the loader does not know. */
 static int library_found(Dl_info *found)
 {
-    /* ISO C does not convert a pointer to a function, so its bytes are copied. */
+    /* ISO C cannot convert a pointer to a function, so its bytes are copied. */
     int (*function)(j_decompress_ptr, boolean) = jpeg_read_header;
     void *address;
     memcpy(&address, &function, sizeof address);
     return dladdr(address, found) && found->dli_fname != NULL;
 }
 
-/* libjpeg has compared ABI and structure, and the numbers of its messages are compared here. */
+/* libjpeg has compared ABI and structure; this compares the numbers of its messages. */
 int jpeg_open(char *path, char *reason)
 {
     struct decoder *decoder = decoder_new();
@@ -223,7 +223,7 @@ int jpeg_open(char *path, char *reason)
     return is_good;
 }
 
-/* What Pillow makes of CMYK, which in JPEGs is inverted. Source: Pillow, Convert.c, cmyk2rgb. */
+/* Pillow's conversion of CMYK, which is inverted in JPEGs. Source: Pillow, Convert.c, cmyk2rgb. */
 static void rgb_from_inverted_cmyk(uint8_t *pixels, int count)
 {
     for (uint8_t *at = pixels; at < pixels + (size_t)count * PIXEL_BYTES; at += PIXEL_BYTES)
@@ -257,7 +257,7 @@ static boolean mcu_decode(j_decompress_ptr cinfo, JBLOCKROW *blocks)
     return TRUE;
 }
 
-/* Are these functions libjpeg's own? If not, its structure is not what we think. */
+/* Are these functions libjpeg's own? If not, its structure is unknown. */
 static int are_of_libjpeg(struct decoder *decoder, void *const *functions)
 {
     Dl_info found, known;
@@ -272,7 +272,7 @@ static int are_of_libjpeg(struct decoder *decoder, void *const *functions)
     return 1;
 }
 
-/* Let our own functions decode the MCUs that hold these pixels, of the image as it is decoded. */
+/* Let our own functions decode the MCUs of these pixels of the decoded image. */
 static void entropy_take_over(struct decoder *decoder,
                               const struct restart_index *restart_index, int top,
                               int bottom, int left, int right)
@@ -301,8 +301,8 @@ static void entropy_take_over(struct decoder *decoder,
 }
 
 /*
- * Before 3.0.0 libjpeg-turbo leaves samples undefined if it both shrinks and crops an image of which
- * one sample of colour covers four pixels in a direction.
+ * Before 3.0.0 libjpeg-turbo leaves samples undefined if it both shrinks and crops an image in
+ * which one colour sample covers four pixels in a direction.
  * Source: libjpeg-turbo, ChangeLog.md, 3.0.0, 4.
  */
 static int is_crop_right(const struct jpeg_decompress_struct *cinfo)
@@ -312,7 +312,7 @@ static int is_crop_right(const struct jpeg_decompress_struct *cinfo)
     return cinfo->scale_denom == 1 || most <= 2;
 }
 
-/* Decode what the resize needs, and no more. */
+/* Decode only what the resize needs. */
 static void rows_read(struct decoder *decoder, const struct restart_index *restart_index)
 {
     struct jpeg_decompress_struct *cinfo = &decoder->cinfo;
@@ -337,8 +337,8 @@ static void rows_read(struct decoder *decoder, const struct restart_index *resta
     if (decoder->rows == NULL)
         fail_saying((j_common_ptr)cinfo, "no memory for its rows");
     /*
-     * Rows that are aligned libjpeg writes past the caches, out of which they are wanted at once: a
-     * quarter of all time went by waiting for them.
+     * libjpeg writes aligned rows past the caches, although they are read at once: waiting for
+     * them took a quarter of the time.
      */
     JSAMPROW first_row = (JSAMPROW)decoder->rows;
     first_row += LINE_BYTES - (uintptr_t)first_row % LINE_BYTES + PIXEL_BYTES;
@@ -374,8 +374,8 @@ static void decoder_begin(struct decoder *decoder, const struct image *image)
 }
 
 /*
- * Do the scans of a progressive JPEG say all of every coefficient? If not, Pillow has libjpeg smooth
- * over what is missing, which works on whole images alone.
+ * Do the scans of a progressive JPEG hold every bit of every coefficient? If not, Pillow lets
+ * libjpeg smooth over the missing ones, which works only on whole images.
  */
 static int is_complete(const struct jpeg_decompress_struct *cinfo)
 {
@@ -417,7 +417,7 @@ enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
     if (!resize_begin(&decoder->resize, header, (int)cinfo->output_height,
                       (int)cinfo->output_width, shrink, box, view, out))
         fail_saying((j_common_ptr)cinfo, "no memory for its resize");
-    /* Where libjpeg decodes by itself, nothing is noted. */
+    /* If libjpeg decodes on its own, nothing is noted. */
     entropy_forget(&decoder->entropy);
     rows_read(decoder, restart_index);
     entropy_leave(&decoder->entropy);

@@ -14,19 +14,19 @@
 enum { PATH_BYTES = 4096 };
 
 /*
- * Is the library that the loader found the one that the headers described? Returns 0, and why, if
- * not; either way where it was loaded from.
+ * Is the loaded library the one that the headers describe? Returns 0 and the reason if not; always
+ * returns the path that it was loaded from.
  */
 int jpeg_open(char *path, char *reason);
 
-struct decoder; /* One thread's: what libjpeg and the resize keep from image to image. */
+struct decoder; /* One thread's: the state that libjpeg and the resize keep between images. */
 
 struct decoder *decoder_new(void);
 void decoder_free(struct decoder *decoder);
 
 /*
- * Of an image that has this header, what lies in the box: DONE, FAILED and the reason, or FOR_PILLOW.
- * Only if it `may_reduce` is the image decoded at a half, a quarter or an eighth where that is enough.
+ * Render the box of an image with this header: DONE, FAILED and the reason, or FOR_PILLOW. Only if
+ * it `may_reduce` is the image decoded at 1/2, 1/4 or 1/8 scale, if that is enough.
  */
 enum outcome jpeg_render(struct decoder *decoder, const struct image *image,
                          const struct restart_index *restart_index, const struct header *header,

@@ -1,4 +1,4 @@
-/* Places in a scan where decoding can start: those of an image take the memory of the one before. */
+/* Places in a scan where decoding can start: each image reuses the memory of the last one. */
 
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { COMPONENTS_MAX = 4 /* of a scan, says T.81 */ };
+enum { COMPONENTS_MAX = 4 /* of a scan, T.81 */ };
 
 struct mark {
     int64_t mcu;
@@ -15,16 +15,16 @@ struct mark {
     int dc[COMPONENTS_MAX];
 };
 
-/* Those that are known of a scan, in their order. */
+/* The known marks of a scan, in order. */
 struct marks {
     struct mark *all;
     size_t count, bytes;
 };
 
-/* Room for so many, of which there are none yet. Returns 0 where there is no memory. */
+/* Make room for this many marks, and start with none. Returns 0 if there is no memory. */
 int marks_begin(struct marks *marks, size_t count);
 
-/* One more, for which there is room: of an MCU that begins here, with no bit before it. */
+/* Add a mark, for which there is room: an MCU begins at this byte. */
 struct mark *marks_add(struct marks *marks, int64_t mcu, size_t offset);
 
 void marks_free(struct marks *marks);

@@ -1,4 +1,4 @@
-/* Memory that is kept from image to image: allocated again only where an image needs more of it. */
+/* Memory that is reused between images: reallocated only for an image that needs more of it. */
 
 #include <stdlib.h>
 

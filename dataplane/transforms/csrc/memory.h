@@ -1,11 +1,11 @@
-/* Memory that is kept from image to image. */
+/* Memory that is reused between images. */
 
 #ifndef PIXELS_MEMORY_H
 #define PIXELS_MEMORY_H
 
 #include <stddef.h>
 
-/* Memory that grows and stays: NULL says that there is none, and the old one is freed. */
+/* Memory that only grows. NULL: out of memory, and the old block is freed. */
 void *reserved(void *memory, size_t *bytes, size_t needed);
 
 #endif

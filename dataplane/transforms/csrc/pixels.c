@@ -1,5 +1,5 @@
 /*
- * Encoded images in memory to resized crops in a slab: JPEGs by libjpeg-turbo. What is not a JPEG is
+ * Encoded images in memory to resized crops in a slab: JPEGs by libjpeg-turbo. Other images are
  * left to Pillow, whose pixels come back through pixels_resize.
  */
 

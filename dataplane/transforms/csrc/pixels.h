@@ -1,9 +1,9 @@
 /*
- * What pixels.py calls, through ctypes, which holds no lock of the interpreter meanwhile: encoded
- * images in memory to resized crops in a slab, in one call. pixels.py describes the arrays.
+ * What pixels.py calls, through ctypes, which releases the interpreter's lock: encoded images in
+ * memory to resized crops in a slab, in one call. pixels.py describes the arrays.
  *
  * Every coordinate is (row, column) or (height, width) in this order, as in Python. A function that
- * takes many images returns -1, or the number of the first row that failed, whose reason it wrote.
+ * takes many images returns -1, or the index of the first row that failed, and writes its reason.
  */
 
 #ifndef PIXELS_H
@@ -16,7 +16,7 @@
 #include "restart_index.h"
 #include "view.h"
 
-/* Can libjpeg be used? Returns 0, and the reason, if not; either way the path of the library. */
+/* Can libjpeg be used? Returns 0 and the reason if not; always returns the path of the library. */
 EXPORT int64_t pixels_open(char *path, char *reason);
 
 EXPORT int64_t pixels_sizes(const struct image *images, int64_t count, int32_t *sizes,
@@ -29,14 +29,14 @@ EXPORT int64_t pixels_render(const struct image *images,
                              uint8_t *outcomes, char *reason);
 
 /*
- * One image of RGBX pixels, which Pillow decoded. `decoded` is their height and width, `stored` those
- * of the image, of which they are 1/shrink. Returns 0, or 1 without memory.
+ * One image of RGBX pixels, decoded by Pillow. `decoded` is their height and width, `stored` those
+ * of the image, of which they are 1/shrink. Returns 0, or 1 if memory ran out.
  */
 EXPORT int64_t pixels_resize(const uint8_t *pixels, const int32_t *decoded, const int32_t *stored,
                              int32_t orientation, int32_t shrink, const double *boxes,
                              const uint8_t *flips, const struct view *view, uint8_t *out);
 
-/* Of the sources that this was made from: pixels_library.py takes no other's. */
+/* Checksum of the sources it was compiled from: pixels_library.py accepts only its own. */
 EXPORT uint32_t pixels_source_crc(void);
 
 #endif

@@ -1,10 +1,10 @@
 /*
  * Resize by a triangle that widens as the image shrinks: Pillow's BILINEAR, torchvision's antialias.
  *
- * A row of pixels is resized in width as soon as it is there, to 16 bit numbers of 1/64; as soon as
- * the rows of a result are there, they are summed up, and written as the view wants them. Weights
- * are 16 bit too and add up to exactly WEIGHT_ONE, so that no sum leaves its range, and a grey
- * stays the same grey. A mirrored result has mirrored tables; a transposed one is written so.
+ * Each row of pixels is resized in width on arrival, to 16 bit numbers of 1/64; once all rows of a
+ * result are there, they are summed up and written in the view's form. Weights are 16 bit too and
+ * add up to exactly WEIGHT_ONE, so that no sum overflows, and a grey stays the same grey. A
+ * mirrored result has mirrored tables; a transposed one is written transposed.
  */
 
 #include <stdlib.h>
@@ -17,7 +17,7 @@
 
 enum { LINE_BYTES = 64 };
 
-/* Cut the next array out of one piece of memory; without memory it only adds up what is needed. */
+/* Cut the next array out of one block of memory; without a block, only add up the size. */
 static void *cut(char *memory, size_t *used, size_t bytes)
 {
     void *found = memory == NULL ? NULL : memory + *used;
@@ -67,7 +67,7 @@ int resize_begin(struct resize *resize, const struct header *header, int height,
     resize->out = out;
     resize->row_next = resize->rows.first;
     resize->out_next = 0;
-    /* Down, results are made in the order of the stored rows: only their place is mirrored. */
+    /* Results are made in stored row order: vertical mirroring changes only their place. */
     resize->is_mirrored_down = stored.is_mirrored_down;
     for (size_t i = 0; i < lanes; i++) {
         size_t channel = view->is_planar ? i / (size_t)resize->columns.count : i % CHANNELS;
@@ -86,7 +86,7 @@ int resize_padding(const struct resize *resize)
 {
     return resize->columns.taps;
 }
-/* Where result (row, column, channel) lies is a sum of strides; a transposed row is a column. */
+/* The place of result (row, column, channel) is a sum of strides; transposed, a row is a column. */
 static void write_result(struct resize *resize, int row)
 {
     const struct view *view = &resize->view;

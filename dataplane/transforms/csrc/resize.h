@@ -1,4 +1,4 @@
-/* A resize under way: rows go in from top to bottom, as they are stored, and leave as results. */
+/* A resize in progress: stored rows go in from top to bottom, and leave as results. */
 
 #ifndef PIXELS_RESIZE_H
 #define PIXELS_RESIZE_H
@@ -21,23 +21,23 @@ struct resize {
     const int16_t **held; /* [rows.taps]: the rows of the ring that one result needs */
     int32_t *sums;        /* [lanes] */
     float *scale, *bias;  /* [lanes] */
-    uint8_t *line;        /* [lanes] of the dtype, where the result is transposed */
+    uint8_t *line;        /* [lanes] of the dtype, if the result is transposed */
     uint8_t *out;
     void *memory; /* all of the arrays above */
     size_t memory_bytes;
 };
 
 /*
- * Prepare for an image of stored height x width, shrunk to 1/shrink of that already.
- * Returns 0 where there is no memory. Rows before rows.first are not wanted, nor those after end.
+ * Prepare for an image of stored height x width, already shrunk to 1/shrink of that. Returns 0 if
+ * there is no memory. Rows before rows.first and from rows.end on are not needed.
  */
 int resize_begin(struct resize *resize, const struct header *header, int height, int width,
                  int shrink, const struct box *box, const struct view *view, uint8_t *out);
 
-/* One stored row of RGBX pixels; `pixels` is at column `from` of it, PADDING pixels lie behind. */
+/* One stored row of RGBX pixels; `pixels` starts at column `from`, and PADDING pixels follow. */
 void resize_row(struct resize *resize, const uint8_t *pixels, int from);
 
-/* Pixels that may be read, and are not used, behind the last of a row. */
+/* Pixels behind the last one of a row that may be read, and are not used. */
 int resize_padding(const struct resize *resize);
 
 void resize_free(struct resize *resize);

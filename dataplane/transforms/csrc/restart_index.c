@@ -1,17 +1,17 @@
 /*
- * The restart index of an image: where decoding can start within its scan. Whoever decodes a crop
- * notes it in memory that the caller keeps, for other crops of the same image later.
+ * The restart index of an image: where decoding can start within its scan. Decoding a crop notes it
+ * in memory that the caller keeps, for later crops of the same image.
  *
- *   how many marks there are                                     uint32, written last
+ *   the number of marks                                          uint32, written last
  *   each mark: byte, uint32; bit, uint8; then of each component the DC so far, int16
  *
- * Numbers but the first begin with their lowest byte. New memory is zero. There is a mark every
- * `step` MCUs of a row, and the image and the room alone decide on the step: whoever notes a mark
- * writes the same bytes as anybody else would, so that several processes may note and use them at
- * once, and be killed at it. A count that falls back forgets marks, which are noted again.
+ * All numbers but the first are little-endian. New memory is zero. There is a mark every `step`
+ * MCUs of a row, and the image and the room alone determine the step: every process writes the same
+ * bytes for a mark, so several may write and use marks at the same time, and be killed while they do.
+ * If the count falls back, marks are forgotten, and noted again.
  *
- * All before a mark was decoded without a fault, so stepping over it hides none. Should the memory
- * hold something else after all, wrong pixels come of that, but nothing is read beyond the scan.
+ * Everything before a mark was decoded without a fault, so skipping it hides none. If the memory
+ * held something else, pixels would be wrong, but nothing is read beyond the scan.
  */
 
 #include <string.h>
@@ -21,7 +21,7 @@
 
 enum {
     HEAD_BYTES = 8,
-    STEP_PIXELS = 32 /* a row of MCUs has a mark about every so many, if there is room */
+    STEP_PIXELS = 32 /* distance of marks in a row of MCUs, if there is room */
 };
 
 INLINE void put(uint8_t *at, uint32_t value, int bytes)
@@ -53,7 +53,7 @@ static int64_t mcu_due(const struct noting *noting)
     return noting->noted < noting->all ? mcu_of(noting, noting->noted) : INT64_MAX;
 }
 
-/* Returns 0 where there is no room for a mark in every row. */
+/* Returns 0 if there is no room for a mark in every row. */
 static int choose_step(struct noting *noting, const struct scan *scan, int components,
                        int mcu_width, const struct restart_index *restart_index)
 {
@@ -71,7 +71,7 @@ static int choose_step(struct noting *noting, const struct scan *scan, int compo
     return noting->all <= room;
 }
 
-/* Returns 0 where these are no marks of this scan. */
+/* Returns 0 if these are not marks of this scan. */
 static int marks_read(const struct noting *noting, struct marks *marks, const struct scan *scan,
                       int64_t first, int64_t end)
 {
@@ -113,7 +113,7 @@ void restart_index_follow(struct noting *noting, struct marks *marks, const stru
     int64_t first = scan->row_first * noting->per_row;
     int64_t end = (scan->row_last + 1) * noting->per_row + 1;
     end = end > noting->known ? noting->known : end;
-    first = first < end ? first : end - 1; /* the last one that is known */
+    first = first < end ? first : end - 1; /* the last known mark */
     if (end > 0 && !marks_read(noting, marks, scan, first, end))
         return;
     noting->noted = noting->known;

@@ -1,5 +1,5 @@
 /*
- * The two sums of a resize, where most of its time goes: by AVX2 or SSE2 on x86, plainly elsewhere,
+ * The two sums of a resize, which take most of its time: AVX2 or SSE2 on x86, plain C elsewhere,
  * with the same results.
  */
 
@@ -137,7 +137,7 @@ row_wide(const struct axis *axis, const uint8_t *pixels, int from, int taps, int
     int i = 0;
     for (; i + 4 <= axis->count; i += 4) {
         __m256i sums[2];
-        /* Of 0 and 2, and of 1 and 3: packed, they are in order. */
+        /* Pairs 0 and 2, and 1 and 3: packing puts them in order. */
         for (int k = 0; k < 2; k++)
             sums[k] = weighed_two(pixels + PIXEL_BYTES * (axis->starts[i + k] - from),
                                   axis->weights + (size_t)(i + k) * (size_t)taps,
@@ -150,7 +150,7 @@ row_wide(const struct axis *axis, const uint8_t *pixels, int from, int taps, int
     rest_resized(axis, pixels, from, taps, i, is_planar, out);
 }
 
-/* With a constant number of taps, the loops over them vanish. */
+/* With a constant number of taps, the compiler unrolls the loops over them. */
 #define CASES(row_with)                                                                           \
     switch (axis->taps) {                                                                         \
     case 2: row_with(axis, pixels, from, 2, is_planar, out); return;                              \

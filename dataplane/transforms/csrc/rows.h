@@ -1,4 +1,4 @@
-/* The two sums of a resize: of the pixels of a row, and of rows. */
+/* The two sums of a resize: over the pixels of a row, and over rows. */
 
 #ifndef PIXELS_ROWS_H
 #define PIXELS_ROWS_H
@@ -14,8 +14,8 @@ enum {
 };
 
 /*
- * A row of RGBX pixels, of which the first is number `from`, resized in width: to 3 * columns->count
- * numbers of 1/2**ROW_BITS, as planes or pixel by pixel.
+ * A row of RGBX pixels, starting with pixel `from`, resized in width: to 3 * columns->count numbers
+ * of 1/2**ROW_BITS, as planes or pixel by pixel.
  */
 void row_resize(const struct axis *columns, const uint8_t *pixels, int from, int is_planar,
                 int16_t *out);

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 struct scan {
-    const uint8_t *bytes; /* with stuffed zeros and restart markers, and whatever follows */
+    const uint8_t *bytes; /* with stuffed zeros, restart markers, and the bytes that follow */
     size_t length;
     int64_t mcus_per_row, mcu_rows;
     int64_t row_first, row_last, column_first, column_last; /* that are needed */

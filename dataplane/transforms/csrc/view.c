@@ -1,4 +1,4 @@
-/* Sums to numbers of the dtype that is wanted, in loops that a compiler makes wide. */
+/* Sums to numbers of the requested dtype, in loops that compilers vectorize. */
 
 #include <string.h>
 
@@ -24,7 +24,7 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
-/* To the nearest, ties to even; what is too large becomes an infinity. */
+/* Rounds to nearest, ties to even; too large values become an infinity. */
 INLINE uint16_t half_of(float value)
 {
     uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;

@@ -1,4 +1,4 @@
-/* What every image of a column becomes: size, layout and numbers. */
+/* The form of every image of a column: size, layout and numbers. */
 
 #ifndef PIXELS_VIEW_H
 #define PIXELS_VIEW_H
@@ -11,7 +11,7 @@ enum dtype { BYTE, HALF, BFLOAT, FLOAT };
 
 enum { SUM_BITS = 20 /* fraction of the sums that become values */ };
 
-/* As pixels.py lays it out. A value v of 0..255 becomes v * scale + bias, of its channel. */
+/* Same layout as in pixels.py. A value v of 0..255 becomes v * scale + bias, of its channel. */
 struct view {
     int32_t height, width, is_planar, dtype;
     float scale[CHANNELS], bias[CHANNELS];
@@ -21,8 +21,8 @@ struct view {
 int dtype_bytes(enum dtype dtype);
 
 /*
- * Sums of 1/2**SUM_BITS become numbers: rounded, or sum * scale + bias, of each lane its own. So the
- * scale of a lane is that of the view by 2**SUM_BITS.
+ * Sums of 1/2**SUM_BITS become numbers: rounded, or sum * scale + bias, for each lane. So the scale
+ * of a lane is that of the view divided by 2**SUM_BITS.
  */
 void view_write(const int32_t *restrict sums, const float *restrict scale,
                 const float *restrict bias, int lanes, int dtype, void *restrict out);
