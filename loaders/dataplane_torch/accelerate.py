@@ -53,7 +53,7 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
         return found
     if type(found) is not DataLoaderShard:
         raise ConfigError(
-            f"Accelerate makes a {type(found).__name__} of this loader, and prepare() is for those "
+            f"Accelerate wraps this loader in a {type(found).__name__}, but prepare() needs one "
             "that each process reads itself: pass dispatch_batches=False in the Accelerator's "
             "DataLoaderConfiguration",
             field="dispatch_batches",

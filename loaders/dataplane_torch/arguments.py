@@ -89,7 +89,7 @@ def job_of(given: Arguments) -> JobToOpen:
     ranks = max(topology.world_size, topology.dp_size)
     launch = identity.launch_identity(os.environ, ranks, launch_token())
     if given.timeout < 0:
-        raise ConfigError(f"timeout is {given.timeout}: 0 or more seconds", field="timeout")
+        raise ConfigError(f"timeout={given.timeout}: pass 0 or more seconds", field="timeout")
     request = OpenJob(
         job_id=identity.job_id(launch, urls, options["name"]),
         incarnation=launch.incarnation,
@@ -176,7 +176,7 @@ def _urls(given: object) -> tuple[str, ...]:
     urls = []
     for one in given:
         if not isinstance(one, str | os.PathLike) or not os.fspath(one):
-            raise ConfigError(f"{one!r:.80} is no url", field="urls")
+            raise ConfigError(f"{one!r:.80} is not a url", field="urls")
         urls.append(_absolute(str(os.fspath(one))))
     return tuple(urls)
 
@@ -201,8 +201,8 @@ def _global_batch(given: Arguments, topology: Topology) -> int:
         return _count("batch_size", given.batch_size, 1) * topology.dp_size
     if given.batch_size != 1:
         raise ConfigError(
-            f"batch_size={given.batch_size} (of one rank) and global_batch_size={whole} (of all of "
-            "them) say two things: pass one",
+            f"batch_size={given.batch_size} (per rank) conflicts with global_batch_size={whole} "
+            "(over all ranks): pass one of them",
             field="global_batch_size",
         )
     return _count("global_batch_size", whole, 1)
@@ -216,15 +216,15 @@ def _end(given: Arguments) -> End:
     if end not in ends:
         raise ConfigError(f"end={end!r}: choose one of {', '.join(ends)}", field="end")
     if given.drop_last and ends[end] is not End.DROP:
-        raise ConfigError(f"drop_last=True and end={end!r} say two things: pass one", field="end")
+        raise ConfigError(f"drop_last=True conflicts with end={end!r}: pass one", field="end")
     return ends[end]
 
 
 def _sharing(given: object) -> str:
     if given is not None and (not isinstance(given, str) or not 0 < len(given) <= _NAME_MAX):
         raise ConfigError(
-            f"sharing={given!r:.80}: the name that jobs which load alike have in common, of "
-            f"{_NAME_MAX} characters at most",
+            f"sharing={given!r:.80}: pass the group name that jobs with equal loaders share, at "
+            f"most {_NAME_MAX} characters",
             field="sharing",
         )
     return given or ""
@@ -246,9 +246,9 @@ def _count(name: str, value: object, least: int, most: int = (1 << 31) - 1) -> i
 def epoch_of(given: object) -> int:
     """The epoch that `set_epoch` was given.
 
-    Raises:  ConfigError: it is not one.
+    Raises:  ConfigError: it is not an epoch number.
     """
     found = whole(given)
     if found is None or found < 0:
-        raise ConfigError(f"an epoch is 0 or more, not {given!r:.80}", field="epoch")
+        raise ConfigError(f"an epoch is 0 or more, got {given!r:.80}", field="epoch")
     return found

@@ -74,8 +74,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             self._resume_steps = None
             if stride != count:
                 raise ConfigError(
-                    f"this state is of one of {stride} DataLoader workers, and there are {count}: "
-                    "resume with as many, or from a state of the dataset in the main process",
+                    f"this state was saved with {stride} DataLoader workers, and now there are "
+                    f"{count}: use {stride}, or a state that the main process's dataset returned",
                     field="num_workers",
                 )
         check_pixels(session.job.pixels)
@@ -194,5 +194,5 @@ def _place() -> tuple[int, int]:
     if info is None:
         return 0, 1
     if info.num_workers > _WORKER_COUNT_MAX:
-        raise ConfigError(f"{info.num_workers} DataLoader workers: {_WORKER_COUNT_MAX} at most")
+        raise ConfigError(f"{info.num_workers} DataLoader workers: at most {_WORKER_COUNT_MAX}")
     return info.id, info.num_workers

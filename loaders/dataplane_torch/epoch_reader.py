@@ -128,9 +128,9 @@ def check_process(pid: int) -> None:
     """
     if os.getpid() != pid:
         raise ConfigError(
-            f"this pass was begun by process {pid}, and goes on there alone: here, in process "
-            f"{os.getpid()}, which was forked from it, every sample would come a second time. Call "
-            "iter() on the loader here for a pass of its own, which begins the epoch anew",
+            f"this pass was begun by process {pid} and continues only there: the forked process "
+            f"{os.getpid()} would read every sample a second time. Call iter() on the loader in "
+            "this process for a new pass, which starts the epoch again",
             field="iterator",
         )
 

@@ -34,7 +34,7 @@ def check_pixels(pixels: str) -> None:
     expected = _first_said("dataplane/pixels", pixels) if pixels else ""
     if expected and expected != pixels:
         raise SpecMismatch(
-            f"the node of this rank makes images with {pixels}, and that of another rank with "
+            f"this rank's node makes images with {pixels}, and another rank's node with "
             f"{expected}. {how_to_agree(expected, pixels)}",
             field="pixels",
             expected=expected,

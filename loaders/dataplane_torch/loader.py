@@ -170,7 +170,7 @@ class DataLoader(LoaderBase[_T_co]):
         """
         if self._shards is None:
             raise ConfigError(
-                "schema is of loaders over urls: what a torch Dataset yields shows in its batches",
+                "only loaders over urls have a schema: look at a batch of a torch Dataset instead",
                 field="dataset",
             )
         return self._shards.schema
@@ -182,7 +182,7 @@ class DataLoader(LoaderBase[_T_co]):
         Raises:  ConfigError: the column is not one of codes=[…], or this loader is over a Dataset.
         """
         if self._shards is None:
-            raise ConfigError("categories() is of loaders over urls", field="dataset")
+            raise ConfigError("only loaders over urls have categories()", field="dataset")
         return self._shards.categories(column)
 
     def set_epoch(self, epoch: int) -> None:
@@ -208,7 +208,7 @@ class DataLoader(LoaderBase[_T_co]):
         Raises:  ConfigError: over a Dataset, whose workers do not measure this.
         """
         if self._shards is None:
-            raise ConfigError("statistics() is of loaders over urls", field="dataset")
+            raise ConfigError("only loaders over urls have statistics()", field="dataset")
         return self._shards.statistics()
 
     def state_dict(self) -> dict[str, Any]:

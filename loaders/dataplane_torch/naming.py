@@ -37,8 +37,8 @@ def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
         return False
     if not dataset:
         raise ConfigError(
-            f"the dataset is {dataset!r}: there is nothing to load. If it comes from a glob, that "
-            "matched nothing; pass the pattern itself to be told so",
+            f"the dataset is {dataset!r}: there is nothing to load. If it comes from a glob that "
+            "matched nothing, pass the pattern itself: the error will then name it",
             field="dataset",
         )
     if not all(isinstance(one, str | os.PathLike) for one in dataset):

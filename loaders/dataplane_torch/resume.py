@@ -33,8 +33,8 @@ def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: b
     if state.pixels and made and state.pixels != made and session.request.topology.rank == 0:
         warnings.warn(
             f"the images before this state were made by {state.pixels}, and from here on they are "
-            f"made by {made}: single pixels can differ. The order of samples, crops and flips do "
-            "not",
+            f"made by {made}: single pixels can differ. The sample order, crops and flips stay the "
+            "same",
             stacklevel=4,
         )
     return state.normalised(session.job.spec)

@@ -40,7 +40,7 @@ class Shards(IterableDataset[Batch]):
         Raises:  ConfigError: always.
         """
         raise ConfigError(
-            "these shards are read by dataplane_torch.DataLoader itself: for another loader pass "
+            "only dataplane_torch.DataLoader can read this dataset: for another loader pass "
             "dataplane_torch.ShardedIterableDataset",
             field="dataset",
         )

@@ -69,7 +69,7 @@ def _refuse_twins(specs: Sequence[ColumnSpec]) -> None:
     for spec in specs:
         if spec.kind is Kind.PADDED and f"{spec.name}.length" in names:
             raise ConfigError(
-                f"the lengths of the lists of {spec.name!r} would take the place of column "
+                f"the list lengths of {spec.name!r} would replace the existing column "
                 f'"{spec.name}.length": pass lists="ragged", or leave one out with columns=[…]',
                 field=spec.name,
             )
@@ -92,7 +92,7 @@ def torch_dtype(spec: ColumnSpec) -> torch.dtype:
     found = _DTYPES.get(spec.dtype)
     if found is None:
         raise ConfigError(
-            f"column {spec.name!r} has type {spec.dtype!r}, which torch lacks: leave it out with "
+            f"torch has no type for column {spec.name!r} ({spec.dtype!r}): leave it out with "
             "columns=[…]",
             field=spec.name,
         )
@@ -184,7 +184,7 @@ def _decoded(name: str, found: list[bytes | None]) -> list[str | None]:
         return [None if one is None else one.decode() for one in found]
     except UnicodeDecodeError as error:
         raise CorruptShard(
-            f"column {name!r} is declared as text, and holds {error.object[:40]!r}, which is no "
+            f"column {name!r} is declared as text, but holds {error.object[:40]!r}, which is not "
             f"UTF-8 ({error.reason} at byte {error.start})",
             field=name,
             expected="UTF-8",

@@ -58,7 +58,7 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = (told[0] if isinstance(told, list) else told or {}).get("attributes", {})
         if saved.get("saved") is None:
             raise ConfigError(
-                "this checkpoint has no state of a loader: it was saved without LoaderState()",
+                "this checkpoint has no loader state: it was saved without LoaderState()",
                 field="resume_from_checkpoint",
             )
         self._go_on(saved["saved"], args.gradient_accumulation_steps, state)
@@ -76,9 +76,9 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
         done = state.global_step % -(-batch_count // accumulation) * accumulation
         if done and batch_count % accumulation:
             raise ConfigError(
-                f"an epoch has {batch_count} batches, which is no multiple of "
-                f"gradient_accumulation_steps={accumulation}: the Trainer would not make the last "
-                "step of an epoch that it resumes. Drop the remainder (drop_last), or save at "
+                f"an epoch has {batch_count} batches, which is not a multiple of "
+                f"gradient_accumulation_steps={accumulation}: the Trainer would skip the last step "
+                "of an epoch that it resumes. Drop the remainder (drop_last), or save at "
                 "epoch ends",
                 field="gradient_accumulation_steps",
             )

@@ -156,5 +156,5 @@ def test_a_schema_of_very_many_columns_comes_in_several_answers(tmp_path: Path) 
 
 
 def test_a_dataset_of_torch_has_no_schema() -> None:
-    with pytest.raises(ConfigError, match="schema is of loaders over urls"):
+    with pytest.raises(ConfigError, match="only loaders over urls have a schema"):
         DataLoader([1, 2, 3]).schema  # noqa: B018

@@ -33,7 +33,7 @@ from dataplane_torch.torch_private.iteration import (
 
 
 class PassPlace:
-    """Where a pass stands: outlives it, so that a loop that was left can still be saved."""
+    """A pass's position. It outlives the pass, so that a loop that was left can still be saved."""
 
     def __init__(self, loader: Any, worker_count: int) -> None:
         self.is_iterable = is_iterable(loader)
@@ -53,7 +53,7 @@ class PassPlace:
     def state(self) -> PassState:
         """As it is now."""
         if self.is_finished and self.has_default_generator:
-            # What the next pass will draw from, if nothing else does before.
+            # The next pass draws from this state unless something else draws first.
             generators = {**self.sampler.generators, **default_generator()}
             self.sampler = replace(self.sampler, generators=generators)
         return PassState(
@@ -74,7 +74,7 @@ class PassPlace:
 
 class Beginning:
     """What both kinds of pass do before and after torch's own constructor runs. `loaded_in` are the
-    epochs that the samplers had been told when `resume` was loaded.
+    epochs that the samplers were set to when `resume` was loaded.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Beginning:
         self.place = PassPlace(loader, worker_count)
         self._places: Places | None = None
         self._made_with: GeneratorStates = {}
-        # Not the loader: it may hold the pass, and its workers end when both are forgotten.
+        # No reference to the loader: it may hold the pass, and workers end when both are freed.
         self._index_sampler, self._generator = index_sampler(loader), loader.generator
         self._every, self._persists = loader.snapshot_every_n_steps, loader.persistent_workers
         self.resume = resume
@@ -96,7 +96,7 @@ class Beginning:
         if resume is not None:
             resume.check(self.place.state())
             self._is_told = epochs_of(self._index_sampler) != loaded_in
-        # Of a finished pass only what it left behind matters: the next one starts at its start.
+        # A finished pass only leaves its end state: the next pass begins at its own start.
         self.goes_on = None if resume is None or resume.is_finished else resume
         self.is_at_the_end = self.goes_on is not None and self._has_nothing_left(self.goes_on)
 
@@ -122,7 +122,7 @@ class Beginning:
 
     @property
     def is_anew(self) -> bool:
-        """Whether torch's constructor did for this pass what it does for any."""
+        """Whether torch's constructor began this pass as it begins any other."""
         return self.goes_on is None and (self.resume is None or not self._persists)
 
     def remember(self) -> None:
@@ -141,7 +141,7 @@ class Beginning:
                 place.next_worker = goes_on.next_worker
             iterator = self._iterator_of(goes_on.sampler)
         elif self.resume is not None and self._persists:
-            # Workers that persist do not get a new seed, so that none is drawn between two passes.
+            # Persistent workers get no new seed, so no seed is drawn between two passes.
             torch_pass.base_seed = self.resume.base_seed
             iterator = self._iterator_of(self.resume.sampler)
         place.base_seed = torch_pass.base_seed
@@ -156,11 +156,11 @@ class Beginning:
         return places
 
     def begun(self) -> None:
-        """The first indices are drawn, by which a sampler may count an epoch of its own."""
+        """The first indices are drawn. A sampler may count its epochs by this."""
         if not self.place.is_iterable and not self._is_asked:
             self._epochs = epochs_of(self._index_sampler)
             if self._is_told and self.goes_on is not None:
-                # Between the loading of the state and now: another epoch than the state's counts.
+                # An epoch that was set after the state was loaded replaces the state's epoch.
                 self._epochs |= self.goes_on.sampler.epochs
 
     def is_told_otherwise(self) -> bool:
@@ -176,11 +176,11 @@ class Beginning:
         return is_told or self.is_at_the_end
 
     def forget_resumed(self, torch_pass: PassNames) -> None:
-        """The pass is of the epoch that the samplers were told, or of the next, from its start."""
+        """Begin the epoch that the samplers were set to, or else the next one, from its start."""
         if self.is_at_the_end:  # a sampler may draw once more before it ends, as torch's does
             collections.deque(torch_pass.indices, maxlen=0)
         if self.goes_on is not None and not self._persists:
-            # What torch's constructor drew was drawn for the pass that was to go on.
+            # torch's constructor drew these for the pass that was to be resumed.
             seed = torch.empty((), dtype=torch.int64).random_(generator=self._generator)
             torch_pass.base_seed = int(seed.item())
         self.resume = self.goes_on = None
@@ -215,6 +215,6 @@ class Beginning:
 
 def _length(dataset: object) -> int | None:
     length = None
-    with contextlib.suppress(Exception):  # a method of the user's that only refuses
+    with contextlib.suppress(Exception):  # the user's method exists but only raises
         length = len(dataset) if isinstance(dataset, Sized) else None
     return length

@@ -1,11 +1,11 @@
-"""The worker processes of one loader: started, heard, told, and seen to their end.
+"""Starts the worker processes of one loader, exchanges messages with them, and ends them.
 
 One socket a worker carries everything: frames (frames.py) and the descriptors of its segments. The
 trainer reads when it waits for a batch, and no thread of its own does.
 
 Invariants:
 1. A worker that dies, however it dies, raises in the trainer that waits, within one second.
-2. Whoever closes a crew has no process of it left: those that do not end are killed.
+2. After `close` no process of a crew is left: workers that do not end are killed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Crew:
         return os.getpid() == self._pid
 
     def tell(self, worker_id: int, frame: frames.ToWorker) -> None:
-        """Send a frame. A worker that is gone is not told; waiting for it raises.
+        """Send a frame. A dead worker is skipped; waiting for it raises.
 
         Raises:  whatever the pickling of its index raises.
         """
@@ -79,14 +79,14 @@ class Crew:
             self._connections[worker_id].send_bytes(encoded)
 
     def let_go(self, worker_id: int) -> None:
-        """Tell a worker that it will not be needed."""
+        """Tell a worker that it is no longer needed."""
         if worker_id not in self._ended:
             self._ended.add(worker_id)
             self.tell(worker_id, frames.Stop())
 
     def wait(self, deadline: float | None) -> list[int]:
-        """Wait until workers say something, or for the deadline (by time.monotonic), after which
-        nobody has: `heard` takes this.
+        """Wait until workers send something, or until the deadline (by time.monotonic). `heard`
+        takes the result, which is empty after the deadline.
 
         Raises:  RuntimeError: a worker died.
         """
@@ -97,7 +97,7 @@ class Crew:
         return [fd for fd, _ in ready]
 
     def heard(self, ready: list[int]) -> Iterator[tuple[int, frames.FromWorker]]:
-        """What workers have said.
+        """The messages that workers have sent.
 
         Raises:  RuntimeError: a worker died.
         """
@@ -118,8 +118,8 @@ class Crew:
             yield worker_id, frame
 
     def look_after(self) -> None:
-        """Raise for workers that died, in torch's words, whoever sees it first: torch's handler of
-        SIGCHLD, or the end of the worker's socket.
+        """Raise torch's error for workers that died, seen first by torch's SIGCHLD handler or by
+        the end of the worker's socket.
         """
         self._has_raised = True
         workers.raise_for_dead()
@@ -130,8 +130,8 @@ class Crew:
         self._has_raised = False
 
     def is_to_be_replaced(self, was_torn: bool) -> bool:
-        """Whether the next pass needs other workers: an exception came in the middle of a frame, or
-        an interrupt ended these too. One that died is for `look_after` to tell.
+        """Whether the next pass needs other workers: an exception interrupted a frame, or an
+        interrupt ended these too. `look_after` reports workers that died.
         """
         codes = {process.exitcode for process in self.processes}
         return not self._has_raised and codes <= {None, 0} and (was_torn or 0 in codes)
@@ -163,7 +163,7 @@ class Crew:
 
     def _start(self, context: Any, setup: Setup, pinning: Pinning | None) -> None:
         ours, theirs = context.Pipe(duplex=True)
-        # A forked worker has copies of these, with which it would never see that we are gone.
+        # A forked worker's copies of these would hide the trainer's end from it.
         inherited = [ours, *self._connections] if context.get_start_method() == "fork" else []
         process = context.Process(target=work, args=(setup, theirs, inherited))
         process.daemon = True
@@ -181,7 +181,7 @@ class Crew:
         self._poll.register(ours.fileno(), select.POLLIN)
 
     def _hear_no_more(self, worker_id: int) -> None:
-        """A worker that waits to send learns that it is in vain, and ends."""
+        """A worker that is blocked in a send gets an error, and ends."""
         with (
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(self._connections[worker_id].fileno())) as ours,
@@ -189,7 +189,7 @@ class Crew:
             ours.shutdown(socket.SHUT_RD)
 
     def _lost(self, worker_id: int) -> None:
-        """A worker's socket has ended: as it was told, or on its own."""
+        """A worker's socket has ended, on request or on its own."""
         self._poll.unregister(self._connections[worker_id].fileno())
         self._gone.add(worker_id)
         self.look_after()
@@ -206,11 +206,11 @@ def _obituary(pid: int | None, exit_code: int | None) -> str:
             f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-exit_code)}. "
         )
         if -exit_code == signal.SIGKILL:
-            return f"{told}Most often that is the kernel, out of memory: try fewer num_workers"
-        return f"{told}num_workers=0 runs the dataset in this process, where a debugger sees it"
+            return f"{told}Most often the kernel was out of memory: try fewer num_workers"
+        return f"{told}To debug the dataset, run it in this process with num_workers=0"
     return (
         f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {exit_code}: look above "
-        "for its last words; num_workers=0 runs the dataset in this process"
+        "for its last output; num_workers=0 runs the dataset in this process"
     )
 
 
@@ -222,5 +222,5 @@ def _close_all() -> None:
         crew.close()
 
 
-# After multiprocessing's own, so before it: that one would end them with a signal.
+# Registered after multiprocessing's handler, so it runs first: that one would signal workers.
 atexit.register(_close_all)

@@ -1,4 +1,4 @@
-"""What a trainer and its workers say to each other, one frame a message of their socket."""
+"""The messages between a trainer and its workers: one frame per socket message."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nothing more will come."""
+    """No more frames follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The dataset is open; `state` is where it stands, if it can tell."""
+    """The dataset is open; `state` is its position, if it has a state_dict()."""
 
     pass_id: int
     state: WorkerState | None
@@ -74,7 +74,7 @@ class NewSegment:
 
 @dataclass(frozen=True, slots=True)
 class OldSegment:
-    """Not written again; the trainer has given all of its extents back."""
+    """The worker writes no more into it; the trainer has given all of its extents back."""
 
     segment_id: int
 

@@ -26,7 +26,7 @@ def hire(worker_pass: PassNames, loader: Any, target: Target | None) -> Crew:
     )
     of_iterable = is_iterable(loader)
     every = loader.snapshot_every_n_steps
-    # A map-style dataset cannot skip what it does not know.
+    # A map-style dataset cannot skip batches, so its state is saved after each one.
     state_every = -(-every // loader.num_workers) if of_iterable else 1
 
     def setup(worker_id: int, parent_pid: int) -> Setup:

@@ -71,7 +71,7 @@ class LocalPass(LocalPassBase):
         """Nothing to end."""
 
     def __del__(self) -> None:
-        # The loader has its place, and not the pass, whose iterator ends with it.
+        # The loader keeps the position, not the pass: the iterator ends with the pass.
         with contextlib.suppress(Exception):
             self.place  # noqa: B018 - as it is now
 
@@ -80,7 +80,7 @@ class LocalPass(LocalPassBase):
             return super().__next__()
 
     def next_batch(self) -> Any:
-        """As torch does it, and with a target on its device."""
+        """As torch does it; with a target device, the batch is copied there."""
         if not self._is_asked:
             self._is_asked = True
             if self.beginning.is_told_otherwise():

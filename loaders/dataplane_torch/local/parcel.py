@@ -30,7 +30,7 @@ from dataplane_torch.torch_private.memory import (
     tensor_reducers,
 )
 
-# Shorter ones are copied with the pickle: cheaper than a lease of memory, and they hold nothing.
+# Shorter buffers travel in the pickle: copying is cheaper than an extent, and pins no memory.
 _BESIDE_BYTES = 32 << 10
 
 _Shape = tuple[int, ...]
@@ -53,7 +53,7 @@ class Packer:
         self._segments = segments
         self._beside_bytes = 1 if everything else _BESIDE_BYTES
         self._thread = threading.get_ident()
-        # What was collated into an extent and is alive, by address, until it is packed.
+        # Live buffers that were collated into an extent, by address, until they are packed.
         self._collated: dict[int, _Collated] = {}
         self._taken: list[Extent] = []
 
@@ -79,7 +79,7 @@ class Packer:
             raise
 
     def take_back(self, parcel: Parcel) -> None:
-        """It will not be sent."""
+        """Drop it unsent."""
         outer = [] if isinstance(parcel.pickled, bytes) else [parcel.pickled]
         for extent in [*dict.fromkeys(parcel.beside), *outer]:
             self._segments.free(extent.segment, extent.offset)
@@ -95,7 +95,7 @@ class Packer:
         length = first.numel() * first.element_size() * len(batch)
         if length < self._beside_bytes or type(first) is not torch.Tensor or first.requires_grad:
             return _stacked(batch)
-        if threading.get_ident() != self._thread:  # of the dataset's own; segments know but one
+        if threading.get_ident() != self._thread:  # a dataset's thread; segments allow only one
             return _stacked(batch)
         extent = self._segments.allocate(length)
         memory: Bytes = np.frombuffer(self._segments.memory(extent), np.uint8)
@@ -106,7 +106,7 @@ class Packer:
         return torch.stack(tuple(batch), 0, out=out)
 
     def _unused(self, address: int) -> None:
-        """What was collated is dead, and was not packed."""
+        """A collated buffer died before it was packed."""
         collated = self._collated.pop(address, None)
         if collated is not None:
             self._segments.free_soon(collated[0].segment, collated[0].offset)
@@ -161,8 +161,8 @@ class Packer:
         return placed, collated
 
     def _held(self, collated: dict[Extent, _Collated]) -> set[Extent]:
-        """Those that the dataset or its collate function still holds: they must not change below
-        their hands. The others are dead now, and are handed over.
+        """Those that the dataset or its collate function still holds: they must not change
+        while in use. The others are dead now, and are handed over.
         """
         held = set()
         for extent, known in collated.items():
@@ -215,14 +215,14 @@ class Arrived:
             self._pickled = mapped.take(parcel.pickled)
 
     def unpack(self) -> Any:
-        """The object, once. Where that raises, it may be tried again.
+        """The object, once. If unpickling raises, the call may be repeated.
 
         Raises:  whatever its unpickling raises.
         """
         if self._buffers is None:
-            raise RuntimeError("this batch was lost to an interrupt")
+            raise RuntimeError("an interrupt destroyed this batch")
         found = pickle.loads(self._pickled, buffers=self._buffers)
-        self._pickled = self._buffers = None  # whoever keeps a tensor keeps its memory
+        self._pickled = self._buffers = None  # a tensor that is kept keeps its memory
         return found
 
 
@@ -235,7 +235,7 @@ def discard(parcel: Parcel, mapped: MappedSegments) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """As torch.multiprocessing pickles, but for dense tensors, whose bytes go beside the pickle."""
+    """Pickles as torch.multiprocessing does, but puts dense tensors' bytes beside the pickle."""
 
     dispatch_table: Any = collections.ChainMap(  # noqa: RUF012 - nobody writes it
         tensor_reducers,
@@ -243,7 +243,7 @@ class _Pickler(pickle.Pickler):
     )
 
     def reducer_override(self, given: object) -> Any:
-        """How tensors and arrays are pickled; anything else as ever."""
+        """How tensors and arrays are pickled; anything else by the default."""
         if isinstance(given, torch.Tensor):
             return _reduced(given)
         if isinstance(given, torch.UntypedStorage) and given.device.type == "cpu":
@@ -251,7 +251,7 @@ class _Pickler(pickle.Pickler):
             raw: Any = torch.empty(0, dtype=torch.uint8).set_(given).numpy()
             return _storage, (pickle.PickleBuffer(raw),)
         if type(given) is np.ndarray and not given.flags.writeable:
-            return given.copy(order="A").__reduce_ex__(5)  # what was pickled can be written
+            return given.copy(order="A").__reduce_ex__(5)  # the unpickled copy is writable
         return NotImplemented
 
 

@@ -1,7 +1,7 @@
-"""Where a pass over a user's Dataset stands: what state_dict() tells, and load_state_dict() reads.
+"""The position of a pass over a user's Dataset: state_dict() saves it, load_state_dict() reads it.
 
-The state of a map-style dataset is where its sampler stands, whatever number of workers draws from
-it. An iterable dataset is walked by each worker on its own: its state is one of each worker.
+The state of a map-style dataset is its sampler's position, whatever the number of workers. Each
+worker iterates over an iterable dataset on its own, so that state has one entry per worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WorkerState:
 
     @property
     def is_told(self) -> bool:
-        """Whether the dataset itself told where it stands."""
+        """Whether the dataset itself returned a state."""
         return self.dataset is not None or self.iterator is not None
 
 
@@ -77,7 +77,7 @@ class PassState:
     samplers: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, in which nothing is not JSON but what the user's own states contain."""
+        """As plain values: all JSON, except for the contents of the user's own states."""
         sampler = {**_fields(self.sampler), "missing": list(self.sampler.missing)}
         if not self.sampler.made_with:
             del sampler["made_with"]  # which older versions do not know
@@ -94,7 +94,7 @@ class PassState:
     def from_dict(cls, given: Mapping[str, Any]) -> PassState:
         """The inverse.
 
-        Raises:  ConfigError: it is no such state.  VersionMismatch: of a newer version.
+        Raises:  ConfigError: it is not such a state.  VersionMismatch: its version is newer.
         """
         if not isinstance(given, Mapping):
             raise ConfigError(f"{given!r:.80} is not the state of a DataLoader", field="state_dict")
@@ -103,7 +103,7 @@ class PassState:
             raise ConfigError(
                 "this is not the state of a DataLoader over a torch Dataset"
                 + (
-                    ", but of one over urls: load it into a loader over the same urls"
+                    ", but of a loader over urls: load it into a loader over the same urls"
                     if "spec_digest" in given
                     else f": it has no source and version of ours, but {', '.join(map(str, given))}"
                 ),
@@ -140,7 +140,7 @@ class PassState:
         return read
 
     def _claims(self) -> Iterator[tuple[str, object, bool]]:
-        """(name, value, whether it can be) of what is written here."""
+        """(name, value, whether the value is valid) of every field."""
         sampler = self.sampler
         counts = {name: getattr(self, name) for name in ("worker_count", "step", "next_worker")}
         counts |= {"drawn": sampler.drawn, "skip": sampler.skip}
@@ -186,7 +186,7 @@ class PassState:
         if self.length != now.length and self.sampler.states is None:
             raise ConfigError(
                 f"the dataset had {self.length} samples when the state was taken, and has "
-                f"{now.length} now: its samples come in another order. Pass the dataset as it was",
+                f"{now.length} now, which changes their order: pass the unchanged dataset",
                 field="dataset",
             )
         # Between two epochs a sampler may be replaced by any other.
@@ -194,7 +194,7 @@ class PassState:
         if is_under_way and self.samplers is not None and self.samplers != now.samplers:
             raise ConfigError(
                 f"the state was taken in the middle of an epoch drawn by {self.samplers}, and this "
-                f"loader draws by {now.samplers}: samples would repeat, and others be left out. "
+                f"loader draws by {now.samplers}: some samples would repeat, others be skipped. "
                 "Pass the same shuffle and sampler",
                 field="sampler",
             )
@@ -202,8 +202,8 @@ class PassState:
         if max(1, self.worker_count) != max(1, now.worker_count) and (self.is_iterable or told):
             raise ConfigError(
                 f"the state was taken with num_workers={self.worker_count}, and this loader has "
-                f"{now.worker_count}: the dataset tells where each of its workers stands, so pass "
-                "the same (a map-style dataset without state_dict() may have any number)",
+                f"{now.worker_count}: the state has a position for each worker, so pass the same "
+                "number (a map-style dataset without state_dict() may have any number)",
                 field="num_workers",
             )
 
@@ -215,7 +215,7 @@ _PLAIN: Final = (
 
 
 def _plain(value: Any) -> Any:
-    """An int for any whole number, as numpy has them; all else as it is."""
+    """An int for any whole number, numpy's included; other values unchanged."""
     number = whole(value)
     return value if number is None else number
 

@@ -1,7 +1,7 @@
-"""A sampler's batches of indices, with the place that each of them leads to.
+"""A sampler's batches of indices, with the sampler's position after each of them.
 
-A sampler that has a state is asked for it. One that has none is run again from the start of the
-pass: with the generators that it draws from as they stood then, it says the same.
+A sampler with a state is asked for it. A sampler without one is run again from the start of the
+pass: with its generators restored to that moment, it draws the same indices.
 
 Invariants:
 1. A pass that is resumed draws what the pass that was interrupted would have drawn, for samplers
@@ -53,9 +53,9 @@ class Places:
     ) -> None:
         self._index_sampler, self._generator, self._every = index_sampler, generator, every
         self._is_ahead = False
-        # The body of a generator function has not run yet; anything else may have drawn.
+        # A generator function has not started its body; any other iterator may have drawn already.
         self._made_with = {} if inspect.isgenerator(iterator) else _all_encoded(made_with)
-        # Many a sampler draws from a generator only when it is asked for its first index.
+        # Many samplers draw from a generator only when asked for their first index.
         self._generators = generator_states(index_sampler, generator)
         self._encoded: dict[str, str] | None = None
         self._epochs = told_epochs_of(index_sampler)
@@ -123,8 +123,8 @@ class Places:
             self._iterator = itertools.chain([next(self._iterator)], self._iterator)
 
     def _come_to_the_end(self, state: SamplerState) -> None:
-        """After the last batch: a sampler that ended with it stands at the next pass by now, and
-        one that did not has still to learn that it ends.
+        """After the last batch: a sampler that ended with it is already at the next pass; any
+        other sampler must be asked once more before it ends.
         """
         if next(self._iterator, None) is not None:
             self._iterator = iter(())
@@ -133,7 +133,7 @@ class Places:
     def _states_now(self) -> dict[str, dict[str, Any]] | None:
         parts = {**_parts(self._index_sampler), "iterator": self._iterator}
         states = {
-            name: copy.deepcopy(part.state_dict())  # it may be what the sampler goes on with
+            name: copy.deepcopy(part.state_dict())  # the sampler may go on using this object
             for name, part in parts.items()
             if is_stateful(part)
         }
@@ -141,7 +141,7 @@ class Places:
 
 
 def step_count(index_sampler: Any) -> float:
-    """How many batches there are in a pass; infinitely many where nobody knows."""
+    """How many batches a pass has; infinity if unknown."""
     try:
         return len(index_sampler)
     except (TypeError, AttributeError):
@@ -149,7 +149,7 @@ def step_count(index_sampler: Any) -> float:
 
 
 def epochs_of(index_sampler: Any) -> dict[str, int]:
-    """The epochs in which a loader's samplers are."""
+    """The current epochs of a loader's samplers."""
     found = {name: _epoch_of(part) for name, part in _parts(index_sampler).items()}
     return {name: epoch for name, epoch in found.items() if epoch is not None}
 
@@ -161,8 +161,8 @@ def told_epochs_of(index_sampler: Any) -> dict[str, int]:
 
 
 def make_told(sampler: Any) -> None:
-    """Let a sampler that torch made be told an epoch as a DistributedSampler is. It changes nothing
-    of its order: by it a pass knows that the one whose state was loaded is over.
+    """Give a sampler that torch made a set_epoch(), as a DistributedSampler has. It does not change
+    the order: it tells a pass that the pass whose state was loaded is over.
     """
     sampler.epoch, sampler.set_epoch = 0, functools.partial(_tell, sampler)
     setattr(sampler, _WAS_TOLD, False)
@@ -225,7 +225,7 @@ def _all_encoded(states: GeneratorStates) -> dict[str, str]:
 
 
 def _epoch_of(part: Any) -> int | None:
-    """The epoch that a sampler was told, as torch's DistributedSampler keeps it."""
+    """The epoch that a sampler was set to, as torch's DistributedSampler keeps it."""
     epoch = getattr(part, "epoch", None)
     is_told = callable(getattr(part, "set_epoch", None)) and type(epoch) is int
     return epoch if is_told else None

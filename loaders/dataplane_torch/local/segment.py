@@ -1,8 +1,8 @@
-"""One segment of a worker's memory: which extents are taken, which pages are there, and what died.
+"""One segment of a worker's memory: taken extents, allocated pages, and dead extents.
 
-The trainer tells of an extent's death by a byte behind the extents, one for every possible start of
-one, so that the worker knows of it at once, whatever both are doing; a first byte says that there
-are any.
+Behind the extents lies one mark byte for every possible start of an extent. The trainer sets it
+when the extent dies, so that the worker can see this at any time; a first byte says whether any
+mark is set.
 
 Invariants:
 1. Pages of a taken extent are allocated; those of free ones only until somebody needs the memory.
@@ -28,7 +28,7 @@ def data_bytes(size_bytes: int) -> int:
 
 
 def mark_dead(arena: Arena, offset: int) -> None:
-    """The trainer does not need the extent that begins there."""
+    """The trainer no longer needs the extent that begins there."""
     memory, marks = arena.buffer, data_bytes(arena.size_bytes)
     memory[marks + 1 + offset // GRANULE_BYTES] = 1
     memory[marks] = 1
@@ -59,7 +59,7 @@ class Segment:
         return self.allocator.free_bytes == self.allocator.size_bytes
 
     def dead(self) -> list[int]:
-        """Where the extents began that the trainer marked since the last call."""
+        """The starts of the extents that the trainer marked since the last call."""
         if not self._marks[0]:
             return []
         self._marks[0] = 0
@@ -90,7 +90,7 @@ class Segment:
         self._there[start:stop] = b"\1" * (stop - start)
 
     def release(self, wanted_bytes: int) -> int:
-        """Give back pages in which nothing lies, until there are as many: how many bytes."""
+        """Give unused pages back until they reach `wanted_bytes`; returns how many bytes."""
         released = 0
         for offset, length in self.allocator.free_extents():
             if released >= wanted_bytes:
@@ -104,7 +104,7 @@ class Segment:
         return released
 
     def close(self) -> None:
-        """Give it up; the trainer has its own mapping."""
+        """Close the segment; the trainer has its own mapping."""
         self._marks.release()
         self.arena.close()
 

@@ -8,8 +8,8 @@ Invariants:
 1. An extent that was handed over is written again only after the trainer gave it back.
 2. The trainer gives an extent back once: when no view of it is alive, here or in a child that was
    forked since, and no device reads it.
-3. A worker that has no free extent of some length grows; it never waits for the trainer's user.
-4. A segment that has not been needed for a while is given up by both sides.
+3. A worker without a free extent of the needed length grows; it never waits for the training loop.
+4. Both sides give up a segment that has not been needed for a while.
 5. In a forked child of the trainer nothing is given back: the parent owns it all. The child has the
    memory of the extents that were alive, and no other.
 """
@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _SMALLEST_BYTES = 1 << 20
 _WINDOW = 64
-# What both sides leave free beside the most that was in use at once lately.
+# Memory that both sides keep free beyond the recent peak of use.
 _SLACK = 1.5
 
 
@@ -101,7 +101,7 @@ class Segments:
             self._give_up(segment_id, segment)
 
     def free_soon(self, segment_id: int, offset: int) -> None:
-        """The same for finalizers, which run in the middle of anything."""
+        """The same for finalizers, which can run at any point of the program."""
         self._unheld.append((segment_id, offset))
 
     def release_unused(self) -> bool:
@@ -190,7 +190,7 @@ class MappedSegments:
     def attach(self, segment_id: int, fd: int, size_bytes: int) -> None:
         """Map a segment that the worker announced.
 
-        Raises:  ClosedError: it is not what the worker said.
+        Raises:  ClosedError: it is not the segment that the worker announced.
         """
         arena = Arena.attach(fd, size_bytes)
         self._segments[segment_id] = _Mapping(arena, self._pinning)
@@ -200,7 +200,7 @@ class MappedSegments:
         del self._segments[segment_id]
 
     def take(self, extent: Extent) -> Bytes:
-        """The memory of an extent. Whoever keeps this very object, or a view of it, keeps it.
+        """The memory of an extent, which lives as long as this object or a view of it.
 
         Shapes:  result: uint8[extent.length], writable.
         """
@@ -214,7 +214,7 @@ class MappedSegments:
         return memory
 
     def give_back(self, extent: Extent) -> None:
-        """Nobody here needs this extent."""
+        """Mark the extent as no longer needed by this process."""
         self._segments[extent.segment].mark_dead(extent.offset)
 
     def let_go(self) -> None:
@@ -246,7 +246,7 @@ class MappedSegments:
 
 
 class _Mapping:
-    """One segment as the trainer has it; unpinned and unmapped when nobody knows it any more."""
+    """One segment as the trainer maps it; unpinned and unmapped when no reference is left."""
 
     def __init__(self, arena: Arena, pinning: Pinning) -> None:
         self.arena = arena
@@ -256,7 +256,7 @@ class _Mapping:
         weakref.finalize(self, _unpin_and_close, arena, unpin).atexit = False
 
     def mark_dead(self, offset: int) -> None:
-        """The extent that begins there is not needed here."""
+        """Mark the extent that begins there as no longer needed by this process."""
         mark_dead(self.arena, offset)
 
 

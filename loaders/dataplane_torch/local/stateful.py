@@ -1,4 +1,4 @@
-"""Who can tell where it stands: anything with state_dict() and load_state_dict()."""
+"""Objects whose position can be saved: those with state_dict() and load_state_dict()."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_stateful(given: object) -> TypeGuard[Stateful]:
 
 
 def state_of(given: object) -> dict[str, Any] | None:
-    """Its state, or None where it has none to tell."""
+    """Its state, or None if it has no state_dict()."""
     return given.state_dict() if is_stateful(given) else None
 
 

@@ -1,4 +1,4 @@
-"""A batch that workers were asked for, from its index to what the loop gets."""
+"""A batch that a worker was asked for, from its index to the batch that the loop gets."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class BatchTask:
         return self.make
 
     def is_told_again(self, error: Exception) -> bool:
-        """Whether its batch raises what it raised before. An exception of a signal's handler does
-        not come twice; what cannot be unpickled does, and is told once.
+        """Whether its batch raises the same error again. An exception from a signal handler does
+        not repeat; an unpickling error does, and is reported once.
         """
         before, self.told = self.told, repr(error)
         return before == self.told

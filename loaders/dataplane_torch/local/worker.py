@@ -34,14 +34,14 @@ from dataplane_torch.torch_private.iteration import fetcher_of
 
 _PARENT_POLL_MS = 5000
 _LAST_WORDS_S = 5.0
-# To allocate memory anew takes less than that by far.
+# Allocating memory again takes far less time than this.
 _IDLE_S = 0.25
 _LONG_IDLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is started with. `parent_pid` is 0 where a fork server starts it."""
+    """A worker's start arguments. `parent_pid` is 0 where a fork server starts it."""
 
     is_iterable: bool
     dataset: Any
@@ -77,11 +77,11 @@ class Worker:
         self._is_stateful = False
 
     def run(self) -> None:
-        """Until the trainer says so, or is gone."""
+        """Run until the trainer ends this worker, or dies."""
         try:
             self._run()
         finally:
-            self._fetcher = None  # an iterator that is left ends here: generators run their finally
+            self._fetcher = None  # ends an unfinished iterator: generators run their finally
 
     def _run(self) -> None:
         setup = self._setup
@@ -107,7 +107,7 @@ class Worker:
                     return
 
     def _next_frame(self) -> frames.ToWorker | None:
-        """The next one. While there is nothing to do, memory that is not needed goes back."""
+        """The next frame. While the worker is idle, it gives unneeded memory back."""
         pause_s: float | None = _IDLE_S
         while True:
             try:
@@ -201,7 +201,7 @@ class Worker:
             return None
 
     def _state(self, *, is_first: bool = False) -> WorkerState | None:
-        """Where the dataset stands; None where it cannot tell."""
+        """The dataset's state; None if it has no state_dict()."""
         fetcher = self._fetcher
         iterator, is_ended = None, False
         if self._setup.is_iterable:
@@ -247,8 +247,8 @@ class Worker:
 
 
 class _Inbox:
-    """Takes frames off the socket as they come, so that the trainer never waits to send one; and
-    sees to it that no worker outlives its trainer, whatever the user's code is doing.
+    """Reads frames off the socket as they arrive, so that the trainer never waits to send one, and
+    ends the worker when its trainer dies, whatever the user's code is doing.
     """
 
     def __init__(self, connection: Connection, parent_pid: int) -> None:
@@ -260,7 +260,7 @@ class _Inbox:
     def take(self, timeout_s: float | None) -> frames.ToWorker | None:
         """The next frame; None when the trainer is gone.
 
-        Raises:  queue.Empty: there is none yet.
+        Raises:  queue.Empty: no frame has arrived yet.
         """
         return self._frames.get(timeout=timeout_s)
 
@@ -282,7 +282,7 @@ class _Inbox:
         except (EOFError, OSError):
             pass
         self._frames.put(None)
-        # The trainer is dead. Code of the user's that does not come back is not waited for.
+        # The trainer is dead. Do not wait for user code that never returns.
         threading.Event().wait(_LAST_WORDS_S)
         os._exit(1)
 

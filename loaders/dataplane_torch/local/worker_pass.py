@@ -2,9 +2,9 @@
 
 Invariants:
 1. Tasks go to the workers in turn, and batches come back in that order; with in_order=False each
-   comes as soon as it is there.
-2. At most prefetch_factor batches a worker are under way or wait to be taken.
-3. What a pass tells of its place covers the batches that it has yielded, and no others.
+   batch comes as soon as it is ready.
+2. At most prefetch_factor batches per worker are in progress or waiting to be taken.
+3. A pass's state covers exactly the batches that it has yielded.
 4. The memory of a parcel is taken once: unpacked, or discarded.
 5. Threads take turns. An exception of a signal's handler that comes while a pass waits changes
    nothing; elsewhere it leaves the pass torn, and it yields no more. The next one is whole.
@@ -52,7 +52,7 @@ class WorkerPass(WorkerPassBase):
         self._in_order = loader.in_order
         if loader.prefetch_factor < 1:
             raise ValueError(
-                f"prefetch_factor={loader.prefetch_factor} lets workers make no batch: with "
+                f"prefetch_factor={loader.prefetch_factor} keeps workers from making batches: with "
                 "num_workers > 0 it must be 1 or more"
             )
         self._depth = loader.prefetch_factor * loader.num_workers
@@ -60,7 +60,7 @@ class WorkerPass(WorkerPassBase):
         with begin.drawing():
             super().__init__(loader)
             seed = self.shared_seed
-            if begin.is_anew:  # as torch's does: samplers and generators are asked twice
+            if begin.is_anew:  # as in torch: samplers and generators are asked twice
                 begin.remember()
                 super().begin_again(loader, is_first=True)
             self._take_places(begin)
@@ -70,7 +70,7 @@ class WorkerPass(WorkerPassBase):
 
     @property
     def place(self) -> PassPlace:
-        """Where it stands. What workers say of their datasets when they start is waited for."""
+        """The state of the pass. Waits for the dataset states that workers send when they start."""
         if not self._is_told:
             with self._lock:
                 while not self._is_told:
@@ -84,7 +84,7 @@ class WorkerPass(WorkerPassBase):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process began it, and not the one that forked it."""
+        """Whether this process began the pass, rather than the process that forked it."""
         return self._crew is None or self._crew.is_ours
 
     @property
@@ -93,7 +93,7 @@ class WorkerPass(WorkerPassBase):
         return [] if self._crew is None else self._crew.processes
 
     def close(self) -> None:
-        """End the workers. Batches that are held stay good. May be called twice."""
+        """End the workers. Batches that are held stay valid. May be called twice."""
         self._is_closed = True
         self._tasks.clear()
         if self._crew is not None:
@@ -104,7 +104,7 @@ class WorkerPass(WorkerPassBase):
             self.close()
 
     def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
-        """The next pass, with the same workers if they are there, and not in mid-sentence."""
+        """The next pass, with the same workers if they live and no frame was cut short."""
         with self._lock:
             was_torn, self._is_torn = self._is_torn, True
             begin = self._begin(loader, None, {})
@@ -162,7 +162,7 @@ class WorkerPass(WorkerPassBase):
 
     def _states_to_load(self, resume: PassState | None) -> list[WorkerState | None]:
         count = self.worker_count
-        # Only workers that persist keep what their datasets became in a pass that is over.
+        # Only persistent workers keep the datasets of a finished pass.
         is_over = resume is not None and (resume.is_finished or self.beginning.is_at_the_end)
         is_kept = self.persists or not is_over
         if resume is None or not is_kept or len(resume.workers) != count:
@@ -172,8 +172,8 @@ class WorkerPass(WorkerPassBase):
     def __next__(self) -> Any:
         if not self.is_ours:
             raise RuntimeError(
-                "this pass was begun by another process, whose workers it has: call iter() on the "
-                "loader here"
+                "this pass and its workers belong to another process: call iter() on the loader in "
+                "this process"
             )
         with self._lock:
             self._check_whole()
@@ -190,8 +190,8 @@ class WorkerPass(WorkerPassBase):
         if self._is_torn and self._crew is not None:
             self._crew.look_after()
             raise RuntimeError(
-                "an exception came while this pass was handing a batch over, which is lost: begin "
-                "another pass with iter(loader)"
+                "an exception interrupted this pass as it handed a batch over, and the batch is "
+                "lost: begin another pass with iter(loader)"
             )
 
     def _next(self) -> Any:
@@ -226,7 +226,7 @@ class WorkerPass(WorkerPassBase):
                 raise RuntimeError(f"DataLoader timed out after {self.timeout_s} seconds")
 
     def _answered(self) -> int | None:
-        """The task whose batch is next, if it is there. Passes over those that got none."""
+        """The task of the next batch, if it is ready. Skips tasks that got no batch."""
         for task_id in list(self._tasks) if not self._in_order else itertools.count(self._next_out):
             task = self._tasks.get(task_id)
             if task is None or (task.answer is None and self._in_order):
@@ -283,14 +283,14 @@ class WorkerPass(WorkerPassBase):
         """
         task = self._next_made()
         if task is None:
-            with contextlib.suppress(RuntimeError):  # a worker died: whoever waits is told
+            with contextlib.suppress(RuntimeError):  # a worker died: the wait for its batch raises
                 self._hear(0.0, rests=False)
             task = self._next_made()
         if task is not None and isinstance(sending := self._take(task), Sending):
             sending.begin()
 
     def _next_made(self) -> BatchTask | None:
-        """As `_answered`, but it changes nothing. An error of a worker's is none that is made."""
+        """As `_answered`, but without changes; a batch that is a worker's error does not count."""
         for task in self._tasks.values():
             if isinstance(task.answer, frames.Made):
                 return task if task.answer.kind != "error" else None
@@ -307,7 +307,7 @@ class WorkerPass(WorkerPassBase):
         elif task.sampler is not None:
             self._furthest = max(self._furthest, (task_id, task.sampler), key=lambda each: each[0])
             last, reached = self._furthest
-            # Those that were drawn before, and are still under way.
+            # Indices that were drawn before, and whose batches are still in progress.
             missing = tuple(each.index for i, each in self._tasks.items() if i < last)
             place.sampler = replace(reached, missing=missing + reached.missing)
         if state is not None:
@@ -334,7 +334,7 @@ class WorkerPass(WorkerPassBase):
             self._next_task += 1
 
     def _next_worker(self) -> int | None:
-        """Whose turn it is; None when no worker has samples left."""
+        """The worker whose turn it is; None if no worker has samples left."""
         active = sum(self._is_active)
         for _ in range(2 * self.worker_count):
             if not active:
