@@ -32,7 +32,7 @@ from dataplane.transforms.pixels_library import _CHANGE, LIBRARY, Maker, maker, 
 from dataplane.transforms.steps import registry
 from dataplane.transforms.steps.registry import CenterCrop, Normalize, Resize, ToDtype, ToLayout
 from dataplane.worker.columns import open_block
-from dataplane.worker.pictures import Pictures
+from dataplane.worker.image_decoding import SlabImages
 from dataplane.worker.rows import rows_of
 
 CSRC = Path(registry.__file__).parents[1] / "csrc"
@@ -207,11 +207,11 @@ def test_a_worker_does_it_to_the_images_of_its_slab(monkeypatch: pytest.MonkeyPa
 
     def written(*steps: object) -> np.ndarray:
         spec = image_spec("jpg", [CenterCrop((40, 60)), *steps])
-        pictures = Pictures(
+        images = SlabImages(
             tasks.Render((spec,), 5, 1), specs, [tasks.Origin("s3://shard", 0, 100)], [None]
         )
         out = np.zeros((len(index), 40, 60, 3), np.uint8)
-        pictures.write(0, [block], index, rows_of([block], index), out.reshape(-1))
+        images.write(0, [block], index, rows_of([block], index), out.reshape(-1))
         return out
 
     found, want = written(RandomSolarize(128, 0.5)), written()
