@@ -1,4 +1,4 @@
-# Everything that people and CI do here. `make` alone lists it.
+# Every task of developers and CI. `make` alone lists them.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -28,11 +28,11 @@ TORCH := torch==2.13.0
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' Makefile | column -t -s '|'
 
-setup: $(READY) ## everything that the others need, into .venv (quick when nothing changed)
+setup: $(READY) ## install everything that other targets need into .venv (quick when nothing changed)
 	@:
 
 # The project itself is installed last, as a plain path, without asking a registry for anything.
-# That compiles what is in C; the last line says what is missing if it could not.
+# This compiles the C sources; if it fails, the last line says what is missing.
 $(READY): requirements.lock pyproject.toml $(IN_C) dataplane/build_kernels.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make setup: Python 3.11 or newer is needed, and '$(PYTHON)' is not." >&2; \
@@ -65,8 +65,8 @@ lock: ## choose the newest versions that pyproject.toml allows, and write requir
 test: setup ## run every test, two at a time (JOBS=1: one)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
-# In a copy of the tree, whose libraries are built so that they end the process that goes wrong.
-# Python's own memory comes from malloc, so that they see where it ends, too.
+# Runs in a copy of the tree, whose libraries end the process at the first invalid access.
+# Python's own memory comes from malloc, so that the sanitizers check its bounds, too.
 SANITIZED := build/sanitized
 SANITIZER := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
 IN_C_TESTS := tests/worker/test_kernel.py tests/worker/test_gather.py tests/worker/test_row_layout.py \
@@ -96,23 +96,23 @@ lint: setup ## ruff: rules and format
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-dead: setup ## names that nobody uses (exceptions: [tool.vulture] in pyproject.toml)
+dead: setup ## find unused names (exceptions: [tool.vulture] in pyproject.toml)
 	$(VENV)/bin/vulture
 
-format: setup ## let ruff put things right
+format: setup ## fix lint findings and format with ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 types: setup ## mypy, strict
 	$(PY) -m mypy
 
-imports: setup ## who may import whom (the contracts are in pyproject.toml)
+imports: setup ## which rooms may import which (the contracts are in pyproject.toml)
 	$(VENV)/bin/lint-imports --no-logo
 
 protos: setup ## generate dataplane/rpc/v1 from proto/
 	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-protos-check: setup ## is the generated code that is checked in current?
+protos-check: setup ## check that the committed generated code is current
 	@fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
 	$(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" --grpc_python_out="$$fresh" $(PROTOS); \
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/dataplane/rpc/v1" dataplane/rpc/v1 \
@@ -123,6 +123,6 @@ check: lint types imports dead protos-check test ## all that CI checks
 demo: setup ## shards in S3 -> two DDP ranks -> SIGKILL -> exact resume, with proof
 	$(PY) -m dataplane_bench.demo
 
-clean: ## remove what was generated, .venv included
+clean: ## remove all generated files and .venv
 	rm -rf $(VENV) .others dataplane/worker/libkernel.so dataplane/plan/libloops.so dataplane/formats/libparquet_facts.so dataplane/transforms/libpixels.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo dist build
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""A TCP proxy before a server, which can be told to be away, in each way that a store can be."""
+"""A TCP proxy before a server that can simulate each kind of store outage."""
 
 from __future__ import annotations
 

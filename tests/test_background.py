@@ -1,4 +1,4 @@
-"""What fails on an event loop beside everything else. What ends a process: chaos/test_defects.py."""
+"""Failures of background tasks. Failures that end a process: chaos/test_defects.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents keep their word: examples run, links lead somewhere, versions agree.
+"""Documents are correct: examples run, links resolve, versions agree.
 
 An example is run when its fence says `test` after the language: ```python test, ```sh test. The
 examples of one page run in order, in one empty folder, as a reader would try them. Those in Python

@@ -1,4 +1,4 @@
-"""What an error knows of itself."""
+"""Attributes of errors."""
 
 from __future__ import annotations
 

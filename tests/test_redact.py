@@ -1,4 +1,4 @@
-"""Passwords and signatures of urls are in no text that anybody is shown."""
+"""Passwords and signatures of urls never appear in output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house rules that no linter knows: sizes, words, and what is not written at all."""
+"""The house rules that no linter checks: sizes, names, and forbidden constructs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine allows: figures that can be, for each workload, and the tightest first."""
+"""Hardware bounds: plausible figures for each workload, the tightest first."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_a_user_may_have_is_measured_too(tmp_path):
     assert {bounds.LISTS, bounds.STRINGS} <= set(bounds.names(mixed, StorageKind.LOCAL))
 
 
-def test_a_measurement_that_fails_is_told(root):
+def test_a_failed_measurement_is_reported(root):
     workload = dataclasses.replace(generated("text", root, SMALL), source=root / "gone")
     with pytest.raises(TrialFailed, match="bounds"):
         bounds.measure([bounds.PAGE_CACHE], workload, None, SHORT_S)

@@ -61,7 +61,7 @@ def test_a_slower_machine_changes_speeds_and_no_ratios():
     assert found["torch DataLoader"].ratio.change == pytest.approx(1)
 
 
-def test_what_the_rounds_themselves_differ_by_is_no_change():
+def test_differences_within_the_spread_of_rounds_are_not_changes():
     found = changes(of((100.0, 140.0), (50.0, 50.0)), of((130.0, 150.0), (50.0, 50.0)))
     assert found["Dataplane"].speed.change == pytest.approx(140 / 120)
     assert found["Dataplane"].marks == ()
@@ -128,7 +128,7 @@ def test_systems_may_come_and_go():
     assert found["torch DataLoader"].marks == ()
 
 
-def test_a_system_that_fails_now_is_told():
+def test_a_system_that_fails_now_is_reported():
     old = of((1.0, 1.0), (1.0, 1.0))
     (scenario,) = old.scenarios
     (case,) = scenario.cases
@@ -139,7 +139,7 @@ def test_a_system_that_fails_now_is_told():
     assert changes(new, old)["torch DataLoader"].marks == ("measured, was failed",)
 
 
-def test_other_settings_are_told():
+def test_changed_settings_are_reported():
     old = of((1.0, 1.0), (1.0, 1.0))
     (scenario,) = old.scenarios
     (case,) = scenario.cases

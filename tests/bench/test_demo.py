@@ -1,4 +1,4 @@
-"""The demo: its proof holds, nothing of it remains, and its proof would notice what it is for."""
+"""The demo: its proof holds and detects faults, and the demo leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of peers: whole or not there, with the peer's packages before ours."""
+"""Environments of peers: complete or absent, with the peer's packages before ours."""
 
 from __future__ import annotations
 

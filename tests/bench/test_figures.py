@@ -158,7 +158,7 @@ def test_the_trial_that_is_drawn_is_of_the_median_round():
 
 
 @pytest.mark.parametrize("value", [None, "12", True, math.nan, math.inf, [1]])
-def test_what_is_no_number_is_unknown(value):
+def test_values_that_are_not_numbers_are_unknown(value):
     assert known(value) is None
     _, found = of(bench_report.system("torch", trials=({"samples_per_s": value},)))
     assert found["torch"].standing is Standing.NOT_MEASURED

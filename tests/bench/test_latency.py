@@ -195,7 +195,7 @@ def test_a_real_server_far_away(tmp_path):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_server_that_is_not_installed_is_told(tmp_path, monkeypatch):
+def test_a_missing_server_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="weed"), s3_storage(tmp_path):

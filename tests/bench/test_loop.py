@@ -128,7 +128,7 @@ def test_the_window_of_a_computing_trainer_ends_within_what_was_seen():
     assert found["sample_count"] == pytest.approx(8 * 3 + 8 * 0.2)
 
 
-def test_what_a_step_takes_is_no_waiting():
+def test_the_time_of_a_step_does_not_count_as_waiting():
     stop = threading.Event()
     threading.Timer(0.2, stop.set).start()
     loop = Loop(itertools.repeat({"x": [0]}))

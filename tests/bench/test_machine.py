@@ -1,4 +1,4 @@
-"""What others do on the machine while it is measured."""
+"""Load of other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataplane_bench.machine import CpuSample, load_between, look
 SPIN = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
 
 
-def test_the_work_of_others_is_what_is_not_ours():
+def test_the_load_of_others_excludes_our_own():
     before = CpuSample(total_s=100.0, busy_s=20.0, steal_s=1.0, own_s=5.0)
     after = CpuSample(total_s=120.0, busy_s=36.0, steal_s=2.0, own_s=15.0)
     assert load_between(before, after) == {"others": 0.3, "steal": 0.05}

@@ -139,7 +139,7 @@ def test_nothing_usable_is_an_error_that_says_why(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["jpeg-truncated.jpg", "not-an-image.jpg"])
-def test_images_that_are_none_are_left_out(data_dir, tmp_path, name):
+def test_invalid_images_are_left_out(data_dir, tmp_path, name):
     good = next((data_dir / "images").iterdir()).read_bytes()
     bad = (data_dir / "bad" / name).read_bytes()[:3]
     content = parquet_bytes(pa.table({"image": [good, bad], "label": [1, 2]}))
@@ -256,7 +256,7 @@ def test_errors_name_the_users_shards(tmp_path):
     assert list((tmp_path / "own").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_folder_is_reported(tmp_path):
     folder = write(tmp_path / "shards", rows=5)
     (tmp_path / "own").write_text("a file")
     with pytest.raises(ConfigError, match="cannot copy"):

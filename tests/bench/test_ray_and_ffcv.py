@@ -1,4 +1,4 @@
-"""What Ray Data and FFCV are given and what is made of theirs, without either."""
+"""Inputs and outputs of Ray Data and FFCV, without either installed."""
 
 from __future__ import annotations
 

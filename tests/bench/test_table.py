@@ -160,7 +160,7 @@ def test_a_report_without_figures_is_told_as_well(report):
     assert "No peer was measured" in table.markdown(report)
 
 
-def test_names_are_no_markup_in_a_terminal():
+def test_names_are_not_interpreted_as_terminal_markup():
     report = of(bench_report.system("torch", (1.0,), title=HOSTILE, error=""))
     text = printed(report, 200)
     assert "[bold]<script>" in text

@@ -152,7 +152,7 @@ def test_a_daemon_is_there_before_and_found_by_all(trial, tmp_path):
         (Mode.FIRST, "share memory and die in open", "its process ended (SIGKILL)"),
     ],
 )
-def test_what_a_loader_does_wrong_is_told(trial, mode, does, says):
+def test_errors_of_a_loader_are_reported(trial, mode, does, says):
     told = failure(trial, does, mode=mode)
     assert told.splitlines()[0].startswith(says)
 
@@ -200,7 +200,7 @@ def harness_words(over):
         (Mode.VERIFY, "other type", "BatchRefused: id: int32, not int64"),
     ],
 )
-def test_it_is_told_in_other_modes_too(trial, mode, does, says):
+def test_errors_of_a_loader_are_reported_in_other_modes_too(trial, mode, does, says):
     assert failure(trial, does, mode=mode).splitlines()[0].startswith(says)
 
 
@@ -225,7 +225,7 @@ def test_a_rank_that_fails_is_told_at_once_and_by_its_name(trial):
     assert told.startswith("job 1, rank 1: its process ended (SIGKILL)")
 
 
-def test_what_a_loader_prints_is_no_answer(trial):
+def test_output_of_a_loader_is_not_taken_for_an_answer(trial):
     assert trial(Mode.EPOCH, settings={"does": "print in open"})["sample_count"] == 100
     assert trial(Mode.EPOCH, settings={"does": "print in second batch"})["sample_count"] == 100
 
@@ -255,7 +255,7 @@ def test_a_daemon_of_a_system_that_fails_is_told(trial):
     assert told.startswith("ValueError: not today")
 
 
-def test_an_interpreter_without_us_is_told(trial, tmp_path, workload):
+def test_an_interpreter_without_our_package_is_reported(trial, tmp_path, workload):
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\necho no module named anything >&2\nexit 1\n")
     bare.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What processes cost, seen from outside, against what they say of themselves."""
+"""Costs of processes measured from outside match what they measure themselves."""
 
 from __future__ import annotations
 

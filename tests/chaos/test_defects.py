@@ -1,4 +1,4 @@
-"""A defect of ours ends the process that has it, loudly, and costs no batch."""
+"""A bug in Dataplane ends its process with a loud error, and no batch is lost."""
 
 from __future__ import annotations
 

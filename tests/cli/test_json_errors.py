@@ -1,4 +1,4 @@
-"""What programs are told of errors: with --json each is one JSON object, whatever went wrong."""
+"""Errors for programs: with --json every error is one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dataplane inspect` shows any value exactly, and none of them is a bug."""
+"""`dataplane inspect` shows any value exactly, and no value crashes it."""
 
 from __future__ import annotations
 

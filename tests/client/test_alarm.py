@@ -1,4 +1,4 @@
-"""What a signal handler of the user's raises comes out as it is."""
+"""An exception from a user's signal handler reaches the user unchanged."""
 
 from __future__ import annotations
 

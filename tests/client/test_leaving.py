@@ -1,4 +1,4 @@
-"""What a trainer says when it stops: where it stands, and that it leaves."""
+"""A trainer that stops reports its position and leaves."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_where_nobody_serves_the_error_says_what_to_start(monkeypatch, name) -> 
     assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 
 
-def test_a_listener_that_never_answers_is_no_node(monkeypatch, name) -> None:
+def test_a_listener_that_never_answers_is_not_taken_for_a_node(monkeypatch, name) -> None:
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.2")
     with local.listen(name), pytest.raises(PeerLost, match="does not answer"):
         _ = Session(Served("host:7077", name), open_job()).job

@@ -1,4 +1,4 @@
-"""Which saved states fit which jobs, and what is said of those that do not."""
+"""Which saved states fit which jobs, and the errors for those that do not."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_slurm_writes_uneven_nodes_in_its_own_way() -> None:
     ],
     ids=["plain", "salloc shell", "sbatch script"],
 )
-def test_who_was_not_launched_as_a_rank_stands_alone(environ) -> None:
+def test_a_process_that_was_not_launched_as_a_rank_has_the_default_topology(environ) -> None:
     assert from_environment(environ) == Topology()
 
 
@@ -85,7 +85,7 @@ def test_any_environment_gives_a_valid_topology_or_our_error(environ) -> None:
     assert 0 <= found.local_rank < found.local_world_size
 
 
-def test_what_is_explicit_counts_before_what_was_found() -> None:
+def test_explicit_settings_override_detected_ones() -> None:
     mine = Topology(1, 2, 1, 2)
     assert find_topology(TORCHRUN, explicit=mine, distributed=(0, 3)) == mine
     found = find_topology(TORCHRUN, distributed=(2, 8))

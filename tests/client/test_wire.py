@@ -1,4 +1,4 @@
-"""One connection: what has arrived, and what is told before anybody waits.
+"""One connection: packets that have arrived, and messages that are sent before a wait.
 
 Numbers in brackets are invariants of dataplane.client.wire.
 """
@@ -78,7 +78,7 @@ def test_while_another_thread_receives_its_answers_are_seen(pair) -> None:
     assert wire.wait(request, soon())[0] == EndOfStream(1)
 
 
-def test_what_became_free_before_a_wait_is_told_before_it(pair) -> None:
+def test_slabs_freed_before_a_wait_are_reported_before_it(pair) -> None:
     """(5): else a node could wait for that memory, and we for the node."""
     wire, node = pair
     seen = []

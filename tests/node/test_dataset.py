@@ -1,4 +1,4 @@
-"""A dataset says of each block what its shard says."""
+"""A dataset reports the same facts of each block as its shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in by a node, and what happens where there are too many."""
+"""Which connections a node accepts, and what happens when there are too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What opening a job leaves behind where it does not come to its end."""
+"""Opening a job that fails halfway leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_job_at_which_two_workers_die_is_quarantined_and_the_next_is_done(
     on_bench(url, scene)
 
 
-def test_a_worker_that_is_killed_while_it_starts_is_no_fault_of_its_job(tmp_path: Path) -> None:
+def test_a_job_is_not_blamed_for_a_worker_that_is_killed_while_it_starts(tmp_path: Path) -> None:
     async def scene(bench: Bench) -> None:
         await bench.decode(0, ROOM)
         (last,) = bench.pool.pids

@@ -1,4 +1,4 @@
-"""Of a block that a job needs some columns of, everything else stays where it is."""
+"""A job that needs some columns of a block leaves the others unread."""
 
 from __future__ import annotations
 

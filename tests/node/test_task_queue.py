@@ -1,4 +1,4 @@
-"""Who gets a worker: nobody waits for the end of somebody else's long tasks."""
+"""The task queue: no job waits for another job's long tasks to end."""
 
 from __future__ import annotations
 

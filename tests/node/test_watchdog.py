@@ -1,4 +1,4 @@
-"""What holds the node's event loop is told, and a machine that is busy is not taken for it."""
+"""The watchdog reports what blocks the node's event loop, and ignores a busy machine."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_holds_that_follow_each_other_make_one_line(caplog: pytest.LogCaptureFix
     assert max(line["ran_ms"] + line["waited_ms"] for line in lines) >= 80
 
 
-def test_short_turns_are_no_hold_however_many_follow_each_other() -> None:
+def test_many_short_callbacks_are_not_reported_as_a_hold() -> None:
     assert seen_of(lambda: compute_for(0.002), count=50) == LoopHolds()
 
 

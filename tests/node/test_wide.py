@@ -1,4 +1,4 @@
-"""Tables of very many columns: what a node does for them grows as they do, and no faster."""
+"""Tables of very many columns: a node's work grows linearly with the columns."""
 
 from __future__ import annotations
 

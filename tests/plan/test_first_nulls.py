@@ -1,4 +1,4 @@
-"""Which shard is the first with nulls in a column, of what all shards tell."""
+"""The first shard with nulls in a column, computed from the counts of all shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In C and in numpy they do the same."""
+"""The loops in C and in numpy give the same results."""
 
 from __future__ import annotations
 

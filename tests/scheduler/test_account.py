@@ -22,7 +22,7 @@ def test_stages_follow_one_another_from_the_plan_to_the_hand_over(stamps, later)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["read", "end", "tell"]), st.integers(1, 100))))
-def test_time_with_a_read_under_way_is_told_once_however_reads_overlap(acts):
+def test_time_of_overlapping_reads_is_counted_once(acts):
     account, now, under_way, read_s, told = Account(), 0.0, 0, 0.0, []
     for act, seconds in acts:
         if act == "read":

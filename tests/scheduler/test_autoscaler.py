@@ -64,7 +64,7 @@ def test_a_trainer_gets_what_more_workers_can_make_and_no_more_of_them_stay(
 
 @settings(max_examples=30)
 @given(least=st.integers(1, 8), demand=st.floats(20, 40))
-def test_workers_that_nobody_needs_any_more_go(least, demand):
+def test_workers_that_are_no_longer_needed_end(least, demand):
     autoscaler = settled(Autoscaler(least, 64, least), 64, demand)
     assert autoscaler.count >= 0.9 * demand
     autoscaler = settled(autoscaler, 64, 0.5, looks=3 * CALM_LOOKS + TRIAL_LOOKS)

@@ -1,4 +1,4 @@
-"""What goes first is what the plan needs last, and to find it costs no look at everything."""
+"""Eviction takes the block that the plan needs last, and finds it without a full scan."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_slab_of_blocks_that_need_no_loading_waits_for_no_other_event(
         run.settle()
 
 
-def test_whoever_asked_twice_for_a_slab_that_failed_is_told_twice(
+def test_a_consumer_that_asked_twice_for_a_failed_slab_gets_two_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = _blocks_that_lie_as_they_are_read(monkeypatch, 1)

@@ -85,7 +85,7 @@ def test_whatever_is_under_way_when_jobs_end_nothing_is_left(seed: int, acts: in
 
 @settings(max_examples=40)
 @given(SEEDS)
-def test_too_small_an_arena_is_no_hang_where_slabs_are_kept_in_it(seed: int) -> None:
+def test_kept_slabs_do_not_make_a_small_arena_hang(seed: int) -> None:
     run = simulate(lambda: Run(random.Random(seed), tight=True), jobs)
     for consumer in run.consumers:
         assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)

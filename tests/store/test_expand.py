@@ -116,7 +116,7 @@ def test_an_object_named_twice_is_refused(root: Path, urls: tuple[str, ...]) -> 
         ("date=1/_temporary/../_x*", "none matches|no url starts"),
     ],
 )
-def test_what_is_not_there_says_what_is(root: Path, url: str, says: str) -> None:
+def test_an_error_for_a_missing_shard_lists_what_is_there(root: Path, url: str, says: str) -> None:
     with pytest.raises(ShardNotFound, match=says):
         names(root, url)
 
@@ -211,6 +211,6 @@ def test_the_real_folders_expand(data_dir: Path) -> None:
     ("url", "meant"),
     [("s4://bucket/a.parquet", "s3://bucket"), ("htps://host/a.parquet", "https://host")],
 )
-def test_a_scheme_that_is_none_suggests_the_one_that_was_meant(url: str, meant: str) -> None:
+def test_an_unknown_scheme_suggests_the_nearest_one(url: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
         expand(url, STORES.connect)

@@ -1,4 +1,4 @@
-"""The gate of a store: who may ask when, while it is away, throttles, and comes back."""
+"""The gate of a store: which requests may go out during outages, throttling and recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may write for shards, and what it comes to."""
+"""How users may name shards, and how these names are resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns that come as codes: the same in every shard, format and run."""
+"""Columns delivered as codes: the same in every shard, format and run."""
 
 from __future__ import annotations
 

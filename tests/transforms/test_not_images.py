@@ -1,4 +1,4 @@
-"""What is said of bytes in place of an image."""
+"""Error messages for bytes that are not an image."""
 
 from __future__ import annotations
 

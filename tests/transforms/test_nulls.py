@@ -1,4 +1,4 @@
-"""Nulls that tensors cannot have: known before anything is read, and told all at once."""
+"""Nulls that tensors cannot hold: detected before anything is read, all in one error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no image, or only part of one, is refused by row and reason, and never becomes grey."""
+"""Invalid or truncated images are refused with row and reason, and never become grey."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fork server of a process: whom it starts, whose end it tells, and what happens if it dies."""
+"""The fork server: processes that it starts, exits that it reports, and its own death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is gathered is what lies in the blocks, and nothing else is written."""
+"""Gathered rows equal the rows of the blocks, and nothing else is written."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_run_that_has_no_room_is_refused(how: Open, put: int, room: int) -> No
 
 
 @pytest.mark.parametrize("how", BOTH)
-def test_no_blocks_have_no_rows(how: Open) -> None:
+def test_an_empty_list_of_blocks_has_no_rows(how: Open) -> None:
     rows = how([], np.zeros((0, 2), np.int32))
     rows.fixed(0, 4, np.empty(0, np.uint8))
     assert [len(span) for span in rows.spans(0)] == [0, 0]

@@ -1,1 +1,1 @@
-"""One file a loader under test; all keep the contract of base.py."""
+"""One file per loader under test; all follow the contract of base.py."""

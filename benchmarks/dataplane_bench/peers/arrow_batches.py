@@ -17,7 +17,7 @@ from dataplane_bench.peers.padding import padded
 
 
 class TableBatches:
-    """Makes a batch of a table. Numbers are not copied where they lie together already.
+    """Makes a batch of a table. Numbers that are already contiguous are not copied.
 
     Each process draws crops from a generator of its own.
     """
@@ -36,7 +36,7 @@ class TableBatches:
         return batch
 
     def nested(self, table: pa.Table) -> Batch:
-        """The same of a table of one row, whose values are lists of all the batch's."""
+        """The same for a table of one row that holds each column of the batch as a list."""
         columns = [table[column.name].combine_chunks().flatten() for column in self._columns]
         return self(pa.table(columns, names=[column.name for column in self._columns]))
 

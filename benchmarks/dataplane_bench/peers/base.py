@@ -6,13 +6,13 @@ imported as from where the command is typed. A module itself imports nothing but
 library, numpy, pyarrow and dataplane_bench: what the loader needs is imported where it is used,
 since only `open` and `prepare` run in the loader's own environment.
 
-What every loader owes, so that they can be compared:
+What every loader must deliver, so that they can be compared:
 - batches of `workload.batch_size` samples, dicts of what model.Kind says, as torch tensors on the
   CPU; at the end of an epoch a smaller batch or none is as good;
 - every sample once an epoch (of its rank), shuffled anew each epoch as well as the loader's
   documentation advises: over the whole epoch, or with a buffer of SHUFFLE_BUFFER samples or more;
 - the best documented settings: whatever its documentation, or an expert, would use on one machine.
-  What is worth trying is a list of settings, and the harness tries them.
+  An adapter lists the settings that are worth trying, and the harness tries them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loader(Protocol):
         """One pass; `number` counts from 0 and decides the order."""
 
     def close(self) -> None:
-        """Everything it started has ended. May be called twice."""
+        """End everything that it started. May be called twice."""
 
 
 class Resumable(Loader, Protocol):
@@ -62,7 +62,7 @@ class Peer(Protocol):
     """Whose version is told."""
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        """Why the loader has no part in this case, in half a sentence; "" where it has."""
+        """Why the loader cannot run this case, in half a sentence; "" if it can."""
 
     def layout(self, workload: Workload) -> str:
         """Its format for these samples, a folder's name ("mds", "npy"): adapters with the same name
@@ -73,7 +73,7 @@ class Peer(Protocol):
         """Format and way of shuffling, for readers: "MDS shards of 64 MiB, py1e shuffle"."""
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        """What is worth trying, at most four, the documented choice first."""
+        """The settings worth trying, at most four, the documented choice first."""
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         """Convert the source into the loader's format, in this empty folder."""
@@ -95,6 +95,6 @@ class Built(Peer, Protocol):
     """An adapter of a loader that is compiled when it is installed."""
 
     def lacks(self) -> str:
-        """What that needs of the operating system and does not find, "it needs a C++ compiler";
-        "" where all is there.
+        """The missing system requirement, such as "it needs a C++ compiler"; "" if nothing is
+        missing.
         """

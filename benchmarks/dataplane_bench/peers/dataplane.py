@@ -1,4 +1,4 @@
-"""Dataplane itself: a user's own shards as they are; what is generated as Arrow IPC."""
+"""Dataplane itself: reads a user's shards as they are, and generated samples as Arrow IPC."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _Opened:
 
         images = {column.name for column in task.workload.of_kind(ColumnType.IMAGE)}
 
-        # What it calls a column of a user's shards, and what everybody does.
+        # Dataplane's name of a column of a user's shards, and the name that all peers use.
         self._names = {leaf: name for name, leaf in leaves(task.workload).items()}
         self._loader = DataLoader(
             _urls(task),
@@ -150,13 +150,13 @@ class _Service:
 
 
 def _address(log: Path) -> str:
-    """What it says when it can be used, "" so far."""
+    """Its message when it is ready; "" until then."""
     whole = log.read_text(errors="replace").rpartition("\n")[0].splitlines()
     return next((one.removeprefix(_READY) for one in whole if one.startswith(_READY)), "")
 
 
 def _urls(task: TrialTask) -> list[str]:
-    """All shards by name: a user's may have any."""
+    """All shards by name: a user's shards may have any name."""
     names = sorted(path.name for path in task.place.folder.iterdir())
     return [f"{task.place.url}/{name}" for name in names]
 

@@ -81,7 +81,7 @@ class Ffcv:
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         random: Settings = {"num_workers": cores, "order": "RANDOM", "os_cache": True}
         tried: tuple[Settings, ...] = (random, {**random, "batches_ahead": 8})
-        if case.ranks == 1:  # it is not there for several
+        if case.ranks == 1:  # not available for several ranks
             tried = (*tried, {**random, "order": "QUASI_RANDOM"})
         if cores > 1:
             tried = (*tried, {**random, "num_workers": max(cores // (2 * case.process_count), 1)})
@@ -115,7 +115,7 @@ def _is_single(dense: Dense) -> bool:
 
 
 def _fields(workload: Workload) -> dict[str, Any]:
-    """In the order of what _Samples gives."""
+    """In the order in which _Samples yields them."""
     from ffcv.fields import BytesField, FloatField, IntField, NDArrayField
 
     found: dict[str, Any] = {}
@@ -165,7 +165,7 @@ class _Samples:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest sample, at most."""
+        """An upper bound for the bytes of the largest sample."""
         fixed = sum(dense.row_bytes for dense in dense_files(self._workload))
         return fixed + sum(
             int(np.diff(offsets).max(initial=1)) * values.itemsize
@@ -222,7 +222,7 @@ class _Opened:
         for tensors in self._pass:
             batch = self._batch(dict(zip(self._names, tensors, strict=True)))
             size = len(next(iter(batch.values())))
-            # torch's DistributedSampler repeats samples so that all ranks have as many.
+            # torch's DistributedSampler repeats samples so that all ranks have equally many.
             yield batch if size <= left else {name: part[:left] for name, part in batch.items()}
             left -= size
 

@@ -84,7 +84,7 @@ class Grain:
 
 
 class _Opened:
-    """One endless iterator; an epoch is so many batches of it. Workers live on between epochs."""
+    """One endless iterator; an epoch is a fixed count of batches. Workers persist over epochs."""
 
     def __init__(self, task: TrialTask) -> None:
         import grain
@@ -137,11 +137,11 @@ class _Opened:
         return self._rest()
 
     def _rest(self) -> Iterator[Batch]:
-        """What is left of the epoch."""
+        """The rest of the epoch."""
         import torch
 
         for _ in range(self._length - self._done % self._length):
-            # Counted first: whoever has the batch may ask for the state.
+            # Count before yielding: the consumer may ask for the state as soon as it has the batch.
             self._done += 1
             batch = {
                 name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -206,7 +206,7 @@ class _Records:
         return b"".join([np.array([tuple(values)], self._header).tobytes(), *parts])
 
     def sample(self, record: bytes, random: np.random.Generator) -> rows.Row:
-        """What a trainer sees of a record."""
+        """The record as a trainer sees it."""
         header = np.frombuffer(record, self._header, 1)[0]
         row: dict[str, Any] = {column.name: header[column.name] for column in self._fixed}
         at = self._header.itemsize

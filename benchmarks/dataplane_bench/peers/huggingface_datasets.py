@@ -144,7 +144,7 @@ def _iterable(task: TrialTask, workers: int) -> Any:
             },
         )
     else:
-        # As many for each worker of each rank: what is over would be read by one and left idle.
+        # Equally many per worker and rank: one worker would read a remainder while others idle.
         readers = task.size * max(workers, 1)
         count = min(-(-SHARD_COUNT // readers) * readers, task.workload.sample_count)
         mapped = datasets.load_from_disk(str(place.folder))

@@ -1,7 +1,7 @@
-"""How every loader that decodes in Python does it: a random resized crop, half of them flipped.
+"""Image decoding for every loader that decodes in Python: random resized crops, half flipped.
 
-libjpeg-turbo (simplejpeg) and OpenCV are the fastest that Python has for it; both let go of the
-interpreter's lock, so that threads help too. A loader with a decoder of its own uses its own.
+libjpeg-turbo (simplejpeg) and OpenCV are the fastest Python libraries for it; both release
+the interpreter's lock, so that threads help too. A loader with a decoder of its own uses its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def crop_box(height: int, width: int, random: np.random.Generator) -> tuple[int,
             top = int(random.random() * (height - high + 1))
             left = int(random.random() * (width - wide + 1))
             return top, left, high, wide
-    # No such part fits: the largest one in the middle whose ratio is allowed.
+    # No such crop fits: take the largest central crop with an allowed ratio.
     wide = min(width, max(round(height * RATIO[1]), 1))
     high = min(height, max(round(width / RATIO[0]), 1))
     return (height - high) // 2, (width - wide) // 2, high, wide

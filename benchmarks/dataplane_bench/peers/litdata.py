@@ -109,7 +109,7 @@ class _Opened:
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        del number  # it counts
+        del number  # counted
         return iter(self._loader)
 
     def state(self) -> Any:
@@ -124,10 +124,10 @@ class _Opened:
 
 
 def _remote(task: TrialTask) -> dict[str, Any]:
-    """What a StreamingDataset is told of shards in S3."""
+    """The arguments of a StreamingDataset for shards in S3."""
     from litdata.streaming import downloader
 
-    # Its faster client wants TLS, which a server on this machine has not, and no option says so.
+    # Its faster client requires TLS, which a local server lacks, and no option turns this off.
     getattr(downloader, "_OBSTORE_CLIENT_OPTIONS", {})["allow_http"] = True
     return {
         "cache_dir": str(task.cache / f"litdata-{task.run}"),
@@ -156,7 +156,7 @@ def _limit(workload: Workload) -> dict[str, int]:
 
 
 def _samples(workload: Workload, shard: int) -> Iterator[Any]:
-    """What becomes of one shard of the source."""
+    """Converts one shard of the source."""
     found = rows(workload, workload.shards[shard : shard + 1])
     if not _is_records(workload):
         yield from map(_leaves, found)

@@ -1,4 +1,4 @@
-"""Samples as raw arrays in files, to be mapped into memory: what torch.utils.data reads best.
+"""Samples as raw arrays in files, to be mapped into memory: the fastest form for torch.utils.data.
 
 Single numbers of one dtype stand side by side in a matrix, a row a sample, as a table that one
 trains on does; a batch of them is one gather, and its columns are views. A wider column has a file
@@ -201,7 +201,7 @@ def mapped(workload: Workload, folder: Path, random: np.random.Generator) -> Map
     """All samples of a folder that `write` wrote."""
     import torch
 
-    # "c" is read-write for torch's sake, and nothing that is written would reach the file.
+    # "c" (copy-on-write): torch wants writable arrays, and writes must not reach the file.
     def array(name: str, dtype: Any) -> NDArray[Any]:
         path = folder / name
         if not path.stat().st_size:

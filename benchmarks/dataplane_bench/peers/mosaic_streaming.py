@@ -48,7 +48,7 @@ class MosaicStreaming:
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
         ahead = {"num_workers": cores, "predownload": 64 * workload.batch_size}
         if case.store is StorageKind.S3:
-            # Of fewer shards at a time, so that a batch does not wait for all of them.
+            # Shuffle fewer shards at a time, so that a batch does not wait for all of them.
             near = {"num_workers": cores, "shuffle_block_size": SHUFFLE_BUFFER}
             return {"num_workers": cores}, near, ahead | near, {"num_workers": 1}
         return {"num_workers": cores}, ahead, {"num_workers": 1}, {"num_workers": 0}
@@ -108,7 +108,7 @@ class _Opened:
 
 
 def _encoding(column: WorkloadColumn) -> str:
-    """MDS' name for how a column of plain rows is stored."""
+    """MDS' name for the encoding of a column of plain rows."""
     if column.kind is not ColumnType.FIXED or column.shape:
         return "bytes"
     return "uint8" if column.dtype == "bool" else column.dtype

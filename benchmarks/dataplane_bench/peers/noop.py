@@ -1,4 +1,4 @@
-"""No loader at all: one batch over and over. It shows what the harness itself could measure."""
+"""No loader at all: one batch over and over. It shows the highest rate the harness can measure."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def padded(rows: Sequence[NDArray[Any]]) -> tuple[Any, Any]:
-    """One tensor of these rows, 0 behind each, and their lengths.
+    """One tensor of these rows, each padded with 0, and their lengths.
 
     Shapes:  rows: [T_i] of one dtype, at least one.
              result: dtype[B, max(T_i)] and int64[B], torch tensors.

@@ -98,7 +98,7 @@ class RayData:
         return _Opened(task)
 
     def serve(self, task: TrialTask) -> tuple[str, Any]:
-        """A Ray cluster that was there before."""
+        """A Ray cluster that was already running."""
         cluster = _Cluster(task.cache, "")
         return cluster.service, cluster
 
@@ -119,7 +119,7 @@ def _stored(workload: Workload, table: pa.Table) -> pa.Table:
 
 
 class _Cluster:
-    """A Ray cluster of this machine, its files below `folder`, or one that was there."""
+    """A Ray cluster of this machine, its files below `folder`, or one that was already running."""
 
     def __init__(self, folder: Path, service: str) -> None:
         address, _, token = service.partition(" ")
@@ -157,7 +157,7 @@ def _short_name(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     for old in Path("/tmp").glob(f"{_LINKS}*"):
         with contextlib.suppress(OSError):
-            if not old.exists():  # of somebody who was killed
+            if not old.exists():  # left by a process that was killed
                 old.unlink()
     link = Path("/tmp") / f"{_LINKS}{secrets.token_hex(4)}"
     link.symlink_to(folder)
@@ -201,7 +201,7 @@ class _Opened:
             columns=[column.name for column in self._task.workload.columns],
             shuffle=ray.data.FileShuffleConfig(seed=self._task.seed),
             num_cpus=self._settings.get("read_cpus"),
-            override_num_blocks=len(names),  # as many as files, else each one's block is split
+            override_num_blocks=len(names),  # as many as files, else each file's block is split
         )
         if self._settings.get("materialize"):
             samples = samples.materialize()
@@ -261,7 +261,7 @@ def _cropped(values: pa.Array | pa.ChunkedArray) -> NDArray[np.uint8]:
 
 
 def _collate(workload: Workload) -> Any:
-    """What makes tensors of an Arrow table; Ray wants it to be a class of its own kind."""
+    """Makes tensors of an Arrow table; Ray requires a subclass of its own class."""
     from ray.data.collate_fn import ArrowBatchCollateFn
 
     class Collate(ArrowBatchCollateFn):  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """The source shards as pyarrow reads them, one after the other: what every system must deliver.
 
-It takes part in no case; the harness compares everybody's checksum with its.
+It takes part in no case; the harness compares every system's checksum with its checksum.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PEERS = tuple(name for name in SYSTEMS if name not in (OURS, HARNESS, REFERENCE)
 def adapter(name: str) -> Any:
     """The adapter of this name, or that of a user: "package.module:Class" (see base.Peer).
 
-    Raises:  ConfigError: there is none.
+    Raises:  ConfigError: no adapter has this name.
     """
     module, _, kind = SYSTEMS.get(name, name).partition(":")
     if name in SYSTEMS:
@@ -48,7 +48,7 @@ def adapter(name: str) -> Any:
 
 
 def folder_of(name: str) -> Path | None:
-    """From where the module of a user's adapter is imported; None of one of ours."""
+    """The folder from which a user's adapter is imported; None for ours."""
     if name in SYSTEMS:
         return None
     module = _module_of_user(name.partition(":")[0])
@@ -58,7 +58,7 @@ def folder_of(name: str) -> Path | None:
 
 
 def _module_of_user(name: str) -> ModuleType:
-    # As `python -m` finds it: where the user is, too.
+    # As with `python -m`: also from the current directory.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:

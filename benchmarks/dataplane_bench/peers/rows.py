@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 def refuses_tables(workload: Workload) -> str:
-    """Why a loader that stores sample by sample has no part with these, "" where it has."""
+    """Why a loader that stores sample by sample cannot take these; "" if it can."""
     if workload.shape == "tabular":
         return "no columnar format; one record a row is not how tables are stored"
     return ""
@@ -54,7 +54,7 @@ def _values(column: WorkloadColumn, values: pa.Array) -> Sequence[Any]:
 
 
 def plain(row: Row) -> dict[str, Any]:
-    """The row with its arrays and texts as bytes, which every format holds without a mistake."""
+    """The row with its arrays and texts as bytes, which every format stores correctly."""
     made: dict[str, Any] = {}
     for name, value in row.items():
         match value:

@@ -86,7 +86,7 @@ class Spdl:
 
 
 class _Opened:
-    """One pipeline, whose source begins the next epoch as soon as it is at the end of one."""
+    """One pipeline whose source begins the next epoch as soon as one ends."""
 
     def __init__(self, task: TrialTask) -> None:
         import torch
@@ -140,7 +140,7 @@ def _pipeline(task: TrialTask, first: int) -> Any:
 
 
 class _Epochs:
-    """What the source has, epoch after epoch: each pass over it is the next one."""
+    """The source's items: each pass over it is the next epoch."""
 
     def __init__(self, first: int, of_epoch: Callable[[int], Iterable[Any]]) -> None:
         self._number, self._of_epoch = first, of_epoch
@@ -199,7 +199,7 @@ class _Gather:
 
 
 def _with_own_decoder(rows: memmaps.MappedRows, ids: NDArray[np.int64]) -> memmaps.Packed:
-    """What `rows.gather` does, but that SPDL decodes, crops and resizes the images."""
+    """Like `rows.gather`, but SPDL decodes, crops and resizes the images."""
     import torch
 
     index = torch.from_numpy(ids)

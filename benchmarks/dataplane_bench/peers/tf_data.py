@@ -61,7 +61,7 @@ class TfData:
         share = max(cores // case.process_count, 1)
         fixed = (share, 2 * share) if workload.of_kind(ColumnType.IMAGE) else (1, max(share, 2))
         choices: list[Settings] = [{"parallel": one} for one in ("AUTOTUNE", *fixed)]
-        # What lists of different lengths are mapped as does not travel to the service.
+        # The mapped form of lists of different lengths cannot be sent to the service.
         if case.served and case.jobs > 1 and workload.shape != "text":
             choices.append({"parallel": "AUTOTUNE", "service": True})
         return tuple(choices)
@@ -88,7 +88,7 @@ class TfData:
             counts[number % _FILES] += 1
         for writer, file, count in zip(writers, files, counts, strict=True):
             writer.close()
-            # The name tells how many: a rank must know where its epoch ends.
+            # The name has the count: a rank must know where its epoch ends.
             file.rename(file.with_stem(f"{file.stem}-{count}"))
 
     def open(self, task: TrialTask) -> TfPipeline:

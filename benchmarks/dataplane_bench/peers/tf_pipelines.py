@@ -1,4 +1,4 @@
-"""Pipelines of tf.data, endless ones: an epoch is so many batches of them.
+"""Endless tf.data pipelines: an epoch is a fixed count of their batches.
 
 Imported where TensorFlow is; see tf_data.py.
 """
@@ -58,7 +58,7 @@ class TfPipeline:
         self._done = 0
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """The next one: the pipeline numbers them itself."""
+        """The next epoch: the pipeline numbers epochs itself."""
         self._done = number * self._length
         return self._rest()
 
@@ -79,7 +79,7 @@ class TfPipeline:
 
     def _rest(self) -> Iterator[Batch]:
         for _ in range(self._length - self._done % self._length):
-            # Counted first: whoever has the batch may ask for the state.
+            # Count before yielding: the consumer may ask for the state as soon as it has the batch.
             self._done += 1
             yield self._batch(next(self._iterator))
 
@@ -115,7 +115,7 @@ class TfDataService:
 
     def close(self) -> None:
         for server in (self._worker, self._dispatcher):
-            # There is no public way to end one but to forget it.
+            # There is no public way to end one except to drop all references.
             server._stop()  # noqa: SLF001
 
 
@@ -185,7 +185,7 @@ def _streamed(task: TrialTask, calls: int) -> Any:
 
 
 def _shared(endless: Any, task: TrialTask) -> Any:
-    """The same, from the service's cache: who comes late takes what is there."""
+    """The same, from the service's cache: a late job starts at the cached batches."""
     service = tf.data.experimental.service
     return endless.apply(
         service.distribute(

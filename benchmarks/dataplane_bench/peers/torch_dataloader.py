@@ -50,7 +50,7 @@ class TorchDataLoader:
 
 
 def choices(workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-    """What is worth trying with these samples, the tutorials' way first.
+    """The settings worth trying with these samples, the tutorials' choice first.
 
     A gather of wide or many rows can use threads of torch's own instead of worker processes.
     """

@@ -25,7 +25,7 @@ class BatchSampler:
     """A sampler of whole batches: a permutation of each epoch, every `size`-th of it for a rank.
 
     That is DistributedSampler without the samples that it repeats at the end.
-    Shapes:  of what it yields: int64[batch_size], the last one shorter.
+    Shapes:  each yielded array: int64[batch_size], the last one shorter.
     """
 
     def __init__(self, task: TrialTask) -> None:
@@ -102,7 +102,7 @@ def _worker_index() -> int:
 
 
 def as_it_is(batch: Packed) -> Packed:
-    """Collates what is a batch already."""
+    """Collates samples that already form a batch."""
     return batch
 
 
@@ -137,7 +137,7 @@ class TorchPeer:
         self._iterator: Any = None
         self._order: Any
         if task.case.store is StorageKind.S3:
-            # Here, and not in each worker, since the clients' imports take long.
+            # Import here rather than in each worker, since the clients' imports are slow.
             from dataplane_bench.peers.torch_streams import Streamed
 
             self._order = Streamed(task)

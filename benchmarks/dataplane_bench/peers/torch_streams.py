@@ -56,7 +56,7 @@ class Streamed(IterableDataset[Packed]):
         self._epoch.fill_(number)
 
     def __iter__(self) -> _Pass:
-        # Each process has a client of its own: none survives a fork.
+        # Each process has its own client: clients do not survive a fork.
         if self._files is None:
             self._files = Files(self.task)
         return _Pass(self.task, self._files, self.epoch)

@@ -138,7 +138,7 @@ def _urls(task: TrialTask) -> list[str]:
 
 
 class _Files:
-    """What files a sample consists of: one of all its numbers, one for each text and each image.
+    """A sample's files: one for all its numbers, one for each text and each image.
 
     The numbers are a record of the fixed columns and the lengths of the lists, then the lists.
     """
@@ -166,7 +166,7 @@ class _Files:
         return files | {suffix: row[name] for name, suffix in self._images.items()}
 
     def unpack(self, sample: Mapping[str, Any]) -> Row:
-        """The row that `pack` made files of."""
+        """The row that `pack` split into files."""
         numbers = sample["bin"]
         record = np.frombuffer(numbers, self._record, 1)[0]
         row = {column.name: record[column.name] for column in self._fixed}

@@ -1,1 +1,1 @@
-"""One file a question; each opens with it and with its physical bound."""
+"""One file per question; each begins with the question and its physical bound."""

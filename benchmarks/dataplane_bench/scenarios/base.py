@@ -10,7 +10,7 @@ from dataplane_bench.model import BenchCase, Mode, StorageKind
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What a user chooses of a scenario."""
+    """The options of a scenario that a user chooses."""
 
     workload: str
     ranks: int

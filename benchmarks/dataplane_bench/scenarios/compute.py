@@ -1,6 +1,6 @@
 """Does the loader hide behind a trainer that computes, and what does hiding cost the host?
 
-Bound: no stall at all, as long as a step takes longer than the loader needs for a batch.
+Bound: no stall at all, if a step takes longer than the loader needs for a batch.
 """
 
 from dataplane_bench.model import BenchCase

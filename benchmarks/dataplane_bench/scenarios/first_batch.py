@@ -8,7 +8,7 @@ from dataplane_bench.scenarios.base import Scale, Scenario
 
 
 def cases(scale: Scale) -> tuple[BenchCase, ...]:
-    """From nothing; on a machine that has seen the samples; from a daemon, where there is one."""
+    """Cold; with the samples in the page cache; from a daemon, if the loader has one."""
     return (
         BenchCase("cold", scale.workload, Mode.FIRST, cold=True),
         BenchCase("warm", scale.workload, Mode.FIRST),

@@ -1,6 +1,6 @@
 """How fast do photographs become random crops of 224 x 224?
 
-Bound: the JPEG decode and resize of all cores, since nothing that is read or copied comes near it.
+Bound: the JPEG decode and resize of all cores, since reading and copying take far less.
 A loader that decodes only what a crop needs can pass it.
 """
 

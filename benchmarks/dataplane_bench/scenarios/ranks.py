@@ -1,6 +1,6 @@
 """How fast are several ranks of one host fed, in sum?
 
-Bound: that of one rank: the same cores and the same memory serve all of them.
+Bound: the same as for one rank, since all ranks share the cores and the memory.
 """
 
 from dataplane_bench.model import BenchCase

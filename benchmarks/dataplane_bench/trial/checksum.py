@@ -1,4 +1,4 @@
-"""One number for all samples of an epoch, whatever their order: were they the same for everybody?
+"""A checksum of all samples of an epoch, in any order, to compare the output of all systems.
 
 A sample's hash covers every byte of its columns but images, which every system decodes and crops
 in its own way; of those only shape and type are looked at, and, where they are our own generated
@@ -21,11 +21,11 @@ Batch = Mapping[str, Any]
 
 
 class BatchRefused(Exception):
-    """A batch is not what the contract says."""
+    """A batch breaks the contract."""
 
 
 def check(batch: Batch, workload: Workload) -> None:
-    """Whether a batch is what was asked for, whatever its values.   Raises:  BatchRefused."""
+    """Check the form of a batch, not its values.   Raises:  BatchRefused."""
     count = _sample_count(batch, workload)
     if not 0 < count <= workload.batch_size:
         raise BatchRefused(f"{count} samples, not {workload.batch_size}")

@@ -1,4 +1,4 @@
-"""The first process of a trial's tree, which sees to it that nothing of the tree outlives it.
+"""The root process of a trial's tree: it kills the rest of the tree before it ends.
 
     python -P -m dataplane_bench.trial.keeper     (stdin and stdout are those of process.py)
 
@@ -43,10 +43,10 @@ def main() -> int:
     loading = os.fork()
     if not loading:
         return _load(kernel)
-    # The pipes are the other one's: their ends tell when it has ended.
+    # The pipes belong to the loading process: they close when it has ended.
     for descriptor in (0, 1):
         os.dup2(2, descriptor)
-    # The harness may have ended before the kernel knew that we want to know.
+    # The harness may have ended before we asked the kernel for a signal at its death.
     if os.getppid() != harness:
         _on_term(signal.SIGTERM, None)
     status = _wait_for(loading)
@@ -84,7 +84,7 @@ def _wait_for(loading: int) -> int:
 
 
 def _kill_all() -> None:
-    """All that is left; last those that clean up after the others, who get a moment for it."""
+    """Kill the rest of the tree; cleaners come last, after a grace period for their work."""
     _kill(lambda pid: not _is_cleaner(pid))
     deadline = time.monotonic() + _CLEANING_S
     while _below() and time.monotonic() < deadline:
@@ -93,7 +93,7 @@ def _kill_all() -> None:
 
 
 def _kill(wanted: Callable[[int], bool]) -> None:
-    """Whoever loses its parent becomes our child, so all are found sooner or later."""
+    """Orphans become our children, so all processes are found sooner or later."""
     while doomed := [pid for pid in _below() if wanted(pid)]:
         for pid in doomed:
             with contextlib.suppress(ProcessLookupError):
@@ -117,7 +117,7 @@ def _is_cleaner(pid: int) -> bool:
 
 
 def _ended(options: int) -> Iterator[tuple[int, int]]:
-    """Children that ended, as they are waited for."""
+    """Wait for children that ended."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, options))[0]:
             yield found

@@ -136,7 +136,7 @@ class _Trial:
         self.tell("open")
 
     def stop_after(self, seconds: float) -> None:
-        """When all have something to say, or the time is over."""
+        """Tell all to stop, unless each of them has answered within this time."""
         if not self.members.await_words(self._ranks, seconds):
             self.tell("stop")
 

@@ -30,7 +30,7 @@ EXIT_TIMEOUT_S = 10.0
 """How long a process may take to end by itself once its loader is closed."""
 KILL_TIMEOUT_S = 10.0
 
-# What launchers and schedulers tell, libraries believe.
+# Libraries read these variables of launchers and schedulers.
 _FOREIGN_PREFIXES = ("AWS_", "PYTHON", "VIRTUAL_ENV", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
 _FOREIGN = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
@@ -44,7 +44,7 @@ class TrialFailed(Exception):
 
 @dataclass(slots=True, eq=False)
 class TrialProcess:
-    """A process of a trial: what it has said and nobody has heard yet."""
+    """A process of a trial, with its unread messages."""
 
     name: str
     process: subprocess.Popen[str]
@@ -53,7 +53,7 @@ class TrialProcess:
     listener: threading.Thread | None = None
 
     def tell(self, words: str) -> None:
-        """Nobody may be there any more: that is found by whoever waits for an answer."""
+        """Send; if the process is dead, the wait for its answer raises."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(words + "\n")
@@ -130,12 +130,12 @@ class Members:
         self.kill(members)
 
     def close(self) -> None:
-        """Whatever is left is killed. May be called twice."""
+        """Kill what is left. May be called twice."""
         self._watch.close()
         self.kill(tuple(self._members))
 
     def kill(self, members: Sequence[TrialProcess]) -> None:
-        """Them and all below them. May be called twice."""
+        """Kill them and all their descendants. May be called twice."""
         for member in members:
             if member.process.poll() is None:
                 member.process.send_signal(signal.SIGTERM)

@@ -27,7 +27,7 @@ Say = Callable[[object], None]
 
 
 class Ear:
-    """Reads the harness' words while the loop runs. Without a harness every word is "leave"."""
+    """Reads the harness' commands while the loop runs. Without one every command is "leave"."""
 
     def __init__(self, words: Iterator[str]) -> None:
         self.stop = threading.Event()
@@ -37,13 +37,13 @@ class Ear:
         threading.Thread(target=self._listen, args=(words,), daemon=True, name="ear").start()
 
     def next(self) -> list[str]:
-        """The next word with its arguments."""
+        """The next command with its arguments."""
         with self._changed:
             self._changed.wait_for(lambda: self._heard or self._is_over)
             return self._heard.popleft() if self._heard else ["leave"]
 
     def wait_for(self, word: str) -> None:
-        """Until the harness says so; other words are not for us any more."""
+        """Wait until the harness sends it; skip other commands."""
         while self.next()[0] not in (word, "leave"):
             pass
 
@@ -129,7 +129,7 @@ def _first(batches: Iterator[Any]) -> Any:
 
 
 def _checked(batches: Iterator[Any], workload: Workload) -> Iterator[Any]:
-    """The same batches; the first one is looked at."""
+    """The same batches; checks the first one."""
     batch = _first(batches)
     check(batch, workload)
     yield batch

@@ -75,7 +75,7 @@ def tree(roots: Sequence[int]) -> Mapping[int, int]:
 
 def _stat(pid: str) -> list[str]:
     try:
-        # The name in parentheses may hold anything.
+        # The name in parentheses may contain any character.
         return (_PROC / pid / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
@@ -106,7 +106,7 @@ class MemoryWatch:
         self.seen.append((time.monotonic(), *self.look(self._roots)))
 
     def forget(self, root: int) -> None:
-        """It has ended: its number may become another's."""
+        """It has ended: the kernel may reuse its process id."""
         self._roots = tuple(pid for pid in self._roots if pid != root)
 
     def close(self) -> None:
@@ -120,5 +120,5 @@ class MemoryWatch:
             now = time.monotonic()
             self.sample()
             took = time.monotonic() - now
-            # Looking holds a lock of the process that is looked at, so it must be rare.
+            # Reading smaps holds a lock of the process that is read, so it must be rare.
             self._over.wait(max(SAMPLE_S - took, _PAUSE_SHARE * took))

@@ -1,4 +1,4 @@
-"""What the harness tells a trial's process and hears from it: a JSON object a line.
+"""Messages between the harness and a trial's process: one JSON object per line.
 
 The process reads its order (a task and what to do with it) from stdin, later "go", "stop" and
 "end"; it answers on what was its stdout. All times are of the system's monotonic clock, which all

@@ -1,1 +1,1 @@
-"""What is loaded: generated sets of samples, or the user's own."""
+"""The samples to load: generated ones, or the user's own."""

@@ -1,4 +1,4 @@
-"""What is known of a user's samples beside the shards that were made of them.
+"""Facts about a user's samples, kept beside the shards that were made of them.
 
 Little is imported here: Dataplane's own process of a trial reads it, and its memory counts.
 """
@@ -17,7 +17,7 @@ _NAME = "about.json"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """`leaves` has for each column what Dataplane calls it; `notes` tell what was left out."""
+    """`leaves` maps each column to Dataplane's name for it; `notes` list what was left out."""
 
     columns: tuple[WorkloadColumn, ...]
     leaves: tuple[str, ...]

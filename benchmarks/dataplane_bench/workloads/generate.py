@@ -30,7 +30,7 @@ def generated(name: str, root: Path, scale: float = 1.0) -> Workload:
         try:
             recipe.write(new, count)
             new.chmod(0o755)
-            # Another process may have been faster: its folder is there, and as good.
+            # Another process was faster: its folder exists and is equally valid.
             with contextlib.suppress(OSError):
                 new.rename(folder)
         finally:

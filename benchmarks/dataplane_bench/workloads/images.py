@@ -44,7 +44,7 @@ def colour_of_label(labels: NDArray[np.integer]) -> NDArray[np.uint8]:
 
 
 def label_of_colour(mean_rgb: NDArray[np.floating]) -> NDArray[np.int32]:
-    """The label whose colour this is, or -1 where it is none's.
+    """The label with this colour, or -1 if no label has it.
 
     Shapes:  mean_rgb: float[n, 3], the mean colour of an image or of a crop.   result: int32[n].
     """
@@ -91,7 +91,7 @@ def _jpeg(
     np.subtract(luma, (red + blue) >> 1, out=pixels[..., 1])
     np.add(luma, blue, out=pixels[..., 2])
     pixels += colour
-    # 4:2:0 and a quality near this is what cameras and ImageNet's sources chose.
+    # Cameras and ImageNet's sources use 4:2:0 and a quality near this.
     encoded: bytes = simplejpeg.encode_jpeg(
         pixels.astype(np.uint8), quality=QUALITY, colorsubsampling="420"
     )

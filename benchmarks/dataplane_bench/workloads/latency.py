@@ -118,7 +118,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the proxy; see the module docstring."""
     port, delay_ms = int(sys.argv[1]), float(sys.argv[2])
     with socket.create_server(("127.0.0.1", 0), backlog=_CONNECTIONS_WAITING) as listening:
         print(listening.getsockname()[1], flush=True)

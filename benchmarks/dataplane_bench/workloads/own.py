@@ -1,4 +1,4 @@
-"""The user's own samples: some whole shards, copied, for everybody to be measured on.
+"""The user's own samples: copies of some whole shards, on which every loader is measured.
 
 Dataplane reads the copies as they are. From the same copies come the source shards that every other
 loader converts: of the columns that all of them can take.
@@ -82,7 +82,7 @@ def own(
 
 
 def _shards(urls: Sequence[str]) -> tuple[Format, list[ObjectInfo]]:
-    """What `urls` stand for, as Dataplane sees it; a saved manifest stands for its shards."""
+    """The shards that `urls` name, resolved by Dataplane; a saved manifest names its shards."""
     names = [normalise(url) for url in urls]
     if len(names) == 1 and names[0].endswith(suffixes.MANIFEST):
         manifest = open_dataset(names)
@@ -107,7 +107,7 @@ def _fingerprint(chosen: Format, taken: Sequence[ObjectInfo]) -> str:
 
 
 def _make(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> None:
-    """The folder: shards, source and what is known of them. It is whole, or not there."""
+    """The folder: shards, source and what is known of them. It is complete or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -117,7 +117,7 @@ def _make(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> None:
             manifest = index_dataset(copies, format_name=chosen.name, workers=_COPIES_AT_ONCE)
             write_about(write_source(manifest, new / "source"), new)
         new.chmod(0o755)
-        # Another process may have been faster: its folder is there, and as good.
+        # Another process was faster: its folder exists and is equally valid.
         with contextlib.suppress(OSError):
             new.rename(folder)
     finally:
@@ -126,7 +126,7 @@ def _make(chosen: Format, taken: Sequence[ObjectInfo], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _blaming(taken: Sequence[ObjectInfo], copies: Sequence[Path]) -> Iterator[None]:
-    """What is wrong with a copy is wrong with the user's shard: errors name that."""
+    """A fault of a copy is a fault of the user's shard: errors name the shard."""
     try:
         yield
     except DataplaneError as error:

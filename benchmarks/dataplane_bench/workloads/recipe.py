@@ -1,4 +1,4 @@
-"""What a generated workload is made of."""
+"""The definition of a generated workload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARD_COUNT = 8
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How samples of one kind are made. A new `version` is due whenever other bytes come out.
+    """How samples of one kind are made. Raise `version` whenever the output bytes change.
 
     `write` puts so many samples as Parquet shards into an empty folder; one thread of it at a time.
     """

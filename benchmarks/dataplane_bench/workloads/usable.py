@@ -1,8 +1,8 @@
 """Which columns of a user's samples every loader can take, and their rows as source shards.
 
-What Dataplane makes of a column (see dataplane/transforms/columns.py) is what everybody gets: dates
-are integers, a null among floats is NaN, a null list is empty. A column that has no such form, or
-whose nulls have none, is left out, and a note says so.
+Every loader gets Dataplane's values of a column (see dataplane/transforms/columns.py): dates are
+integers, a null among floats is NaN, a null list is empty. A column without such a form,
+or with nulls that have none, is left out, and a note says so.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def write_source(manifest: Manifest, folder: Path) -> About:
                 manifest.sample_count,
                 tuple(notes),
             )
-        # Seldom: it was only seen on the way that a column has nulls.
+        # Rare: a column turned out to have nulls only while it was written.
         notes += [_note(leaf, why) for leaf, why in unfit.items()]
         chosen = [one for one in chosen if one.name not in unfit]
         for path in folder.glob("*.parquet"):
             path.unlink()
-    raise ConfigError("no column of these samples is one that loaders share: " + "; ".join(notes))
+    raise ConfigError("no column of these samples suits every loader: " + "; ".join(notes))
 
 
 def _usable(manifest: Manifest) -> tuple[list[_Usable], list[str]]:

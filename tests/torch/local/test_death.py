@@ -1,4 +1,4 @@
-"""Whoever dies, nothing is left and nobody waits."""
+"""When a trainer or worker dies, nothing is left behind and no process hangs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_workers_do_not_outlive_a_trainer_that_is_killed(persistent) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_nor_however_they_were_started(context) -> None:
+def test_workers_do_not_outlive_a_killed_trainer_however_they_were_started(context) -> None:
     chance = random.Random(context)
     for _ in range(5):
         with trainer(context, "no", "no") as process:
@@ -109,7 +109,7 @@ def test_nor_however_they_were_started(context) -> None:
             assert_gone([*workers, *family])
 
 
-def test_nor_a_trainer_that_is_killed_while_it_waits_for_them_to_end() -> None:
+def test_workers_do_not_outlive_a_trainer_that_is_killed_while_it_waits_for_them() -> None:
     with trainer("fork", "no", "worker") as process:
         workers = workers_of(process)
         threading.Event().wait(0.3)
@@ -192,7 +192,7 @@ def test_a_worker_that_dies_raises_in_the_trainer(end, persistent) -> None:
                 list(loader)
 
 
-def test_a_worker_that_is_killed_in_the_middle_of_a_word() -> None:
+def test_a_worker_that_is_killed_in_the_middle_of_a_frame() -> None:
     with DataLoader(Talks(), None, num_workers=1) as loader:
         iterator = iter(loader)
         worker = iterator._workers[0]

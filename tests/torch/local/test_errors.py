@@ -120,7 +120,7 @@ class Unspeakable(Talks):
 
 
 @pytest.mark.parametrize("dataset", [Samples("int", 2), Unspeakable()])
-def test_what_cannot_be_pickled_is_told(dataset) -> None:
+def test_unpicklable_batches_raise_an_error(dataset) -> None:
     collate_fn = unpicklable if isinstance(dataset, Samples) else as_is
     with (
         DataLoader(dataset, None, num_workers=1, collate_fn=collate_fn) as loader,

@@ -150,7 +150,7 @@ def test_dead_batches_are_not_written_while_the_device_works(walk) -> None:
     assert device.pinned_count == device.unpinned_count
 
 
-def test_what_is_held_stays_pinned_after_the_worker_is_gone(walk) -> None:
+def test_batches_that_are_held_stay_pinned_after_their_worker_ends(walk) -> None:
     walk, device = walk
     device.is_busy = False
     held = [walk.next() for _ in range(5)]

@@ -1,4 +1,4 @@
-"""What is held does not change, and what is not held comes back."""
+"""Tensors that are held never change, and memory that is not held is reused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fd_count() -> int:
 
 
 @pytest.mark.parametrize("end", ["closed", "collected", "over", "killed"])
-def test_what_is_held_does_not_change(end) -> None:
+def test_batches_that_are_held_do_not_change(end) -> None:
     chance = random.Random(7)
     held: list[tuple[Any, bytes]] = []
     loader = DataLoader(Blocks(), 2, num_workers=2)

@@ -115,7 +115,7 @@ def numbers(batch: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_nor_does_one_while_a_batch_is_unpickled(persistent) -> None:
+def test_an_interrupt_while_a_batch_is_unpickled_changes_nothing(persistent) -> None:
     made.__dict__.clear()
     with DataLoader(
         Interrupts("", COUNT), 2, num_workers=2, collate_fn=as_is, persistent_workers=persistent

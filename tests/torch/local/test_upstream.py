@@ -50,7 +50,7 @@ def test_workers():
 """
 
 
-def test_whoever_imports_torch_gets_ours(tmp_path) -> None:
+def test_every_import_of_torch_gets_our_loader(tmp_path) -> None:
     environ = {**with_ours(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], *sys.path])
     subprocess.run([sys.executable, "-c", _IS_OURS], env=environ, check=True, timeout=100)
