@@ -173,5 +173,5 @@ def test_what_has_no_codes_is_told_by_name(tmp_path: Path) -> None:
     for codes in ("t", [3]):
         with pytest.raises(ConfigError, match="pass a list of the columns"):
             DataLoader(str(tmp_path / "rows.parquet"), 1, codes=codes)
-    with pytest.raises(ConfigError, match="of loaders over urls"):
+    with pytest.raises(ConfigError, match="only loaders over urls have categories"):
         DataLoader([1, 2]).categories("x")

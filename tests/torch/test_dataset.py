@@ -123,7 +123,7 @@ def test_a_workers_own_state_resumes_that_worker(fake) -> None:
     finally:
         torch.utils.data._utils.worker._worker_info = None
     dataset.load_state_dict(state)
-    with pytest.raises(ConfigError, match="one of 2 DataLoader workers, and there are 1"):
+    with pytest.raises(ConfigError, match="saved with 2 DataLoader workers, and now there are 1"):
         iter(dataset)
     with pytest.raises(ConfigError, match="damaged"):
         dataset.load_state_dict({**state, "step": "x"})
