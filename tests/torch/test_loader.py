@@ -307,8 +307,8 @@ def test_the_job_carries_what_was_asked_for(fake, monkeypatch) -> None:
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": None}, "batch_size=None"),
-        ({"batch_size": 2, "global_batch_size": 4}, "two things"),
-        ({"drop_last": True, "end": "pad"}, "two things"),
+        ({"batch_size": 2, "global_batch_size": 4}, "pass one"),
+        ({"drop_last": True, "end": "pad"}, "pass one"),
         ({"end": "wrap"}, "ragged, drop, pad"),
         ({"lists": "nested"}, "padded, ragged"),
         ({"columns": "x"}, "a list of names"),
