@@ -147,6 +147,18 @@ def kill_count_for_memory() -> int:
     return 0
 
 
+def has_ended(pid: int) -> bool:
+    """Whether no thread of this process runs any more, even if its parent has not collected it.
+
+    Source: proc_pid_stat(5), field 3; the name in parentheses before it may hold anything.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return fields[0] in {b"Z", b"X"}
+
+
 def waited_for_processor_s(pid: int) -> float:
     """Seconds that the threads of a process could have run and had no processor, added up; 0.0
     where the kernel does not say, or the process is gone.

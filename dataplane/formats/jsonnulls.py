@@ -1,7 +1,7 @@
 """Lists whose values are all null in the first lines: `{"tags": [null, null]}`.
 
 Arrow's JSON parser gives such a list fewer values than its offsets say, so it is read as a list of
-bools, all of which must be null.
+bools, and a value that is not null is an error.
 """
 
 from __future__ import annotations

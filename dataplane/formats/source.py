@@ -64,7 +64,7 @@ class Window:
 
 
 class Parts:
-    """A shard of which some ranges were read beforehand, several at a time.
+    """A shard with some ranges already read, several of them at a time.
 
     Raises:  the StoreError family, as the shard does.
     """

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 
 class SpliceFile:
-    """A read-only file of `size_bytes` of which only some pieces are present.
+    """A read-only file of `size_bytes` that has only some of its pieces.
 
     `read` returns views of the pieces, which pyarrow keeps alive as long as an array needs them.
     A read outside of the pieces is an error, never zeros.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import select
 import signal
@@ -22,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from dataplane import collector
 from dataplane.errors import PeerLost
 from dataplane.index import indexer
 from dataplane.rpc import local, tasks
@@ -51,8 +51,7 @@ class _ForkServer:
 
     def run(self) -> None:
         """Serve requests.   Raises:  PeerLost: the node is gone."""
-        gc.collect()
-        gc.freeze()  # a collection in a child would copy every page of imported modules
+        collector.settle()  # a collection in a child would copy every page of imported modules
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._woken, select.POLLIN)

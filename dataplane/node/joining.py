@@ -16,7 +16,7 @@ _PAUSE_S_MAX = 1.0
 
 
 async def pause() -> None:
-    """The pause between two attempts, each of which has already waited."""
+    """Pause between two attempts. It is short, since each attempt waits by itself."""
     await asyncio.sleep(random.uniform(0, _PAUSE_S_MAX))  # noqa: S311 - jitter is no secret
 
 

@@ -110,7 +110,7 @@ class TaskQueue:
         return task, worker
 
     def take_any(self) -> PoolTask | None:
-        """One of the waiting tasks, whatever is running."""
+        """Remove any waiting task, regardless of the tasks that run; None if none waits."""
         line = next((line for line in self._lines.values() if line.by_urgency), None)
         return None if line is None else self._removed(line, min(line.by_urgency), 0)
 

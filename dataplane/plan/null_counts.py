@@ -67,8 +67,8 @@ class NullCounts:
 
 
 def merged(one: Int64, other: Int64) -> Int64:
-    """The combined counts of two parts of a dataset, or of two nodes either of which may be null:
-    their sum, else UNKNOWN if one is, else 0, else NEVER.
+    """The combined counts of two parts of a dataset, or of two nullable nodes: their sum, else
+    UNKNOWN if one is, else 0, else NEVER.
     """
     some = np.maximum(one, 0) + np.maximum(other, 0)
     unknown = (one == UNKNOWN) | (other == UNKNOWN)

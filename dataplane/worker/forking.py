@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+
+from dataplane import machine
 
 # Arrow's allocator would reserve a GiB and use it slowly, and a memory limit counts reservations.
 # A process with a second thread must not fork, and jemalloc has one even if it is not used.
@@ -132,16 +133,14 @@ class _Server:
         number = next(self._numbers)
         process = ForkedProcess(lambda: self._kill(number))
         with self._changing:
-            if not self.is_lost:
-                self._processes[number] = process
+            self._processes[number] = process
         order = tasks.ToForkServer(tasks.StartChild(number, role, memory_bytes))
         try:
             local.send(self._sock, order, (sock.fileno(), stderr_fd))
         except PeerLost:
             with self._changing:
-                is_ours = self._processes.pop(number, None) is not None
-            if is_ours or self.is_lost:
-                process.ended(-signal.SIGKILL)
+                self._processes.pop(number, None)
+            process.ended(-signal.SIGKILL)
         return process
 
     def close(self) -> None:
@@ -192,7 +191,7 @@ class _Server:
         for process in left:
             pid = process.pid if process.has_started else 0
             pause_s = _PAUSE_S
-            while pid and not _is_gone(pid):
+            while pid and not machine.has_ended(pid):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
             process.ended(-signal.SIGKILL)
@@ -249,11 +248,3 @@ class _Shared:
 
 
 fork_server = _Shared()
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        facts = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return True
-    return facts.rpartition(")")[2].split()[0] in {"Z", "X"}
