@@ -27,15 +27,15 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
         model, optimizer = accelerator.prepare(model, optimizer)
         loader = prepare(accelerator, DataLoader(dataset, batch_size=32, shuffle=True))
 
-    Over a Dataset each process gets its share of the batches, as the settings of the Accelerator
-    split them. Over urls each gets the rows of its rank, as the loader was made, and nothing is
-    split again. Batches come on the accelerator's device, one is read ahead so that gradients
-    accumulate to the end of an epoch, and accelerator.save_state() saves the loader's position:
-    load_state() continues there without reading anything twice, and restores the epoch (`for epoch
-    in range(loader.iteration, 3)`). A torch loader, already prepared or not, becomes one of
+    Over a Dataset, the Accelerator's settings split the batches among the processes. Over urls the
+    loader already reads only the rows of its rank, and nothing is split again. Batches are on the
+    accelerator's device. One batch is read ahead, so that Accelerate sees the end of an epoch in
+    time to step the optimizer. accelerator.save_state() saves the loader's position, and
+    load_state() continues there without reading anything twice and restores the epoch (`for epoch
+    in range(loader.iteration, 3)`). A torch loader, already prepared or not, is replaced by one of
     dataplane's: prepare(self.accelerator, super().get_train_dataloader()).
 
-    Raises:  ConfigError: with dispatch_batches=True, where one process reads for all.
+    Raises:  ConfigError: dispatch_batches=True, where one process reads for all.
     """
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, Shards):
         shell = {
@@ -45,7 +45,7 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
             "_non_blocking": accelerator.non_blocking,
         }
         return _registered(accelerator, _Prepared(loader.dataset, **shell), loader)
-    # type(), since Accelerate's loaders say that they are of the class that they read from.
+    # type() and not isinstance: Accelerate's loaders report the class of the loader they wrap.
     found: Any = loader
     if not issubclass(type(loader), DataLoaderShard):
         found = _shared_out(accelerator, loader)
@@ -67,33 +67,33 @@ def prepare(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) 
 
 
 class _Prepared(DataLoaderShard):  # type: ignore[misc]
-    """Accelerate's loader over one of dataplane's, whose state it saves."""
+    """Accelerate's loader over one of dataplane's; it saves that loader's state."""
 
     _is_accelerate_prepared = True
     iteration: int
 
     def adopt(self, loader: DataLoader[Any]) -> None:
-        """Read from this one."""
+        """Read from this loader."""
         self.base_dataloader, self.use_stateful_dataloader = loader, True
-        # A loader over a Dataset would start its workers to tell; without a state it is the start.
+        # Over a Dataset, state_dict() would start the workers; an empty state means the start.
         state = loader.state_dict() if isinstance(loader.dataset, Shards) else {}
         self.dl_state_dict = {**state, _EPOCH: self.iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on where the state was taken, and is of its epoch."""
+        """Continue the next pass where the state was taken, in the state's epoch."""
         state = dict(state_dict)
         self.dl_state_dict = dict(state)
         self.iteration = state.pop(_EPOCH)
         self.base_dataloader.load_state_dict(state)
 
     def _update_state_dict(self) -> None:
-        """Accelerate's, which it calls before it reads a batch ahead."""
+        """Overrides Accelerate's, which calls this before it reads a batch ahead."""
         epoch = self.iteration + bool(self.end_of_dataloader)
         self.dl_state_dict = {**self.base_dataloader.state_dict(), _EPOCH: epoch}
 
 
 def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[Any]) -> Any:
-    """As accelerator.prepare_data_loader() does it, which would also keep what it makes."""
+    """Like accelerator.prepare_data_loader(), which would also register the loader it makes."""
     return prepare_data_loader(
         loader,
         accelerator.device,
@@ -112,7 +112,7 @@ def _shared_out(accelerator: Accelerator, loader: torch.utils.data.DataLoader[An
 
 
 def _as_ours(loader: torch.utils.data.DataLoader[Any], ours: Mapping[str, Any]) -> DataLoader[Any]:
-    """A loader of torch's as one of dataplane's, with arguments that torch's does not have."""
+    """A dataplane loader equal to torch's `loader`; `ours` are arguments that torch's lacks."""
     given: dict[str, Any] = {name: getattr(loader, name) for name in _OF_TORCH}
     if loader.batch_sampler is not None and loader.batch_size is None:
         given["batch_sampler"] = loader.batch_sampler

@@ -28,7 +28,7 @@ Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _SEED_MAX = (1 << 64) - 1
 _NAME_MAX = 200
 
-# What torch's DataLoader takes besides, with its defaults, which are accepted, and what to do.
+# Arguments that only torch's DataLoader takes: the default, which is accepted, and what to do.
 _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
     "sampler": (None, "the order comes from shuffle, seed, lanes and window"),
     "batch_sampler": (None, "batches come from batch_size or global_batch_size"),
@@ -49,7 +49,7 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class JobToOpen:
-    """A job to open, and where: a value that DataLoader workers get by fork or by pickle.
+    """A job to open, and its endpoint. DataLoader workers receive it by fork or by pickle.
 
     `request.member_id` is empty: every process that joins has its own.
     """
@@ -74,8 +74,8 @@ class Arguments:
 def job_of(given: Arguments) -> JobToOpen:
     """The job for these arguments.
 
-    Raises:  ConfigError, TypeError: arguments that are invalid, or cannot be combined. PeerLost:
-             torch.distributed is initialised, and its store does not answer.
+    Raises:  ConfigError, TypeError: arguments are invalid or cannot be combined.  PeerLost:
+             torch.distributed is initialized, and its store does not answer.
     """
     urls = _urls(given.urls)
     options, distributed = given.options, _distributed()
@@ -117,9 +117,9 @@ def _column_options(options: UrlOptions) -> ColumnOptions:
 
 
 def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
-    """Raises for whatever only means something over a torch Dataset, unless it is the default.
+    """Refuse arguments that apply only to a torch Dataset, unless they have their defaults.
 
-    Raises:  ConfigError: not over urls.
+    Raises:  ConfigError: an argument does not apply to urls.
     """
     for name in passed_to_torch(given):
         raise ConfigError(
@@ -130,12 +130,12 @@ def refuse_torch_arguments(given: Mapping[str, Any]) -> None:
 
 
 def passed_to_torch(given: Mapping[str, Any]) -> list[str]:
-    """Those arguments that only mean something over a torch Dataset and are not the default."""
+    """The arguments that apply only to a torch Dataset and do not have their defaults."""
     return [name for name, value in given.items() if value != _TORCH_ONLY[name][0]]
 
 
 def passed_options(given: Arguments) -> list[str]:
-    """Those that only mean something over urls and are not the default."""
+    """The arguments that apply only to urls and do not have their defaults."""
     options: Mapping[str, object] = {**given.options}
     return [
         name
@@ -145,9 +145,9 @@ def passed_options(given: Arguments) -> list[str]:
 
 
 def refuse_arguments(given: Arguments) -> None:
-    """Raises for whatever only means something over urls, unless it is the default.
+    """Refuse arguments that apply only to urls, unless they have their defaults.
 
-    Raises:  ConfigError: not over a torch Dataset.
+    Raises:  ConfigError: an argument does not apply to a torch Dataset.
     """
     options: Mapping[str, object] = {**given.options}
     for name in passed_options(given):
@@ -182,7 +182,7 @@ def _urls(given: object) -> tuple[str, ...]:
 
 
 def _absolute(url: str) -> str:
-    """Make paths absolute, since the node opens them and has another working directory."""
+    """Make a path absolute, since the node opens it from another working directory."""
     if "://" in url or url.startswith("/"):
         return url
     slash = "/" if url.endswith("/") else ""

@@ -29,14 +29,15 @@ _WORKER_COUNT_MAX = 1024
 
 class ShardedIterableDataset(IterableDataset[Batch]):
     """Batches of the shards at `urls`, for `torch.utils.data.DataLoader(dataset, batch_size=None,
-    num_workers=n)`. Of n workers, worker w makes the steps w, w + n, …, so that torch, which asks
-    them in turn, yields the exact order of DataLoader's; the arguments are DataLoader's too.
+    num_workers=n)`. Of n workers, worker w makes the steps w, w + n, …; since torch asks workers in
+    turn, batches come in exactly the order of dataplane_torch.DataLoader, whose arguments this
+    class shares.
 
     Every full pass is one epoch, and the next pass is the next epoch, however workers are started;
     `set_epoch` chooses another. After a pass that was left early, the next pass starts that epoch
     again, at the position of the state last loaded for it.
 
-    Source:  the turns: torch.utils.data.dataloader._MultiProcessingDataLoaderIter.
+    Source:  torch.utils.data.dataloader._MultiProcessingDataLoaderIter, for the workers' turns.
     """
 
     @url_options
@@ -55,8 +56,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         given = Arguments(urls, batch_size, bool(shuffle), drop_last, timeout, filled)
         self._job = job_of(given)
         self._dataset_moved = filled["dataset_moved"]
-        # Every process of one DataLoader sees these: where to resume, and the epoch that comes
-        # next for each worker. A worker that starts late finds its own, still unadvanced.
+        # Shared by all processes of one DataLoader: where to resume, and each worker's next epoch.
+        # A worker that starts late finds its own entry, not yet advanced.
         self._resume = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._next_epochs = torch.zeros(_WORKER_COUNT_MAX, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._session: Session | None = None
@@ -94,11 +95,11 @@ class ShardedIterableDataset(IterableDataset[Batch]):
 
     @property
     def schema(self) -> Schema:
-        """The columns of batches, as DataLoader.schema."""
+        """The columns of batches: see DataLoader.schema."""
         return schema_of(describe_columns(self._session_of_process()))
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """The values of a column's codes, as DataLoader.categories."""
+        """The values of a column's codes: see DataLoader.categories."""
         return read_categories(self._session_of_process(), column)
 
     def set_epoch(self, epoch: int) -> None:
@@ -132,15 +133,16 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             cursor = reader.cursor
         found = session.state(epoch, cursor)
         if reader is None and not cursor and epoch == int(self._resume[0]) + 1:
-            # As it was loaded.
+            # Return the flag as it was loaded.
             is_told = int(self._resume[1]) >= session.job.sample_count > 0
             found = replace(found, in_last_step=is_told)
         return found.to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue, with the next pass, where the state was taken; an empty state is the start.
+        """Continue the next pass where the state was taken; an empty state means the start.
 
-        Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
+        Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
+        it.  ConfigError: it is damaged.
         """
         state = resumed(state_dict, self._session_of_process(), dataset_moved=self._dataset_moved)
         self._reader = None
@@ -151,7 +153,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
             self._resume_steps = (state.epoch, state.cursor, step, stride)
             return
         at = (state.epoch, state.cursor)
-        if state.ended is not None:  # should set_epoch name it again, nothing of it is left
+        if state.ended is not None:  # if set_epoch chooses that epoch again, no batch is left of it
             at = (state.ended, state.sample_count)
         self._resume[0], self._resume[1] = at
         self._next_epochs.fill_(state.epoch)
@@ -171,11 +173,11 @@ class ShardedIterableDataset(IterableDataset[Batch]):
         try:
             while (batch := reader.next()) is not None:
                 yield batch
-                del batch  # while it is not ours to keep
+                del batch  # or it would be kept alive while the next one is made
         finally:
             reader.close()
-        # All slots of this worker's remainder, so that another number of workers finds them too.
-        # Those that set_epoch has changed meanwhile are left alone.
+        # Advance every entry i with i % count == worker, so that the next pass may have another
+        # number of workers. Entries that set_epoch has changed meanwhile stay as they are.
         slots = self._next_epochs[worker::count]
         slots[slots == reader.epoch] = reader.epoch + 1
         if self._reader is reader:

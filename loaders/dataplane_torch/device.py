@@ -23,17 +23,17 @@ class Target(Protocol):
     """The destination of a loader's batches."""
 
     def copy_stream(self) -> CopyStream:
-        """The copy stream of the passes that begin now."""
+        """The copy stream for a pass that begins now."""
         ...
 
     def pinning(self, *, reads_all: bool) -> Pinning:
-        """For memory that copy streams read. `reads_all` where nobody else reads any of it."""
+        """Pinning of the memory that copy streams read; `reads_all` if no user reads any of it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CudaTarget:
-    """A CUDA device; without an index the one that is current when a pass begins."""
+    """A CUDA device; without an index, the device that is current when a pass begins."""
 
     index: int | None
 
@@ -47,8 +47,8 @@ class CudaTarget:
 
 
 class CudaCopyStream:
-    """dataplane_torch.sending.CopyStream over CUDA. A process has one such stream on each device,
-    so that all loaders use one part of the allocator's memory.
+    """dataplane_torch.sending.CopyStream over CUDA. A process has one such stream per device, so
+    that all loaders share one pool of the caching allocator.
     """
 
     def __init__(self, index: int) -> None:
@@ -58,7 +58,7 @@ class CudaCopyStream:
     @contextlib.contextmanager
     def copying(self) -> Iterator[Copy]:
         """As in CopyStream."""
-        # A batch that is copied ahead in inference mode may be due when that is over.
+        # A batch may be copied ahead in inference mode, but used after inference mode has ended.
         with torch.inference_mode(mode=False), torch.cuda.stream(self._stream):
             yield functools.partial(moved, device=self.device)
 
@@ -131,7 +131,7 @@ def _stream_of(index: int) -> torch.cuda.Stream:
 def _wait_for_copies() -> None:
     event: Any = torch.cuda.Event
     for stream in list(_streams.values()):
-        # A blocking one: this thread sleeps, where it would else keep a processor busy.
+        # With a blocking event this thread sleeps; otherwise it would spin on a CPU.
         end = event(blocking=True)
         end.record(stream)
         end.synchronize()

@@ -19,11 +19,12 @@ _Made = tuple[messages.Batch, Callable[[], Batch]]
 
 
 class EpochReader:
-    """The batches of steps first_step, first_step + stride, … of an epoch from a cursor on.
+    """The batches of steps first_step, first_step + stride, … of an epoch, counted from a cursor.
 
-    `valid_count` is of the last batch: its rows that are not padding. With a copy stream, batches
-    come on its device, and the next batch is copied ahead if it has arrived. It is never waited
-    for, since a slab taken too early could hold memory that the due slab needs.
+    `valid_count` is the number of rows of the last batch that are not padding. With a copy stream,
+    batches are on its device, and the next batch is copied ahead if it has already arrived. The
+    reader never waits for it, since a slab taken too early could hold memory that the due slab
+    needs.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class EpochReader:
 
     @property
     def cursor(self) -> int:
-        """Samples that all ranks have consumed after the last batch returned here."""
+        """How many samples all ranks together have consumed after the last batch returned here."""
         steps = max(0, self.step - self.stride + 1)
         return consumed(self._sample_count, self.start_cursor, self._global_batch, steps)
 
@@ -66,12 +67,12 @@ class EpochReader:
     def next(self) -> Batch | None:
         """The next batch; None at the end of the epoch.
 
-        Raises:  ConfigError: in a forked child.  DataplaneError: as the node says.
+        Raises:  ConfigError: in a forked child.  DataplaneError: the error that the node reports.
         """
         check_process(self._pid)
-        # After an interrupt what is in hand may not go on where we stand: then it is asked again.
+        # After an interrupt, the batches in hand may be of another step: request this one again.
         if not self._ready or self._ready[-1][0].step != self.step:
-            # The slab in hand is let go of first: it may be the memory that the next one needs.
+            # Release the slab in hand first: the next one may need its memory.
             self._ready = []
             self._ready = self._unpacked(self._stream.batches_from(self.step))
             if not self._ready:
@@ -92,7 +93,7 @@ class EpochReader:
         self._ready = []
 
     def _look_ahead(self, step: int) -> None:
-        # What goes wrong here is of a batch that nobody has asked for: then it goes wrong again.
+        # Ignore errors of a batch that is not due yet: they are raised again when it is.
         with contextlib.suppress(Exception):
             if not self._ready and step < self._step_count and self._stream.is_at_hand:
                 self._ready = self._unpacked(self._stream.batches_from(step))
@@ -100,8 +101,8 @@ class EpochReader:
                 sending.begin()
 
     def _unpacked(self, slab: list[Batches]) -> list[_Made]:
-        """The batches of a slab, last first. A worker copies all of it at once: while it waits for
-        its turn it holds no slab.
+        """The batches of a slab, last first. A DataLoader worker copies all of them at once, so
+        that it holds no slab while it waits for its turn.
         """
         made: list[_Made] = []
         for batches in slab:
@@ -121,8 +122,8 @@ class EpochReader:
 
 
 def check_process(pid: int) -> None:
-    """Check that a pass continues in the process that began it. A forked child has a copy of the
-    pass, and would get the same samples as its parent.
+    """Check that this process began the pass. A forked child has a copy of the pass, which would
+    read the same samples as its parent.
 
     Raises:  ConfigError: this is another process.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a process group agree on, over the group's existing connections."""
+"""Values that the ranks of a process group agree on, over the group's existing connections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _inheritors: set[int] = set()
 
 
 def launch_token() -> str:
-    """A random name that all ranks of the default process group share and no other launch has; ""
-    if there is no group, or its store cannot do this: then no rank has a token.
+    """A random name that all ranks of the default process group share and no other launch has. It
+    is "" on every rank if there is no group, or its store cannot compare and set.
 
     Raises:  PeerLost: the store does not answer, so the group is lost too.
     """
@@ -25,11 +25,11 @@ def launch_token() -> str:
 
 
 def check_pixels(pixels: str) -> None:
-    """Check that the nodes of all ranks make the same pixels. Nodes that the ranks start themselves
-    have no coordinator in common, so the ranks compare. Does nothing without a process group.
+    """Check that the nodes of all ranks make the same pixels. The ranks compare this themselves,
+    since nodes that they start share no coordinator. Does nothing without a process group.
 
     Raises:  SpecMismatch: the node of the first rank uses other image decoding software.  PeerLost:
-    as `launch_token`.
+    the store does not answer.
     """
     expected = _first_said("dataplane/pixels", pixels) if pixels else ""
     if expected and expected != pixels:
@@ -43,7 +43,7 @@ def check_pixels(pixels: str) -> None:
 
 
 def _first_said(key: str, value: str) -> str:
-    """What the first rank that asked about this key gave; "" if there is nobody to ask."""
+    """The value of the first rank that called this with the key; "" without a usable store."""
     if not _is_initialized() or os.getpid() in _inheritors:
         return ""
     try:
@@ -54,7 +54,8 @@ def _first_said(key: str, value: str) -> str:
             f"the store of the default process group does not answer: {error}", peer="process group"
         ) from error
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        # Another torch, a group without a store (MPI), or a store that cannot compare.
+        # A torch without this function, a group without a store (MPI), or a store that cannot
+        # compare and set.
         return ""
 
 

@@ -1,4 +1,4 @@
-"""DataLoader: torch's, over any torch Dataset and over urls."""
+"""DataLoader: torch's interface over any torch Dataset, and over the urls of shards."""
 
 from __future__ import annotations
 
@@ -221,18 +221,18 @@ class DataLoader(LoaderBase[_T_co]):
         if latest is not None:
             self._place = latest.place
         elif self._place is None:
-            # Before the first pass: it is begun, and the loop will take it over.
+            # No pass has begun: begin one, which the next iter() returns.
             self._begun = latest = self._new_pass()
             self._keep(latest)
             self._place = latest.place
         return self._place.state().to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue, with the next pass, where the state was taken: over urls on any number of
-        ranks, over a map-style Dataset with any number of workers. An empty state is the start.
+        """Continue the next pass where the state was taken: over urls on any number of ranks, over
+        a map-style Dataset with any number of workers. An empty state means the start.
 
-        Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError:
-        it is not a state, or batch size, length or workers have changed.
+        Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
+        it.  ConfigError: it is not a state, or batch size, length or workers have changed.
         """
         if self._shards is not None:
             self._shards.load_state_dict(state_dict)
@@ -282,7 +282,7 @@ class DataLoader(LoaderBase[_T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Pickles the loader without its running pass, and only over a Dataset.
 
-        Raises:  ConfigError: over urls: its job is this process's own.
+        Raises:  ConfigError: over urls, where the job belongs to this process.
         """
         if self._shards is not None:
             raise ConfigError(
@@ -299,9 +299,9 @@ class DataLoader(LoaderBase[_T_co]):
             pinning = cuda_pinning(wanted=pin_memory)
             job = self._shards = UrlJob(given, pinning=pinning, target=self._target)
             shards = cast("Dataset[Any]", Shards(job.urls))
-            # torch itself takes no integers but Python's.
+            # torch accepts only Python's own integers.
             super().__init__(shards, whole(given.batch_size), drop_last=given.drop_last)
-            # Frameworks tell an epoch to a loader's sampler.
+            # Frameworks call set_epoch() of the loader's sampler.
             cast("Any", self.sampler).set_epoch = job.set_epoch
             self.shuffle = bool(given.shuffle)
             self.pin_memory, self.timeout = pin_memory, given.timeout
@@ -326,8 +326,8 @@ class DataLoader(LoaderBase[_T_co]):
         return WorkerPass(self, resume, self._loaded_in, self._target)
 
     def _keep(self, begun: Pass) -> None:
-        """Keep track of a pass. It ends with the loop that uses it, unless its workers persist; its
-        position stays.
+        """Keep track of a pass, whose position outlives it. The pass itself is kept only if its
+        workers persist; otherwise it ends with the loop that uses it.
         """
         self._place = begun.beginning.place
         self._latest = weakref.ref(begun)

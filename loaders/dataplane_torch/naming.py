@@ -1,4 +1,4 @@
-"""Decides whether a loader's first argument names shards or is a dataset, even for lists of
+"""Decides whether a loader's first argument names shards or is a dataset; both may be lists of
 strings.
 """
 
@@ -17,7 +17,7 @@ _GLOB = re.compile(r"[*?\[{]")
 
 
 class _Looks(enum.Enum):
-    """What one string of a list looks like: it names shards, it may do so, it is a text."""
+    """What a string looks like: it names shards, may be a path to shards, or is a text sample."""
 
     SHARDS = enum.auto()
     PATH = enum.auto()
@@ -25,11 +25,12 @@ class _Looks(enum.Enum):
 
 
 def names_shards(dataset: object, *, for_urls: bool, for_torch: bool) -> bool:
-    """Whether this is one url or a list of urls. `for_urls`, `for_torch`: arguments were given that
-    mean something over urls only, or over torch Datasets only. They decide about lists of strings;
-    without them each string must name shards: by its ending, a scheme, a glob, or as a folder.
+    """Whether this is one url or a list of urls. `for_urls` and `for_torch` say that the user
+    passed arguments that apply only to urls, or only to torch Datasets, which decides what a list
+    of strings is. Without either, all strings must look like shards: by suffix, scheme, glob or
+    folder.
 
-    Raises:  ConfigError: an empty list, or one whose strings might be either.
+    Raises:  ConfigError: the list is empty, or its strings might be urls or samples.
     """
     if isinstance(dataset, str | os.PathLike):
         return True

@@ -1,6 +1,6 @@
-"""What loaders over urls take beside torch's arguments: named once, for every class that takes it.
+"""The options of loaders over urls beyond torch's arguments, defined once for all classes.
 
-And what they do not take: the names that other loaders have for it, with what to use here.
+Also the names that other loaders have for such options, with what to use here instead.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "dataset_moved": False,
 }
 
-# The names that other loaders have for something, and what to use here.
+# Arguments of other loaders, and what to use here.
 _FOREIGN: Final[Mapping[str, str]] = {
     "weights streams proportion probabilities datasets stopping_strategy": (
         "one loader reads one dataset: make a loader for each, and draw from them in your loop"
@@ -132,8 +132,8 @@ _ADVICE: Final[Mapping[str, str]] = {
 
 
 def url_options(init: Callable[_P, None]) -> Callable[_P, None]:
-    """An `__init__` that takes `**options: Unpack[UrlOptions]`: its signature spells them out, and
-    a name that it does not know is a TypeError that says what to use.
+    """Wrap an `__init__` that takes `**options: Unpack[UrlOptions]`. The signature then lists all
+    options, and an unknown name raises a TypeError that says what to use.
     """
     own = [
         one

@@ -1,12 +1,12 @@
-"""Memory that devices read: registered once, and given back when no device can read it any more.
+"""Memory that devices read: registered once, and released when no device can still read it.
 
-`x.to("cuda", non_blocking=True); del x` is normal code: the tensor is dead while its copy is still
-on its way. So a dead slab waits for the devices before it is released; a thread of its own does
-that, for many slabs at once, so that no finalizer ever waits.
+`x.to("cuda", non_blocking=True); del x` is normal code: the tensor is freed while its copy is still
+running. So a slab without references is released only after the devices have finished. A thread
+waits for that, for many slabs at once, so that no finalizer waits.
 
-It waits for all work of all devices, since nobody knows in which stream a user copies. Of memory
-that no user ever has, as that of a loader over urls whose batches come on a device, it waits for
-the copies alone.
+The thread waits for all work of all devices, since a user may copy in any stream. If users never
+see the memory, as in a loader over urls that yields batches on a device, it waits only for the
+copies.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Release = Callable[[], None]
 
 
 class Device(Protocol):
-    """What is asked of CUDA."""
+    """The CUDA calls that pinning needs."""
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Pin these pages. Raises RuntimeError."""
+        """Pin these pages.   Raises:  RuntimeError."""
         ...
 
     def unregister(self, address: int) -> None:
-        """Let go of them. Raises RuntimeError."""
+        """Unpin them.   Raises:  RuntimeError."""
         ...
 
     def is_used(self) -> bool:
@@ -46,13 +46,13 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for all work given so far that may read the memory. Raises RuntimeError."""
+        """Wait for all work submitted so far that may read the memory.   Raises:  RuntimeError."""
         ...
 
 
 def wait_for_all_work() -> None:
-    """Until the devices have done what they were given. Only where there is a context: asking
-    another device would make one.
+    """Wait until the devices have finished all submitted work. Skips devices without a context,
+    since asking such a device would create one.
     """
     for index in range(torch.cuda.device_count()):
         if has_cuda_context(index):
@@ -60,7 +60,7 @@ def wait_for_all_work() -> None:
 
 
 class Cuda:
-    """The devices of this process, through torch. `wait` is for the work that may read memory."""
+    """The devices of this process, through torch. `wait` waits for work that may read the memory."""
 
     def __init__(self, wait: Callable[[], None] = wait_for_all_work) -> None:
         self._wait = wait
@@ -70,7 +70,7 @@ class Cuda:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
         if status:
-            # CUDA keeps the error for whoever launches the next kernel: that had better be us.
+            # CUDA raises the error again at the next kernel launch: make that a launch of ours.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
             raise RuntimeError(f"cudaHostRegister: error {status}")
@@ -99,7 +99,7 @@ class DevicePinning:
         self._dead: queue.SimpleQueue[Release | None] = queue.SimpleQueue()
 
     def pin(self, memory: Bytes) -> Callable[[], None]:
-        """Register a mapping, and start the thread that gives its slabs back."""
+        """Register a mapping, and start the thread that releases its slabs."""
         address, pid = memory.ctypes.data, os.getpid()
         registered = self._register(address, memory.nbytes)
         threading.Thread(
@@ -110,15 +110,15 @@ class DevicePinning:
         def unpin() -> None:
             if os.getpid() != pid:
                 return
-            self._dead.put(None)  # one thread ends
+            self._dead.put(None)  # ends one thread
             if registered:
-                with contextlib.suppress(RuntimeError):  # at the end of the process CUDA ends first
+                with contextlib.suppress(RuntimeError):  # at process exit CUDA shuts down first
                     self._device.unregister(address)
 
         return unpin
 
     def when_unread(self, release: Release) -> None:
-        """Now where no device has work, else from the thread. Called by finalizers."""
+        """Release now if no device has ever had work, else in the thread. Finalizers call this."""
         if self._device.is_used():
             self._dead.put(release)
         else:
@@ -139,18 +139,18 @@ class DevicePinning:
 
 
 def cuda_pinning(*, wanted: bool) -> Pinning | None:
-    """Pinning where it is wanted and there is a device, else None."""
+    """Pinning if it is wanted and there is a CUDA device, else None."""
     return DevicePinning(Cuda()) if wanted and torch.cuda.is_available() else None
 
 
 def _give_back_dead(device: Device, dead: queue.SimpleQueue[Release | None]) -> None:
-    # A function a round: while it waits, this thread must keep nothing that keeps memory pinned.
+    # Each round is a function call, so that a waiting thread holds no reference to pinned memory.
     while _gave_back(device, dead):
         pass
 
 
 def _gave_back(device: Device, dead: queue.SimpleQueue[Release | None]) -> bool:
-    """Give back what is dead, once there is something; False when this was the last time."""
+    """Wait for dead slabs and release them; False after the last round."""
     releases: list[Release] = []
     ends = False
     while not ends and not (releases and dead.empty()):
@@ -167,7 +167,7 @@ def _gave_back(device: Device, dead: queue.SimpleQueue[Release | None]) -> bool:
 
 
 def _wait_for(device: Device) -> None:
-    """Until everything given to the device is done; a capture of a graph forbids asking."""
+    """Wait for the device's work; retry while a CUDA graph is captured, which forbids waiting."""
     while True:
         try:
             device.synchronize()

@@ -1,4 +1,4 @@
-"""What a loader over urls does with a saved state before it resumes from it."""
+"""Checks a saved state before a loader over urls resumes from it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dataplane.client.state import RunState
 
 
 def resumed(state_dict: Mapping[str, Any], session: Session, *, dataset_moved: bool) -> RunState:
-    """The state, if the session's job may resume from it; an empty one is the start.
+    """The state, if the session's job may resume from it; an empty one means the start.
 
-    Warns on rank 0 if only `dataset_moved` made it fit: the argument is meant for one resume, since
-    it would also accept a later change that keeps all sizes.
+    Warns on rank 0 if the state was accepted only because of `dataset_moved`. The argument is meant
+    for one resume, since it would also accept a later change that keeps all sizes.
 
-    Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
+    Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved it.
+    ConfigError: it is damaged.
     """
     if isinstance(state_dict, Mapping) and not state_dict:
         return session.state(0, 0)

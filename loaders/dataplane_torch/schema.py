@@ -1,4 +1,4 @@
-"""What the batches of a loader over urls hold: known when it is open, before the first batch."""
+"""The columns that a loader over urls will yield: known before the first batch is read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _PYTHON: Final = {Kind.STRING: "str", Kind.BYTES: "bytes", Kind.OBJECT: "objects
 class BatchColumn:
     """One key of every batch.
 
-    `stored_type` is Arrow's name for the type in the shards, "" for what the loader adds (lengths,
-    masks). `unit` (D, s, ms, us, ns) and `time_zone` are those of times, which come as the integers
-    that are stored. `category_count` is how many values the codes of a column stand for. `comes_as`
-    is "tensor", "ragged" (`Ragged`), or a list of "str", "bytes" or "objects".
+    `stored_type` is Arrow's name for the type in the shards, "" for columns that the loader adds
+    (lengths, masks). `unit` (D, s, ms, us, ns) and `time_zone` describe times, which are yielded as
+    the stored integers. `category_count` is the number of distinct values of a column of codes.
+    `comes_as` is "tensor", "ragged" (`Ragged`), or, for a list, the type of its values: "str",
+    "bytes" or "objects".
 
-    Shapes:  of a tensor, or of the values of a Ragged; None for a size that is not the same in all
-    batches. Lists in it have at most `length_max` values, any number where that is None.
+    Shapes:  `shape` is that of the tensor, or of the values of a Ragged; a size is None if it
+    differs between batches. Lists have at most `length_max` values; None means no limit.
     """
 
     name: str
@@ -43,7 +44,7 @@ class BatchColumn:
 
     @property
     def described(self) -> str:
-        """What it comes as: "int32 [B, T], T <= 512"."""
+        """The type and shape, such as "int32 [B, T], T <= 512"."""
         if self.dtype is None:
             values = "Python values" if self.comes_as == "objects" else self.comes_as
             return f"list of {values}{self._times}"
@@ -68,7 +69,7 @@ class BatchColumn:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The keys of every batch, in their order. Print it for a table; `schema["name"]` is one."""
+    """The keys of every batch, in order. It prints as a table; `schema["name"]` is one column."""
 
     columns: tuple[BatchColumn, ...]
 
@@ -90,7 +91,7 @@ class Schema:
 
 
 def schema_of(columns: Sequence[DescribedColumn]) -> Schema:
-    """The schema of batches that a node describes so.
+    """The schema of batches with the columns that a node describes.
 
     Raises:  ConfigError: a column's type has no tensor.
     """

@@ -1,15 +1,15 @@
-"""Batches on their way to a device: one is copied while the step before computes.
+"""Copies batches to a device: the next batch is copied while the current step computes.
 
-Copies have a stream of their own, so that they wait for no step and no step waits for them but the
-one that needs them. Nothing here makes this thread wait for a device.
+Copies run in their own stream: they wait for no step, and only the step that needs a batch waits
+for its copy. Nothing here makes this thread wait for a device.
 
 Invariants:
-1. A batch is handed over only after the stream that its taker computes in was told to wait for its
-   copies, and after its memory was recorded as in use there.
-2. What was begun and is not handed over is not consumed: nobody is told of it, and what goes wrong
-   with it is raised when it is due.
-3. The memory that a copy reads is dead when the copy was only begun. Whoever has it waits for the
-   copy stream, or for more, before it is written (dataplane_torch.pinning).
+1. A batch is handed over only after the caller's stream was made to wait for the copies, and the
+   batch's memory was recorded as used by that stream.
+2. A batch whose copy has begun is not consumed until it is handed over: no position counts it, and
+   its errors are raised when it is due.
+3. The host memory that a copy reads may be released while the copy is still running. Its owner
+   waits at least for the copy stream before it writes there again (dataplane_torch.pinning).
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 class CopyStream(Protocol):
-    """What is asked of a device, and of its stream for copies."""
+    """A device and its stream for copies."""
 
     device: torch.device
 
     def copying(self) -> AbstractContextManager[Copy]:
-        """A function that begins to copy a tensor, or what has a `to()` and a `record_stream()`:
-        in the copy stream, into memory of that stream.
+        """A function that begins to copy a tensor, or another object that has `to()` and
+        `record_stream()`, in the copy stream and into that stream's memory.
         """
         ...
 
     def mark(self) -> Any:
-        """The end of what was copied so far."""
+        """A mark in the copy stream, after all copies begun so far."""
         ...
 
     def wait_for(self, mark: Any) -> Any:
-        """Let the stream that the caller computes in wait for a mark; that stream."""
+        """Make the caller's current stream wait for a mark; return that stream."""
         ...
 
     def record(self, copied: Any, stream: Any) -> None:
-        """The memory of what was copied is in use in a stream, up to where that stream will be when
-        it dies.
+        """Record that a stream uses the memory of a copy: the allocator reuses it only after the
+        work that the stream has by the time the copy is dropped.
         """
         ...
 
 
 class Sending:
-    """What `make` gives, on a device. It may be begun before it is due; calling it hands it over.
-    Where something went wrong, it is tried again.
+    """The batch that `make` returns, on a device. `begin` may start its copy early; a call hands it
+    over. If the early start failed, the call tries again.
     """
 
     def __init__(self, copy_stream: CopyStream, make: Callable[[], Any]) -> None:
@@ -67,14 +67,14 @@ class Sending:
         self._has_late = False
 
     def begin(self) -> None:
-        """Begin to copy. What goes wrong is raised when it is due."""
+        """Begin to copy. Errors are raised when the batch is due."""
         with contextlib.suppress(Exception):
             self._begin()
 
     def __call__(self) -> Any:
-        """The batch, ready for the stream that the caller computes in.
+        """The batch, ready for the caller's current stream.
 
-        Raises:  whatever `make` raises.  RuntimeError: of the device.
+        Raises:  whatever `make` raises.  RuntimeError: the device reports an error.
         """
         copied = self._begin()
         stream = self._copy_stream.wait_for(self._mark)
@@ -98,7 +98,7 @@ class Sending:
 
                 batch = _mapped(self._batch, early)
             self._mark = self._copy_stream.mark()
-            # Here the source dies, unless somebody else has it.
+            # This drops the source, unless it is referenced elsewhere.
             self._batch, self._copied = batch, copied
         return self._copied
 
@@ -107,7 +107,7 @@ class Sending:
 
 
 def moved(given: Any, device: torch.device) -> Any:
-    """`given.to(device)` in the stream of the caller, without waiting where it can do that."""
+    """`given.to(device)` in the caller's stream, without waiting if its `to` supports that."""
     try:
         found = given.to(device, non_blocking=True)
     except TypeError:
@@ -116,8 +116,9 @@ def moved(given: Any, device: torch.device) -> Any:
 
 
 def _is_early(leaf: Any) -> bool:
-    """Whether a leaf can be copied in another stream than it will be used in: the allocator must
-    know of it. Anything else with a `to()` is moved when it is due, in the taker's own stream.
+    """Whether a leaf can be copied in a stream other than the one that uses it, which requires
+    memory of the caching allocator. Everything else with a `to()` is moved when it is due, in the
+    caller's stream.
     """
     if not isinstance(leaf, torch.Tensor):
         return callable(getattr(leaf, "record_stream", None))
@@ -134,15 +135,15 @@ def _is_leaf(given: Any) -> bool:
         return True
     if isinstance(given, type) or not callable(getattr(given, "to", None)):
         return False
-    # A mapping that cannot be copied ahead as a whole is one of values that can.
+    # If a mapping cannot be copied ahead as a whole, its values may be.
     return not isinstance(given, Mapping) or callable(getattr(given, "record_stream", None))
 
 
 def _mapped(given: Any, of_leaf: Copy) -> Any:
-    """The same structure with other leaves: whatever has a `to()`. What has no leaf stays the very
-    object that it is.
+    """The same structure with its leaves replaced: all objects that have a `to()`. Parts without a
+    leaf stay the same objects.
 
-    Source:  torch.utils.data._utils.pin_memory.pin_memory, for what counts as structure.
+    Source:  torch.utils.data._utils.pin_memory.pin_memory decides which types are structure.
     """
     if _is_leaf(given):
         return of_leaf(given)

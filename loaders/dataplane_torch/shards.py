@@ -28,14 +28,14 @@ from dataplane_torch.tensors import Batch, Decoder
 
 
 class Shards(IterableDataset[Batch]):
-    """What a loader over urls shows as its `dataset`. The loader reads it, not the other way."""
+    """The `dataset` attribute of a loader over urls. Only that loader can read it."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         super().__init__()
         self.urls = tuple(urls)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Not for anybody else.
+        """Not supported.
 
         Raises:  ConfigError: always.
         """
@@ -50,7 +50,7 @@ class Shards(IterableDataset[Batch]):
 
 
 class UrlJob:
-    """The job of a loader over urls, and where its passes stand."""
+    """The job of a loader over urls, and the position of its passes."""
 
     def __init__(
         self, given: Arguments, *, pinning: Pinning | None = None, target: Target | None = None
@@ -73,8 +73,8 @@ class UrlJob:
         self._last: EpochReader | None = None
 
     def begin(self) -> BatchIterator:
-        """The next pass. One that has yielded all of its epoch is over, also if nobody asked it for
-        more: who counts steps does not.
+        """The next pass. The previous one is over once it has yielded its whole epoch, even if its
+        StopIteration was never reached: loops that count steps stop before it.
         """
         decoder, reader = self._decoder_of_job(), self._reader
         if reader is not None and reader.is_complete:
@@ -84,13 +84,13 @@ class UrlJob:
         return BatchIterator(self, decoder, copy_stream)
 
     def open_reader(self, decoder: Decoder, copy_stream: CopyStream | None) -> EpochReader:
-        """Start a pass that was begun, when its first batch is asked for: until then it may be told
-        which epoch it is, as some frameworks do.
+        """Open the reader of a pass when its first batch is requested: until then `set_epoch` may
+        still change the epoch, as some frameworks do after iter().
         """
         reader = EpochReader(
             self._session, decoder, self._epoch, self._cursor, copy_stream=copy_stream
         )
-        # A resumed pass is resumed once: if it is left early, the next one begins the epoch anew.
+        # A state is used by one pass: if that one is left early, the next starts the epoch again.
         self._cursor, self._ended = 0, None
         self._reader = self._last = reader
         return reader
@@ -103,13 +103,13 @@ class UrlJob:
 
     @property
     def schema(self) -> Schema:
-        """What batches hold."""
+        """The columns of batches."""
         if self._schema is None:
             self._schema = schema_of(describe_columns(self._session))
         return self._schema
 
     def categories(self, column: str) -> tuple[Any, ...]:
-        """What the codes of a column stand for."""
+        """The values of a column's codes."""
         return read_categories(self._session, column)
 
     @property
@@ -119,12 +119,12 @@ class UrlJob:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass under way, or else of the next one."""
+        """The epoch of the running pass, or else of the next one."""
         return self._reader.epoch if self._reader is not None else self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch's. A state that was loaded of the same keeps its place: of
-        one that was taken in the epoch's last step nothing is left.
+        """Choose the epoch of the next pass. If a state of the same epoch was loaded, its position
+        is kept; if that was the end of the epoch, the pass has no batches.
         """
         if epoch == self._ended:
             self._cursor = self._session.job.sample_count
@@ -133,11 +133,11 @@ class UrlJob:
         self._epoch, self._reader = epoch, None
 
     def statistics(self) -> Statistics:
-        """What was loaded so far, and what the time of the loop went into."""
+        """What was loaded so far, and where the loop's time went."""
         return self._session.statistics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this run stands: the same on every rank after the same number of batches."""
+        """The position of this run: equal on all ranks after the same number of batches."""
         reader = self._reader
         if reader is None:
             state = self._session.state(self._epoch, self._cursor)
@@ -146,23 +146,24 @@ class UrlJob:
         return self._session.state(reader.epoch, reader.cursor).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass goes on where the state was taken, on any number of ranks; an empty state
-        is the start.
+        """Continue the next pass where the state was taken, on any number of ranks; an empty state
+        means the start.
 
-        Raises:  SpecMismatch: of another job.  VersionMismatch: of a newer version.  ConfigError.
+        Raises:  SpecMismatch: the state is of another job.  VersionMismatch: a newer version saved
+        it.  ConfigError: it is damaged.
         """
         state = resumed(state_dict, self._session, dataset_moved=self._dataset_moved)
         self._epoch, self._cursor, self._ended = state.epoch, state.cursor, state.ended
         self._reader = None
 
     def close(self) -> None:
-        """Leave the job; tensors that are held stay good. May be called twice."""
+        """Leave the job. Tensors that are still held stay valid. May be called twice."""
         if self._last is not None:
             self._last.close()
         self._session.close()
 
     def finish(self, reader: EpochReader) -> None:
-        """An iterator came to the end of its epoch."""
+        """Record that a pass has reached the end of its epoch."""
         if self._reader is reader:
             self._epoch, self._cursor, self._reader = reader.epoch + 1, 0, None
 
@@ -175,8 +176,8 @@ class UrlJob:
 
 
 class BatchIterator:
-    """One pass over a loader. Several may be under way at once; each has its own place. Threads
-    may share one: each batch comes to one of them. It is of the process that made it alone.
+    """One pass over a loader. Several may run at once, each with its own position. Threads may
+    share a pass: each batch goes to one of them. A pass works only in the process that made it.
     """
 
     def __init__(self, job: UrlJob, decoder: Decoder, copy_stream: CopyStream | None) -> None:
@@ -206,7 +207,7 @@ class BatchIterator:
             return batch
 
     def __del__(self) -> None:
-        # The place that a pass was left at is kept; what it has in hand, or copied ahead, is not.
+        # The pass's position is kept; slabs that it holds and copies made ahead are released.
         if self._reader is not None:
             self._reader.close()
 

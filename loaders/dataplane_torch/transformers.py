@@ -1,4 +1,4 @@
-"""What the Trainer of transformers needs to resume a loader from its own checkpoints."""
+"""A callback with which the Trainer of transformers resumes a loader from its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NAME = "LoaderState"
 
 
 class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Keeps the state of a Trainer's loader in trainer_state.json of every checkpoint, and goes on
-    from it in train(resume_from_checkpoint=…), without reading what was consumed.
+    """Saves the state of a Trainer's loader in trainer_state.json of every checkpoint.
+    train(resume_from_checkpoint=…) continues from it, without reading consumed samples again.
 
         class MyTrainer(Trainer):
             def get_train_dataloader(self):
@@ -21,11 +21,11 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
         MyTrainer(…, callbacks=[LoaderState()]).train(resume_from_checkpoint=True)
 
-    It sets `ignore_data_skip`, by which a Trainer leaves its place in the epoch to its loader. The
-    states of datasets and samplers of your own must be JSON, as that file is.
+    It sets `ignore_data_skip`, so that the Trainer does not skip batches itself. That file is JSON,
+    so the states of your own datasets and samplers must be plain JSON values.
 
-    Raises:  ConfigError: the loader has no state, or the checkpoint has none of it; or the epoch is
-    resumed in its middle, and ends in fewer batches than gradient_accumulation_steps.
+    Raises:  ConfigError: the loader or the checkpoint has no loader state; or the state is in the
+    middle of an epoch whose batch count is not a multiple of gradient_accumulation_steps.
     """
 
     def __init__(self) -> None:
@@ -33,18 +33,18 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._epochs_ahead = 0.0
 
     def state(self) -> dict[str, Any]:
-        """What transformers saves."""
+        """The value that transformers saves."""
         state = None if self._loader is None else self._loader.state_dict()
         return {"args": {}, "attributes": {"saved": state}}
 
     def on_init_end(self, args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        """The loader skips, not the Trainer."""
+        """Leave skipping to the loader."""
         args.ignore_data_skip = True
 
     def on_train_begin(
         self, args: Any, state: Any, _control: Any, train_dataloader: Any = None, **_: Any
     ) -> None:
-        """Go on where the checkpoint was taken."""
+        """Resume the loader from the checkpoint."""
         if not hasattr(train_dataloader, "load_state_dict"):
             raise ConfigError(
                 "the Trainer's loader has no state: return dataplane_torch.accelerate.prepare("
@@ -64,11 +64,11 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._go_on(saved["saved"], args.gradient_accumulation_steps, state)
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """The Trainer counts the steps of an epoch from where it goes on."""
+        """Correct the Trainer's epoch, which counts only the steps since it resumed."""
         state.epoch += self._epochs_ahead
 
     def on_epoch_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        """The next epoch is a whole one."""
+        """Stop correcting: the next epoch starts at its beginning."""
         self._epochs_ahead = 0.0
 
     def _go_on(self, saved: dict[str, Any], accumulation: int, state: Any) -> None:

@@ -1,12 +1,12 @@
-"""Everything private of torch that dataplane uses, under names of ours; no other module touches it.
+"""All private names of torch that dataplane uses, under our own; no other module touches them.
 
-torch's DataLoader has no public way to replace its workers, so its private classes, functions and
-attributes are part of what we build on. Each has one name here, and a docstring that says what it
-is in torch and what we rely on. All of them exist in torch 2.6, the oldest version we support, and
-in every one that `make test-others` runs; where versions differ, the docstring says how, and the
-difference ends here.
+torch's DataLoader has no public way to replace its workers, so we depend on its private classes,
+functions and attributes. Each has one name here, and a docstring that says what it is called in
+torch and what we rely on. All of them exist in torch 2.6, the oldest version we support, and in
+every version that `make test-others` runs. Where versions differ, the docstring says how, and
+callers see no difference.
 
-A torch that lacks one of them raises VersionMismatch when dataplane_torch is imported, or, for
-attributes that torch's constructors set, when the first pass begins. What only some builds or
-process groups have is the exception: its docstring says what happens without it.
+If a torch lacks one of them, importing dataplane_torch raises VersionMismatch; for attributes that
+torch's constructors set, the first pass does. Names that only some builds or process groups have
+are the exception: their docstrings say what happens without them.
 """

@@ -1,7 +1,7 @@
-"""torch's DataLoader and its iterators, as classes to derive from and values to ask for.
+"""torch's DataLoader and its iterators: base classes, and the attributes that we read.
 
-A pass must be one of torch's iterators: loops, profilers and frameworks look for them, and the
-seeds that their constructors draw, in that order, decide what a dataset and a sampler do.
+A pass must derive from torch's iterators. Loops, profilers and frameworks check for them, and
+datasets and samplers depend on the seeds that their constructors draw, and on the order of draws.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class DatasetFetcher(Protocol):
-    """torch.utils.data._utils.fetch._MapDatasetFetcher or _IterableDatasetFetcher: it takes the
+    """torch.utils.data._utils.fetch._MapDatasetFetcher or _IterableDatasetFetcher: reads the
     samples of one batch from a dataset, and collates them.
 
-    Only that of an iterable dataset has `dataset_iter`, the dataset's iterator, and `ended`, True
-    when that has no more samples. Both may be set.
+    Only the second has `dataset_iter`, the dataset's iterator, and `ended`, True once that iterator
+    has no more samples. Both may be set.
     """
 
     dataset_iter: Any
     ended: bool
 
     def fetch(self, possibly_batched_index: Any) -> Any:
-        """The batch of an index, or of a list of them.
+        """The batch for an index, or for a list of indices.
 
         Raises:  StopIteration: an iterable dataset has ended.  Whatever the dataset raises.
         """
@@ -62,8 +62,8 @@ def fetcher_of(
     collate_fn: Callable[[Any], Any],
     drop_last: bool,
 ) -> DatasetFetcher:
-    """torch.utils.data.dataloader._DatasetKind.create_fetcher. That of an iterable dataset calls
-    iter() on it.
+    """torch.utils.data.dataloader._DatasetKind.create_fetcher. For an iterable dataset this calls
+    iter() on the dataset.
     """
     kinds: Any = dataloader._DatasetKind
     kind = kinds.Iterable if is_iterable else kinds.Map
@@ -83,7 +83,7 @@ def sharding_init_fn(
 
 
 class LoaderBase(torch.utils.data.DataLoader[_T_co]):
-    """torch.utils.data.DataLoader, of which `_new_pass` makes the iterators."""
+    """torch.utils.data.DataLoader; `_new_pass` makes its iterators."""
 
     @property
     def _kept_pass(self) -> Any:
@@ -97,7 +97,7 @@ class LoaderBase(torch.utils.data.DataLoader[_T_co]):
         self._iterator = kept
 
     def _new_pass(self) -> Any:
-        """A new iterator; torch's own unless a subclass makes others."""
+        """A new iterator: torch's own, unless a subclass overrides this."""
         return super()._get_iterator()
 
     def _get_iterator(self) -> Any:
@@ -110,19 +110,19 @@ class LoaderBase(torch.utils.data.DataLoader[_T_co]):
 
 
 def is_iterable(loader: Any) -> bool:
-    """DataLoader._dataset_kind: whether torch took the dataset for an iterable one."""
+    """DataLoader._dataset_kind: whether torch treats the dataset as iterable."""
     require(loader, *_OF_LOADER)
     return bool(loader._dataset_kind == dataloader._DatasetKind.Iterable)
 
 
 def index_sampler(loader: Any) -> Any:
-    """DataLoader._index_sampler: the batch sampler, or the sampler where nothing is batched."""
+    """DataLoader._index_sampler: the batch sampler, or the sampler if nothing is batched."""
     return loader._index_sampler
 
 
 def told_length(loader: Any) -> int | None:
-    """DataLoader._IterableDataset_len_called: the length that an iterable dataset told when the
-    loader was asked for its own, of which torch warns if more samples come; None before.
+    """DataLoader._IterableDataset_len_called: the length that an iterable dataset reported when
+    len(loader) was called; None before. torch warns if it yields more samples than that.
     """
     length: int | None = loader._IterableDataset_len_called
     return length
@@ -138,39 +138,39 @@ def _attribute(name: str) -> Any:
 
 
 class PassNames:
-    """What torch's iterators keep, which all derive from _BaseDataLoaderIter. Their constructor
-    takes it from the loader, and draws from the loader's generator in this order: the DataPipes'
-    seed, then whatever making an iterator of the sampler draws, then the base seed.
+    """The attributes of torch's iterators, all of which derive from _BaseDataLoaderIter. The
+    constructor copies them from the loader, and draws from the loader's generator in this order:
+    the seed of DataPipes, whatever iter(sampler) draws, the base seed.
     """
 
     auto_collation: bool = _attribute("_auto_collation")
-    """Whether indices come in lists, one a batch."""
+    """Whether indices come in lists, one list per batch."""
     base_seed: int = _attribute("_base_seed")
     """The seed of worker 0; worker i has this plus i. Drawn by the constructor."""
     collate_fn: Callable[[Any], Any] = _attribute("_collate_fn")
     dataset: Any = _attribute("_dataset")
-    """The loader's; of DataPipes one that was seeded."""
+    """The loader's dataset; a DataPipe has been seeded."""
     drop_last: bool = _attribute("_drop_last")
     indices: Iterator[Any] = _attribute("_sampler_iter")
     """The index sampler's iterator, from which the next index is drawn."""
     is_pinning: bool = _attribute("_pin_memory")
-    """Whether batches are to be pinned: it was asked for, and there is a device. That is
-    one of CUDA in torch 2.6, and any accelerator in 2.13.
+    """Whether batches are pinned: the user asked for it and there is a device, which is a
+    CUDA device in torch 2.6 and any accelerator in 2.13.
     """
     persists: bool = _attribute("_persistent_workers")
     pinned_for: str | None = _attribute("_pin_memory_device")
-    """What `pin_memory` takes as its device."""
+    """The device argument of `pin_memory`."""
     rank: int = _attribute("_rank")
     """The rank in the default process group; 0 without one."""
     shared_seed: int | None = _attribute("_shared_seed")
-    """The seed that DataPipes of all ranks have in common; None for other datasets."""
+    """The seed that the DataPipes of all ranks share; None for other datasets."""
     timeout_s: float = _attribute("_timeout")
-    """How long to wait for a batch; 0 for ever."""
+    """How long to wait for a batch; 0 waits for ever."""
     worker_count: int = _attribute("_num_workers")
     world_size: int = _attribute("_world_size")
     """The ranks of the default process group; 1 without one."""
     yielded_count: int = _attribute("_num_yielded")
-    """Batches so far. torch's __next__ counts them, and compares them with `told_length`."""
+    """Batches so far. torch's __next__ counts them, and compares the count with `told_length`."""
 
 
 class LocalPassBase(PassNames, dataloader._SingleProcessDataLoaderIter):
@@ -189,7 +189,7 @@ class LocalPassBase(PassNames, dataloader._SingleProcessDataLoaderIter):
 
 
 class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
-    """What torch's iterators have in common. __next__ calls the `next_batch` of a subclass, which
+    """The base class of torch's iterators. __next__ calls the `next_batch` of a subclass, which
     raises StopIteration when there is no batch left.
     """
 
@@ -206,8 +206,8 @@ class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
     """The next of `indices`.  Raises:  StopIteration: there is none."""
 
     def begin_again(self, loader: Any, *, is_first: bool = False) -> None:
-        """What torch does for the next pass: make a new iterator of the sampler, seed DataPipes
-        anew, and count from 0. Its iterator with workers does so in its constructor, too.
+        """Prepare the next pass as torch does: make a new iterator of the sampler, seed DataPipes
+        again, and count from 0. torch's iterator with workers also calls this when constructed.
         """
         super()._reset(loader, is_first)
 
@@ -219,7 +219,7 @@ class WorkerPassBase(PassNames, dataloader._BaseDataLoaderIter):
     def close(self) -> None:
         """End the worker processes."""
 
-    # What torch's iterator with workers has besides, and frameworks and tests look for.
+    # Other members of torch's iterator with workers, which frameworks and tests use.
 
     @property
     def _workers(self) -> list[Any]:

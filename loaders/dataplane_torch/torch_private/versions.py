@@ -1,4 +1,4 @@
-"""The one error for a torch that lacks what we need."""
+"""Raises one error for every private name that this torch lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TESTED: Final = "2.6 to 2.15"
 def require(owner: object, *names: str) -> None:
     """Check that a module, class or object of torch's has these attributes.
 
-    Raises:  VersionMismatch: it lacks one; says which, and what to install.
+    Raises:  VersionMismatch: one is missing; says which, and what to install.
     """
     for name in names:
         if not hasattr(owner, name):
@@ -29,7 +29,7 @@ def require(owner: object, *names: str) -> None:
 
 
 def _path(owner: object) -> str:
-    """Where a reader finds it in torch's sources."""
+    """The dotted name by which a reader finds it in torch's source."""
     if inspect.ismodule(owner):
         return owner.__name__
     kind = owner if isinstance(owner, type) else type(owner)

@@ -1,4 +1,4 @@
-"""What torch's worker processes do, and what their parent does about them."""
+"""Functions that torch's worker processes run, and those with which their parent watches them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ require(
 require(_worker, "WorkerInfo", "_generate_state", "_worker_info")
 
 ExceptionWrapper: Any = torch._utils.ExceptionWrapper
-"""torch._utils.ExceptionWrapper: the exception being handled, with its traceback as text, to be
-pickled. `reraise()` raises one of the same type, whose message has that text.
+"""torch._utils.ExceptionWrapper: the exception being handled, in a form that can be pickled, with
+its traceback as text. `reraise()` raises one of the same type, whose message has that text.
 """
 
 
 def watch(key: int, pids: Sequence[int]) -> None:
     """torch.utils.data._utils.signal_handling._set_worker_pids and _set_SIGCHLD_handler: from now
-    on `raise_for_dead` looks at these processes, also in a handler of SIGCHLD, which torch installs
-    once, in the main thread only. Until `unwatch` a key may be given once.
+    on, `raise_for_dead` checks these processes, and so does torch's handler of SIGCHLD, which is
+    installed once, in the main thread only. A key may be used again only after `unwatch`.
     """
     _signals._set_worker_pids(key, tuple(pids))
     _signals._set_SIGCHLD_handler()
@@ -48,16 +48,16 @@ def unwatch(key: int) -> None:
 def raise_for_dead() -> None:
     """torch.utils.data._utils.signal_handling._error_if_any_worker_fails.
 
-    Raises:  RuntimeError: a process that is watched was killed, or exited with another status than
-    0; torch tells of each once.
+    Raises:  RuntimeError: a watched process was killed, or exited with a status other than 0; torch
+    reports each process once.
     """
     _signals._error_if_any_worker_fails()
 
 
 def report_fatal_signals() -> None:
-    """torch.utils.data._utils.signal_handling._set_worker_signal_handlers: a worker that ends by
-    SIGBUS, SIGSEGV or SIGFPE says so on stderr; one that gets SIGTERM from its parent ends with
-    status 0.
+    """torch.utils.data._utils.signal_handling._set_worker_signal_handlers: a worker that dies of
+    SIGBUS, SIGSEGV or SIGFPE says so on stderr; one that receives SIGTERM from its parent exits
+    with status 0.
     """
     _signals._set_worker_signal_handlers()
 
@@ -68,15 +68,15 @@ def name_thread(name: str) -> None:
 
 
 def numpy_seed(base_seed: int, worker_id: int) -> list[int]:
-    """torch.utils.data._utils.worker._generate_state: what torch seeds a worker's numpy with, four
-    integers of 32 bits.
+    """torch.utils.data._utils.worker._generate_state: the seed of a worker's numpy, four integers
+    of 32 bits.
     """
     words: list[int] = _worker._generate_state(base_seed, worker_id)
     return words
 
 
 def set_worker_info(worker_id: int, worker_count: int, seed: int, dataset: Any) -> None:
-    """torch.utils.data._utils.worker._worker_info: what get_worker_info() returns from now on."""
+    """Set torch.utils.data._utils.worker._worker_info, which get_worker_info() returns."""
     _worker._worker_info = _worker.WorkerInfo(
         id=worker_id, num_workers=worker_count, seed=seed, dataset=dataset
     )
