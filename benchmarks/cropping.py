@@ -1,13 +1,13 @@
-"""Is a Huffman decoder of our own worth it? Crops by libjpeg-turbo's own cropping, and by ours.
+"""Does our own Huffman decoder pay off? Compares libjpeg-turbo's cropping with ours.
 
     python benchmarks/cropping.py FOLDER [--libjpeg PATH ...]
 
-Random resized crops to 224 of the photographs of a folder, made as large as ImageNet's usually are:
-by libjpeg-turbo with jpeg_crop_scanline and jpeg_skip_scanlines, which is what TurboJPEG 3's
-tj3SetCroppingRegion calls, and OpenCV's resize; by ours without a reduced decode, the first time
-and with restart indexes; and by ours as random crops are made. `--libjpeg` names libraries of ABI
-62, such as the one in Pillow's wheel; the platform's is always measured. Rounds take turns; the
-best counts.
+The photographs of a folder are scaled to ImageNet's usual size and cropped (random resized crops to
+224) in several ways: by libjpeg-turbo with jpeg_crop_scanline and jpeg_skip_scanlines, which
+TurboJPEG 3's tj3SetCroppingRegion calls, and OpenCV's resize; by our decoder at full size, without
+and with restart indexes; and by our decoder with its default settings. `--libjpeg` names libraries
+of ABI 62, such as the one in Pillow's wheel; the platform's is always measured. All ways take turns
+in rounds, and the best round of each counts.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _by_us(
 
 
 def main() -> int:
-    """Prints one line a way."""
+    """Print one line for each way."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path, help="of photographs, JPEG")
     parser.add_argument("--libjpeg", type=Path, nargs="*", default=[], help="other libraries")

@@ -1,12 +1,12 @@
-"""Does the copy to a GPU hide, and does it run at the speed of the bus? Needs a CUDA device.
+"""Is the copy to a GPU hidden behind compute, and is it as fast as the bus? Needs a CUDA device.
 
     python benchmarks/device.py [--json] [--seconds 5] [--batch-mib 64] [--folder DIR]
 
-Two tables. Copies: bytes a second from the loader's arena to the device, beside those from a plain
-pinned tensor of the same size, which is what the bus does, and those from pageable memory. Steps: a
-training step of matrix products that takes longer than a batch takes to load and to copy; how much
-longer a step is with each loader than with one batch that lies on the device already. The step is
-synchronised, as that of a loop which looks at its loss: so nothing hides but what is copied ahead.
+Two tables. Copies: bytes per second from the loader's arena to the device, compared with a pinned
+tensor of the same size (the speed of the bus) and with pageable memory. Steps: a training step of
+matrix products takes longer than it takes to load and copy a batch; the table shows how much longer
+the step becomes with each loader than with a batch that is already on the device. Each step is
+synchronized, as in a loop that reads its loss, so only copies made ahead are hidden.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRIALS = 7
 
 
 class DeviceRows(torch.utils.data.Dataset[Any]):
-    """The rows of the shards, for torch's own loader: a memory map is the best it can have."""
+    """The shards' rows for torch's own loader, as a memory map, its fastest source."""
 
     def __init__(self, path: Path, count: int) -> None:
         self._path, self._count = path, count
@@ -66,13 +66,13 @@ def write(folder: Path, row_count: int) -> tuple[str, DeviceRows]:
 
 
 def epochs(loader: Any) -> Iterator[Any]:
-    """Its batches, epoch after epoch."""
+    """The batches of a loader, epoch after epoch."""
     while True:
         yield from loader
 
 
 def copy_rate(source: torch.Tensor) -> float:
-    """GiB a second to the device, the best of some trials."""
+    """GiB/s to the device, the best of several trials."""
     target = torch.empty_like(source, device="cuda")
     rates = []
     for _ in range(_TRIALS):
@@ -86,7 +86,7 @@ def copy_rate(source: torch.Tensor) -> float:
 
 
 def copies(url: str, batch_size: int) -> dict[str, float]:
-    """Rates by what is copied from."""
+    """Rates by the memory that is copied from."""
     with DataLoader(url, batch_size, drop_last=True, pin_memory=True) as loader:
         (batch,) = [batch["x"] for _, batch in zip(range(1), loader, strict=False)]
         if not batch.is_pinned():
@@ -100,7 +100,7 @@ def copies(url: str, batch_size: int) -> dict[str, float]:
 
 
 def step_of(seconds: float) -> Callable[[torch.Tensor], None]:
-    """A step that reads its batch, and computes for about as long."""
+    """A step that reads its batch and computes for about the given time."""
     side = torch.randn(4096, 4096, device="cuda")
 
     def times(count: int) -> float:
@@ -125,7 +125,7 @@ def step_of(seconds: float) -> Callable[[torch.Tensor], None]:
 
 
 def step_ms(batches: Iterator[torch.Tensor], step: Callable[[Any], None], seconds: float) -> float:
-    """Milliseconds of a step with its batch, on average: a stall of every tenth counts."""
+    """Mean milliseconds of a step, batch included. A mean, so that rare stalls count too."""
     for _ in range(5):
         step(next(batches))
     count, began = 0, time.perf_counter()
@@ -138,7 +138,7 @@ def step_ms(batches: Iterator[torch.Tensor], step: Callable[[Any], None], second
 def steps(
     url: str, rows: DeviceRows, batch_size: int, seconds: float, rate: float
 ) -> dict[str, Any]:
-    """Milliseconds a step, by where its batches come from."""
+    """Milliseconds per step, by the source of its batches."""
     copy_ms = 1000 * batch_size * _ROW_BYTES / _GIB / rate
     with DataLoader(url, batch_size, shuffle=True, drop_last=True) as loader:
         host = epochs(loader)
@@ -162,7 +162,7 @@ def steps(
 
 
 def table(found: dict[str, Any]) -> str:
-    """For people."""
+    """Print the tables."""
     rates, timed = found["copy_gib_s"], found["steps"]
     bare = timed["step_ms"]["on the device already"]
     lines = [
@@ -177,7 +177,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each loader")

@@ -1,11 +1,11 @@
-"""What does a block cost where the footers of its dataset are large?
+"""What does a block cost if its dataset has large footers?
 
     python benchmarks/footers.py [--shards 100] [--columns 100] [--groups 100] [--json]
 
-Footers of Parquet shards with so many columns and row groups, and blocks of 1 MiB from a store in
-memory, in random order. Told is the CPU time of a node that fetches a block, with the preamble
-copied to it and without; and of a worker that looks up a block's footer, if it parses all of it
-and as it is done. All per block, in microseconds.
+Parquet shards with this many columns and row groups, and blocks of 1 MiB, which are read from a
+store in memory in random order. The table shows CPU microseconds per block: of a node that fetches
+it, with and without a copy of the footer; and of a worker that looks up the footer, if it parses
+the whole footer and in the way that workers do it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def footer_of(columns: int, groups: int) -> bytes:
 
 
 class MemoryStore:
-    """Shards that are a footer, and then zeros."""
+    """Shards of zeros with a footer."""
 
     def __init__(self, footer: bytes) -> None:
         self._footer, self._body = footer, bytes(BLOCK_BYTES)
@@ -63,7 +63,7 @@ class MemoryStore:
 
 
 async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
-    """CPU of this process for a block that is fetched, the second time that its shard is read."""
+    """CPU time of this process to fetch a block of a shard that has been read once before."""
     arena, store, chance = Arena.create("footers", 64 << 20), MemoryStore(footer), random.Random(1)
     arena.reserve(arena.size_bytes)
     place, preamble = Region(len(footer), BLOCK_BYTES), Region(0, len(footer))
@@ -95,7 +95,7 @@ async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
 
 
 def found_us(footer: bytes, shards: int, groups: int, *, is_whole: bool) -> float:
-    """CPU of a worker that looks up the footer of a block."""
+    """CPU time of a worker that looks up the footer of a block."""
     footers, chance, nowhere = Footers(), random.Random(1), Region(0, 0)
     count = BLOCKS_PARSED if is_whole else BLOCKS_FOUND
     spent = 0.0
@@ -131,7 +131,7 @@ def main() -> None:
         ),
         "node, footer kept apart": asyncio.run(fetched_us(footer, given.shards, is_copied=False)),
         "worker, footer parsed whole": found_us(footer, given.shards, given.groups, is_whole=True),
-        "worker, as it is done": found_us(footer, given.shards, given.groups, is_whole=False),
+        "worker, as in production": found_us(footer, given.shards, given.groups, is_whole=False),
     }
     if given.json:
         print(json.dumps({name: round(value, 1) for name, value in found.items()}))

@@ -1,12 +1,11 @@
-"""How near to memory speed are slabs gathered? The kernel, numpy and two bounds, on one core.
+"""How close to memory speed is gathering a slab? The kernel, numpy and two bounds, on one core.
 
     python benchmarks/gather.py [--json]
 
-Rows are drawn at random from many blocks, as a shuffled window gives them. One bound is np.take of
-as many random rows of the same mean size out of one array, with nothing else to do; the other is
-memcpy of as many bytes that lie one after the other. Tables are gathered from packed blocks too,
-and the packing is measured. Exit status 1 says that the kernel missed its bar, a share of np.take's
-speed.
+Rows are drawn at random from many blocks, as in a shuffled window. One bound is np.take of as many
+random rows of the same mean size from a single array; the other is memcpy of as many consecutive
+bytes. Tables are gathered from packed blocks too, and packing is measured. Exit status 1: the
+kernel missed its bar, a share of np.take's speed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SLABS = 24
 
 @dataclass(frozen=True, slots=True)
 class GatherCase:
-    """A kind of dataset. `bar` is the least share of np.take's speed that the kernel must have."""
+    """A kind of dataset. `bar` is the share of np.take's speed that the kernel must reach."""
 
     name: str
     block_rows: int
@@ -79,7 +78,7 @@ BLOCKS = 128
 
 @dataclass(frozen=True, slots=True)
 class GatherSpeed:
-    """One line of the table: GB/s of slab; 0 of what packs no columns."""
+    """One line of the table, in GB/s of slab; the rates of packing are 0 if nothing is packed."""
 
     name: str
     numpy_gb_s: float
@@ -96,7 +95,7 @@ class GatherSpeed:
 
 
 class Slabs:
-    """The blocks of a case, and what some slabs take from them."""
+    """The blocks of a case, and the rows of some slabs."""
 
     def __init__(self, case: GatherCase) -> None:
         random = np.random.default_rng(0)
@@ -123,7 +122,7 @@ class Slabs:
         ]
         self.slab = np.zeros(2 * SLAB_BYTES, np.uint8)
         self.bytes_used = self.gather(rows_of, self.indexes[0])
-        # For np.take: each column as one array, whose rows are as long as the mean, in words of 4.
+        # For np.take: each column as one array, in 4-byte words, with rows of the mean length.
         words = max(first.nbytes // case.block_rows // len(self.plan.specs) // 4, 1)
         self._columns = [
             np.ones((BLOCKS * case.block_rows, words), np.int32) for _ in self.plan.specs
@@ -135,7 +134,7 @@ class Slabs:
         self._region = memoryview(bytearray(stored_bytes(self.blocks[0].batch, self.packing)))
 
     def gather(self, how: Open, index: RowIndex, *, packed: bool = False) -> int:
-        """Make one slab; how many bytes it has."""
+        """Make one slab; return its size in bytes."""
         blocks = self._packed if packed else self.blocks
         gather = Gather(self.plan.specs, blocks, index, self.batches, how)
         done = gather.into(memoryview(self.slab))
@@ -147,19 +146,19 @@ class Slabs:
         store(self.blocks[number].batch, self.plan.specs, packing, self._region)
 
     def take(self, number: int) -> None:
-        """A bound: what numpy does in one call a column."""
+        """A bound: numpy with one call per column."""
         for column in self._columns:
             np.take(column, self._picks[number], axis=0, out=self._taken, mode="clip")
 
     def copy(self, number: int) -> None:
-        """A bound: memcpy, each time from another place."""
+        """A bound: memcpy, from another place each time."""
         start = number * SLAB_BYTES
         run = self._cold[start : start + self.bytes_used]
         self.slab[: len(run)] = run
 
 
 def measure(case: GatherCase) -> GatherSpeed:
-    """In turns, so that a busy neighbour slows all of them; the best round of each counts."""
+    """Measure in turns, so that other load slows all of them; the best round of each counts."""
     slabs = Slabs(case)
     packing, nothing = slabs.packing, lambda _: None
     calls: tuple[Callable[[int], object], ...] = (
@@ -184,7 +183,7 @@ def measure(case: GatherCase) -> GatherSpeed:
 
 
 def main() -> int:
-    """Exit status 1: a bar was missed."""
+    """Run the command. Exit status 1: a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     given = parser.parse_args()

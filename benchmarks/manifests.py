@@ -1,11 +1,11 @@
-"""Does a dataset's size show? A manifest of a million shards and three million blocks.
+"""How do costs grow with a dataset? A manifest of a million shards and three million blocks.
 
     python benchmarks/manifests.py [--json]
 
-How long loading and opening it take, the peak memory of a process that does nothing else, and the
-longest time for which its event loop could not run; then CPU per call with manifests of several
-sizes. Each part is measured in a process of its own. "cold" is after 64 MiB of other memory were
-written, as a node does between two plans.
+Measures how long it takes to load and open the manifest, the peak memory of a process that does
+nothing else, and the longest time for which its event loop could not run; then CPU per call with
+manifests of several sizes. Each part has its own process. "cold" means after writing 64 MiB of
+other memory, as a node does between two plans.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ManifestFigure:
 
 
 def manifest_of(shards: int, blocks: int) -> Manifest:
-    """Shards as training data has them: numbered names, hashes as etags, blocks of uneven sizes."""
+    """Shards like those of training data: numbered names, ETags, blocks of different sizes."""
     random = np.random.default_rng(7)
     etags = random.bytes(16 * shards).hex()
     block_shard = (np.arange(blocks) * shards // blocks).astype(np.int32)
@@ -149,8 +149,8 @@ async def _opened(path: Path) -> list[ManifestFigure]:
 
 
 async def _longest_gap() -> float:
-    """Until it is cancelled: the longest time between two turns of the loop, beyond its sleep and
-    what it waited for a processor that others had.
+    """Until cancelled, record the longest time between two turns of the loop, less its sleep and
+    the time that this thread waited for a CPU.
     """
     longest, before = 0.0, _running_s()
     try:
@@ -163,7 +163,7 @@ async def _longest_gap() -> float:
 
 
 def _running_s() -> float:
-    """A clock that stands still while this thread waits for a processor."""
+    """A clock that stands still while this thread waits for a CPU."""
     waited_ns = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]
     return time.perf_counter() - int(waited_ns) / 1e9
 
@@ -179,7 +179,7 @@ class _Listing:
 
 
 def listed(path: Path) -> Iterator[ManifestFigure]:
-    """All that comes before the first shard is indexed, or the manifest is found in the cache."""
+    """The work before the first shard is indexed, or the manifest is found in the cache."""
     store = _Listing(Manifest.from_bytes(path.read_bytes()))
     began = time.process_time()
     with contextlib.suppress(ClosedError):
@@ -195,7 +195,7 @@ def called(path: Path) -> Iterator[ManifestFigure]:
     manifest = Manifest.from_bytes(path.read_bytes())
     spec = spec_of(manifest)
     dataset = dataset_of(1, manifest, spec)
-    # Windows so long that nearly every row of a step is of another block.
+    # With windows this long, nearly every row of a step is in a different block.
     order = Order(manifest.block_rows, 7, True, 64, 1 << 16, 0)
     random = np.random.default_rng(1)
     blocks = random.integers(0, manifest.block_count, _CALLS).tolist()
@@ -223,7 +223,7 @@ def _cpu_us(call: Callable[[int], object], blocks: list[int]) -> float:
 
 
 def _locate_us(order: Order, between: Callable[[], None]) -> float:
-    """The median step of those whose windows are open: a new window is made in the same time."""
+    """The median time of steps whose windows are already open."""
     found = []
     count = order.sample_count // _STEP
     for each in range(_CALLS // 3):

@@ -1,12 +1,12 @@
-"""How much memory does DataLoader over a torch Dataset take at its peak, against torch's own?
+"""The peak memory of our DataLoader over a torch Dataset, compared with torch's.
 
     python benchmarks/memory.py [--json] [--rounds 3] [case ...]
 
 Each case is a dataset and the arguments of a loader; a round is one pass with torch's and one with
-ours, each in a process of its own, whose peak is what it and its workers have more than before: the
-anonymous pages of every process, and each shared object (memfd, file in /dev/shm) once, mapped or
-not. It is looked at every few milliseconds, so short peaks can be missed: the largest of the rounds
-counts. The bar is torch's peak and one batch more. Exit status 1 says that a case missed it.
+ours, each in its own process. The peak is the growth of that process and its workers: the anonymous
+pages of every process, and each shared object (memfd, file in /dev/shm) once, mapped or not. It is
+sampled every few milliseconds and may miss short peaks, so the largest of the rounds counts. The
+bar is torch's peak plus one batch. Exit status 1: a case missed it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.utils.data import Dataset, default_collate
 
 _PAUSE_S = 0.02
 _MIB = 1 << 20
-# What Python and the allocators of two processes may differ by.
+# Tolerance for differences of Python and its allocators between two processes.
 _NOISE_MIB = 32
 
 
 class Sized(Dataset[torch.Tensor]):
-    """One tensor a sample, of so many MiB each; made anew whenever it is asked for."""
+    """Each sample is a new tensor of this many MiB."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -47,7 +47,7 @@ class Sized(Dataset[torch.Tensor]):
 
 
 class Expanded(Sized):
-    """The same samples, but each is one row that is expanded: it has the memory of one row."""
+    """The same samples, but each is an expanded row, which takes the memory of one row."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         row = torch.full((1, _MIB), index % 256, dtype=torch.uint8)
@@ -55,7 +55,7 @@ class Expanded(Sized):
 
 
 class Collated(Sized):
-    """Collates parts of its own, eight times, and returns little."""
+    """Collates eight parts of its own, and returns little."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         part = torch.full((self.sizes[index] << 19,), index % 256, dtype=torch.uint8)
@@ -63,7 +63,7 @@ class Collated(Sized):
 
 
 def expanded(samples: list[torch.Tensor]) -> torch.Tensor:
-    """A collate function: a mask of the first sample for all, say."""
+    """A collate function that expands one sample, such as a mask, to the whole batch."""
     return samples[0][None].expand(64, *samples[0].shape)
 
 
@@ -104,7 +104,7 @@ CASES = (
 
 
 def peak_mib(kind: str, case: Case) -> float:
-    """Of one pass, in a process of its own."""
+    """The result of one pass in its own process."""
     command = [sys.executable, __file__, "--walk", kind, case.name]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
@@ -122,7 +122,7 @@ def peak_mib(kind: str, case: Case) -> float:
 
 
 def used_bytes(pid: int) -> int:
-    """What a process and its descendants have of memory, together."""
+    """The memory of a process and its descendants together."""
     anonymous, shared = 0, dict[tuple[int, int], int]()
     for each in _family(pid):
         try:
@@ -166,7 +166,7 @@ def _is_shared(name: str) -> bool:
 
 
 def walk(kind: str, case: Case) -> None:
-    """What the process that is looked at does."""
+    """The work of the measured process."""
     warnings.filterwarnings("ignore", message=".*worker processes in total.*")
     dataset = case.make()
     loader = (torch.utils.data.DataLoader if kind == "torch" else DataLoader)(

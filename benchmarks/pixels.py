@@ -1,14 +1,14 @@
-"""How many crops of JPEGs does one core make a second, by which library?
+"""How many JPEG crops per second does one core make, with which library?
 
     python benchmarks/pixels.py FOLDER [--json]
 
-Photographs of the folder that are larger than ImageNet's usual 500 x 375 are first made as large,
-at a quality of 95. The same crops are made by all, in turns, so that a busy neighbour slows all of
-them; the best round of each counts. Exit status 1 says that ours missed its bar: a multiple of what
-simplejpeg (libjpeg-turbo, whole images) and OpenCV's resize reach. "Ours, again" are crops of
-images of which others were made before, as in later epochs of what stays in memory.
+Photographs of the folder that are larger than ImageNet's usual 500 x 375 are first scaled to that
+size, at a quality of 95. All libraries make the same crops in turns, so that other load slows all
+of them; the best round of each counts. Exit status 1: ours missed its bar, a multiple of the rate
+of simplejpeg (libjpeg-turbo, whole images) with OpenCV's resize. "Ours, again" are crops of images
+that were cropped before, as in later epochs of a dataset that stays in memory.
 
-Random resized crops to 224 are for training. Evaluation is a resize and a center crop: to 256 and
+Training uses random resized crops to 224. Evaluation uses a resize and a center crop: to 256 and
 224, for which these photographs are too small to be decoded at a reduced size, and to 128 and 112.
 """
 
@@ -49,7 +49,7 @@ Maker = Callable[[Crops], None]
 
 
 class Photographs:
-    """The photographs, and each way to make crops of all of them."""
+    """The photographs, and the ways to crop all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.encoded = [_usual(path.read_bytes()) for path in sorted(folder.iterdir())]
@@ -65,7 +65,7 @@ class Photographs:
         self._out = np.zeros((len(self.encoded), SIDE, SIDE, 3), np.uint8)
 
     def by_simplejpeg(self, boxes: Crops) -> None:
-        """Whole images, and OpenCV's resize, which does not smooth."""
+        """Whole images, resized by OpenCV, without antialiasing."""
         for row, image in enumerate(self.encoded):
             top, left, height, width = boxes[row].astype(int).tolist()
             whole = simplejpeg.decode_jpeg(image, fastdct=False, fastupsample=False)
@@ -99,7 +99,7 @@ class Photographs:
         )
 
     def evaluation_by_pillow(self, _boxes: Crops) -> None:
-        """As torchvision does it."""
+        """The steps of torchvision."""
         self.by_pillow(self._centres)
 
     def evaluation(self, _boxes: Crops) -> None:
@@ -142,7 +142,7 @@ def _usual(image: bytes) -> bytes:
 
 
 def random_boxes(random: np.random.Generator, sizes: NDArray[np.int32]) -> Crops:
-    """As RandomResizedCrop draws them.   Shapes:  result: float64[n, 4], whole numbers."""
+    """Boxes as RandomResizedCrop draws them.   Shapes:  result: float64[n, 4], whole numbers."""
     whole = sizes.astype(np.float64)
     parts = whole.copy()
     for _ in range(ATTEMPTS):
@@ -156,7 +156,7 @@ def random_boxes(random: np.random.Generator, sizes: NDArray[np.int32]) -> Crops
 
 
 def measure(photographs: Photographs) -> dict[str, float]:
-    """Images a second of one core, by name."""
+    """Images/s of one core, by name."""
     makers: dict[str, Maker] = {
         "simplejpeg and OpenCV": photographs.by_simplejpeg,
         "Pillow": photographs.by_pillow,
@@ -180,7 +180,7 @@ def measure(photographs: Photographs) -> dict[str, float]:
 
 
 def main() -> int:
-    """Exit status 1: a bar was missed."""
+    """Run the command. Exit status 1: a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path, help="of photographs, JPEG")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

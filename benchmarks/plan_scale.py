@@ -1,9 +1,9 @@
-"""Does the plan hold at scale? 10^10 samples in 2.5 million blocks, against its bars.
+"""Does the plan scale? Time and memory for 10^10 samples in 2.5 million blocks, with bars.
 
     python benchmarks/plan_scale.py [--json]
 
-Exit status 1 says that a bar was missed. Memory is the peak of what is allocated while the order is
-made, the blocks' row counts included; a seek finds one position in a window not seen before.
+Exit status 1: a bar was missed. Memory is the peak while the order is made, including the blocks'
+row counts; a seek finds one position in a window not seen before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCKS_PER_SHARD = 100
 
 @dataclass(frozen=True, slots=True)
 class PlanFigure:
-    """One line of the table. `bar` is the most that `value` may be, where there is a bar."""
+    """One line of the table. `bar`, if set, is the most that `value` may be."""
 
     name: str
     value: float
@@ -72,7 +72,7 @@ def seek_ms(order: Order) -> list[float]:
 
 
 def slab_ms(order: Order, length: int) -> float:
-    """A slab of consecutive positions in the middle of windows that are open."""
+    """The time to locate a slab of consecutive positions in open windows."""
     begin = order.sample_count // 2
     positions = np.arange(begin, min(begin + length, order.sample_count))
     order.locate(positions)

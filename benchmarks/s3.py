@@ -1,19 +1,19 @@
-"""How much of what an S3 server gives arrives, and what does it cost? Ways to read, side by side.
+"""How fast does each reader read from an S3 server, and at what cost in CPU time?
 
     python benchmarks/s3.py [--mib 512] [--rounds 3] [--latency-ms 50] [--only obstore,arrow]
 
 One real server (SeaweedFS, on this machine) has the same rows as Arrow and as Parquet shards. Each
-round runs every way once, each in a process of its own: "obstore", "boto3" and "s3fs" read ranges
-of 8 MiB, 8 at a time, and drop them; "store" and "arena" do so through Dataplane's store, and on
-into the block arena; "arrow" and "parquet" are an epoch of a Dataplane job in shuffled order, with
-nothing cached, from a node that runs already; "arrow-in-order" is the same without a shuffle, and
-"arrow-again" its second epoch, in memory that was used before and holds a fifth of 512 MiB; "torch"
-is DataLoader with two workers that read Arrow by s3fs, in order.
+round runs every reader once, in its own process: "obstore", "boto3" and "s3fs" read ranges of
+8 MiB, 8 at a time, and drop them; "store" does the same through Dataplane's store, and "arena" also
+writes them to the block arena; "arrow" and "parquet" read an epoch of a Dataplane job in shuffled
+order, with nothing cached, from a running node; "arrow-in-order" is the same without a shuffle, and
+"arrow-again" its second epoch, with an arena that is already mapped and holds a fifth of 512 MiB;
+"torch" is DataLoader with two workers that read Arrow with s3fs, in order.
 
-MiB/s are from the start of reading to its end (of jobs: from the loader's construction, so that
-listing, index and first blocks are part of it). CPU seconds a GiB are those of all of the reader's
-processes, and of the server beside it. `--latency-ms` puts a proxy of ours before the server, which
-holds each request back by so much and lets answers pass as they come.
+MiB/s are measured from the start of reading to its end; for jobs, from the construction of the
+loader, so that listing, indexing and the first blocks are included. CPU seconds per GiB are shown
+for all processes of the reader, and for the server. `--latency-ms` adds a proxy before the server,
+which delays each request by that time and passes answers on at once.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _ranges() -> Ranges:
 
 
 def _in_threads(read: Callable[[str, int, int], int]) -> Callable[[], int]:
-    """All ranges, RANGES_AT_ONCE of them at a time; `read` gives how many bytes it got."""
+    """Read all ranges, RANGES_AT_ONCE at a time; `read` returns how many bytes it received."""
     ranges = _ranges()
     threads = ThreadPoolExecutor(RANGES_AT_ONCE)
     return lambda: sum(threads.map(lambda one: read(*one), ranges))
@@ -163,7 +163,7 @@ def _store() -> Callable[[], int]:
 
 
 def _arena() -> Callable[[], int]:
-    """As the node's fetcher does it, without a node: blocks into an arena that is warm."""
+    """Read blocks into a warm arena, as the node's fetcher does, but without a node."""
     import asyncio
 
     from dataplane.arena.memfd import Arena
@@ -196,7 +196,7 @@ def _arena() -> Callable[[], int]:
 
 
 def _job(folder: str, *, shuffle: bool = True, again: bool = False) -> Callable[[], int]:
-    """An epoch of a job of ours. The node runs already: it serves another dataset."""
+    """An epoch of a Dataplane job. The node is already running, with another dataset."""
     from dataplane_torch import DataLoader
 
     if again:
@@ -255,7 +255,7 @@ WAYS: dict[str, Callable[[], Callable[[], int]]] = {
 
 
 def _read(way: str) -> None:
-    """Be one reader: get ready, read everything once, and print what it took."""
+    """Run one reader: get ready, read everything once, and print what it took."""
     read = WAYS[way]()
     server = int(os.environ["S3_SERVER_PID"])
     before, served, began = _cpu_s(), _family_cpu_s(server), time.perf_counter()
@@ -267,7 +267,7 @@ def _read(way: str) -> None:
 
 
 def _cpu_s() -> float:
-    """Of this process and all below it, those that ended too (torch's workers)."""
+    """CPU seconds of this process and its descendants, including those that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime + _family_cpu_s(os.getpid())
 
@@ -282,7 +282,7 @@ def _family_cpu_s(pid: int) -> float:
 
 
 def _proxy(port: int, delay_s: float) -> None:
-    """Pass connections on to a port of this host, requests later by `delay_s`. Prints its port."""
+    """Forward connections to a port of this host; delay requests by `delay_s`. Prints its port."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     print(listener.getsockname()[1], flush=True)
     while True:
@@ -304,7 +304,7 @@ def _pass_on(client: socket.socket, port: int, delay_s: float) -> None:
 
 
 def _answers(server: socket.socket, client: socket.socket) -> None:
-    """What the server says, at once and without a look at it."""
+    """Forward the server's answers at once."""
     out, into = os.pipe()
     with contextlib.suppress(OSError):
         while count := os.splice(server.fileno(), into, _SPLICE_BYTES):
@@ -370,7 +370,7 @@ def _shown(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="of rows, in either format")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,14 +1,14 @@
-"""What does it cost to decide what a node does next, as there are more blocks?
+"""How does the cost of the scheduler's decisions grow with the number of blocks?
 
     python benchmarks/scheduling.py [--json]
 
-The scheduler runs without stores, workers or sockets: whatever it asks for has ended by the time
-that it asks for the next thing. Every block must be fetched, and the arena is full, so that each
-one evicts another. Told is the CPU time of its decisions, per block that is loaded, for 500 to
-15,000 blocks in memory and for 10^3 to 3 * 10^6 in the dataset. Then all blocks are in memory, and
-told is the CPU time per slab of one batch and of eight, for 1 and 8 ranks with batches of 64 rows
-each: decisions, plans, and the messages to trainer and worker. Exit status 1 says that any of these
-costs more than 1.2 times as much at its large end.
+The scheduler runs without stores, workers or sockets: each effect completes at once. In the first
+part every block must be fetched and the arena is full, so that each block evicts another; the table
+shows the CPU time of decisions per loaded block, for 500 to 15,000 blocks in memory and 10^3 to
+3 * 10^6 in the dataset. In the second part all blocks are in memory; the table shows the CPU time
+per slab of one batch and of eight, for 1 and 8 ranks with batches of 64 rows: decisions, plans, and
+the messages to trainer and worker. Exit status 1: one of these costs at its largest size more than
+1.2 times what it costs at its smallest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RATIO_MAX = 1.2
 
 @dataclass(frozen=True, slots=True)
 class SchedulingCase:
-    """So many blocks in the arena and in the dataset, and ranks that read it in lanes."""
+    """The number of blocks in the arena and in the dataset, and the ranks that read it in lanes."""
 
     resident: int
     blocks: int
@@ -55,7 +55,7 @@ class SchedulingCase:
 
     @property
     def is_loading(self) -> bool:
-        """Whether blocks have to make room for each other."""
+        """Whether the dataset is larger than the arena, so that blocks evict each other."""
         return self.resident < self.blocks
 
 
@@ -72,7 +72,7 @@ class Cost:
 
 
 class DrivenNode:
-    """A scheduler, and an outside in which everything ends at once."""
+    """A scheduler, and a node in which every effect completes at once."""
 
     def __init__(self, case: SchedulingCase) -> None:
         self._scheduler = Scheduler(case.resident * PAGE, 64, Autoscaler(2, 2, 2), 1e9)
@@ -81,7 +81,7 @@ class DrivenNode:
         marks = Marks.of(raw, decoded, np.ones(case.blocks, np.bool_))
         dataset = DatasetBlocks(1, "made up", marks, raw, url=str)
         datasets = DatasetLookup(dataset)
-        # An eighth of what is in memory belongs to windows that are open.
+        # Open windows take an eighth of the blocks in memory.
         window = max(case.resident // 8, 1) * case.rows_a_block
         self._rows, self._ranks = rows, range(case.ranks)
         self._batches, self._is_loading = case.batches_a_slab, case.is_loading
@@ -114,7 +114,7 @@ class DrivenNode:
         self._pending.append(event)
 
     def run(self, slab_count: int) -> None:
-        """Until each rank has had so many slabs more."""
+        """Run until each rank has received this many more slabs."""
         end = self.slabs + slab_count * len(self._ranks)
         while self.slabs < end:
             for rank in self._ranks:
@@ -152,14 +152,14 @@ class DrivenNode:
                     self._tell(events.Requested(self._stream_of(rank), effect.request_id))
 
     def _costing(self, call: Callable[..., Any], *given: object) -> Any:
-        """Call this, which the node pays for."""
+        """Make a call whose CPU time counts as the node's."""
         began = time.thread_time_ns()
         found = call(*given)
         self.cpu_s += (time.thread_time_ns() - began) / 1e9
         return found
 
     def _message_of(self, effect: events.Effect) -> bytes:
-        """What the engine sends for it, with one message to a worker for each slab."""
+        """The message that the engine sends for an effect, to a trainer or to a worker."""
         if isinstance(effect, events.Send):
             return encode(messages.FromNode(effect.request_id, effect.body))
         if isinstance(effect, events.AssembleSlab):
@@ -175,13 +175,13 @@ class DrivenNode:
 
 
 def measured(case: SchedulingCase) -> Cost:
-    """The least of several rounds: what else this machine does only adds to it."""
+    """The minimum of several rounds, since other load can only add to it."""
     node = DrivenNode(case)
-    # As many as read the blocks of two windows: those of a window are loaded together.
+    # Enough slabs to read two windows: the blocks of a window are loaded together.
     rows = case.rows_a_block
     slabs = max(2 * case.resident // 8 * rows // case.batch // case.ranks, 100)
     slabs = max(slabs // case.batches_a_slab, 100)
-    # Until the arena is full, and every block that comes evicts another.
+    # Warm up until the arena is full and every new block evicts another.
     node.run(case.resident * rows // case.batch // case.ranks // case.batches_a_slab + 50)
     found = []
     for _ in range(ROUNDS):

@@ -1,11 +1,11 @@
-"""How fast is DataLoader over a torch Dataset, against torch's own? Both in turns, in one process.
+"""The speed of our DataLoader over a torch Dataset, compared with torch's, in one process.
 
     python benchmarks/torch_datasets.py [--json] [--rounds 5] [case ...]
 
-Each case is a dataset and the arguments of a loader; a round is one pass with torch's and one with
-ours, over the same dataset, workers started and ended within it. The ratio is torch's time over
-ours, round by round, the median of them: above 1 we are faster. CPU is user and system time of this
-process and of its workers. Exit status 1 says that a case missed its bar.
+Each case is a dataset and the arguments of a loader. A round is one pass with torch's and one with
+ours over the same dataset, including the start and end of workers. The ratio is torch's time
+divided by ours, the median of all rounds: above 1, ours is faster. CPU is user and system time of
+this process and of its workers. Exit status 1: a case missed its bar.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BAR = 0.95
 
 
 class RepeatedRows(Dataset[Any]):
-    """`count` samples, drawn from a few that are made once."""
+    """`count` samples that repeat a few samples, made once."""
 
     def __init__(self, count: int, samples: list[Any]) -> None:
         self.count, self.samples = count, samples
@@ -43,7 +43,7 @@ class RepeatedRows(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class DatasetCase:
-    """A dataset and how it is loaded; `bar` is the least ratio."""
+    """A dataset and the arguments of its loader; `bar` is the least ratio."""
 
     name: str
     make: Callable[[], Dataset[Any]]
@@ -87,7 +87,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class DatasetResult:
-    """Seconds of a pass, medians; and the ratio of ours to torch's, round by round."""
+    """Medians: seconds of a pass, and the ratio of torch's time to ours in a round."""
 
     name: str
     bar: float
@@ -99,7 +99,7 @@ class DatasetResult:
 
 
 def measure(case: DatasetCase, rounds: int) -> DatasetResult:
-    """Passes with both loaders in turns; the first ones are not counted."""
+    """Passes with both loaders in turns; the first pass of each is not counted."""
     dataset = case.make()
     loaders = (torch.utils.data.DataLoader, DataLoader)
     times: tuple[list[float], list[float]] = ([], [])

@@ -1,10 +1,10 @@
-"""Where do the CPU seconds of a loader go? By process, and in the trainer's own thread.
+"""The CPU seconds of a loader, by process, and in the trainer's own thread.
 
     python benchmarks/where.py URL... --batch-size 32 [--columns a,b] [--no-shuffle] [--json]
 
-A training loop that does nothing takes batches, epoch after epoch. After the first seconds, in
-which buffers become warm, CPU time of the trainer, its node and its workers is read at both ends
-of a window. Settings are those of the environment (DATAPLANE_SLAB_BYTES=…).
+A training loop that does nothing takes batches, epoch after epoch. After a few seconds of warm-up,
+the CPU times of the trainer, its node and its workers are read at both ends of a window. Settings
+come from the environment (DATAPLANE_SLAB_BYTES=…).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARM_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class CpuReading:
-    """CPU seconds so far: of the trainer's thread, and of each process by what it is."""
+    """CPU seconds so far: of the trainer's thread, and of each process by its role."""
 
     at: float
     thread_s: float
@@ -33,7 +33,7 @@ class CpuReading:
 
     @classmethod
     def now(cls) -> CpuReading:
-        """As of now."""
+        """The times now."""
         me = psutil.Process()
         found: dict[str, float] = {}
         for process in (me, *me.children(recursive=True)):
@@ -78,7 +78,7 @@ def _measured(loader: Any, batch_size: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("urls", nargs="+", metavar="URL")
     parser.add_argument("--batch-size", type=int, required=True)

@@ -1,13 +1,13 @@
-"""What does it cost to open a table of very many columns, and what do other trainers feel of it?
+"""What does it cost to open a table with very many columns, and how long do other trainers wait?
 
     python benchmarks/wide.py [--columns 2000 8000 100000] [--format arrow parquet] [--json]
 
-A node serves a trainer that takes a step every 5 ms. Another trainer opens a table of this many
-float columns, in two shards, and takes its first batch. Told are the CPU seconds of the node, of
-the processes that index, of its workers and of the second trainer, from its start to its first
-batch; and how long the first trainer waited for its batches meanwhile, at most and by the 99th
-percentile. Exit status 1 says that 100,000 columns took 10 s of CPU or more to open (node,
-processes that index and workers), or the 99th percentile was 50 ms or more.
+A node serves a trainer that takes a step every 5 ms. A second trainer opens a table with this many
+float columns, in two shards, and takes its first batch. The report shows the CPU seconds of the
+node, of the indexing processes, of the workers and of the second trainer, from its start to its
+first batch; and the maximum and 99th percentile of the first trainer's waits meanwhile. Exit status
+1: opening 100,000 columns took 10 s of CPU or more (node, indexing processes and workers), or the
+99th percentile was 50 ms or more.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ print(len(batch), began, time.time(), time.process_time() - before, flush=True)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one table. `cpu_s` by process; waits of the other trainer in seconds."""
+    """The results of one table: `cpu_s` by process; the waits of the other trainer in seconds."""
 
     columns: int
     format: str
@@ -82,7 +82,7 @@ class Found:
 
 
 class _Watched(threading.Thread):
-    """CPU seconds of a service's processes, looked at until they may be gone."""
+    """CPU seconds of a service's processes, sampled while they run."""
 
     def __init__(self, service: psutil.Process) -> None:
         super().__init__(daemon=True)
@@ -92,12 +92,12 @@ class _Watched(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Every now and then: a process that indexes ends when it has."""
+        """Sample often, since an indexing process ends as soon as it is done."""
         while not self._is_over.wait(0.02):
             self._look()
 
     def cpu_s(self) -> dict[str, float]:
-        """Since it began."""
+        """CPU seconds since the start, by process."""
         self._is_over.set()
         self.join()
         self._look()
@@ -140,7 +140,7 @@ def _write(folder: Path, columns: int, form: str) -> str:
 
 
 def measure(folder: Path, columns: int, form: str) -> Found:
-    """One table, on a node of its own."""
+    """Measure one table, on its own node."""
     wide = _write(folder / "wide", columns, form)
     narrow = folder / "narrow.parquet"
     pq.write_table(pa.table({"x": np.arange(100_000)}), narrow, row_group_size=10_000)
@@ -180,7 +180,7 @@ def measure(folder: Path, columns: int, form: str) -> Found:
 
 
 def main() -> int:
-    """Exit status 1: a bar was missed."""
+    """Run the command. Exit status 1: a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--columns", type=int, nargs="+", default=[2000, 8000, 100_000])
     parser.add_argument("--format", nargs="+", default=["arrow", "parquet"])

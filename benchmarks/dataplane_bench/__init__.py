@@ -1,1 +1,1 @@
-"""What runs Dataplane to show or to measure it."""
+"""The benchmark and the demo."""

@@ -1,8 +1,8 @@
-"""What the machine allows, measured in the same run as the loaders: a bound on their rates.
+"""Upper bounds on the rates of loaders, set by the machine and measured in the same run.
 
-Each measurement takes about 0.3 s, in a process of its own, and gives its best pass: a bound is
-what nothing can beat. One core gathers, copies or decodes; what scales with cores is multiplied
-by them, which is more than they give when they share a memory or a clock.
+Each measurement takes about 0.3 s in its own process, and its best pass counts, since no loader may
+beat a bound. One core gathers, copies or decodes. Rates that scale with cores are multiplied by
+their number; the real limit is lower, since cores share memory bandwidth and clock frequency.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ S3 = "s3_gb_per_s"
 
 
 def names(workload: Workload, store: StorageKind) -> tuple[str, ...]:
-    """What is worth measuring for cases of this workload."""
+    """The measurements that cases of this workload need."""
     found = [MEMCPY, PAGE_CACHE]
     match workload.shape:
         case "tokens":
@@ -62,7 +62,7 @@ def measure(
 ) -> dict[str, float]:
     """Each of these, by name, on the workload's source shards; `place` is where they are in S3.
 
-    A process measures, so that its memory and its threads are nobody else's.
+    A separate process measures, so that no other memory or threads interfere.
     Raises:  TrialFailed: it failed, or took too long.
     """
     order = wire.line({"names": names, "workload": workload, "place": place, "seconds": seconds})
@@ -88,10 +88,10 @@ def measure(
 def bound_of(
     workload: Workload, store: StorageKind, found: Mapping[str, float]
 ) -> list[tuple[str, float]]:
-    """Samples/s that nothing of this kind can beat, with what bounds them; the tightest first.
+    """Upper bounds on samples/s, each with the name of its bottleneck; the tightest first.
 
-    What reads the shards counts the bytes of the source: a loader whose own shards are smaller, or
-    which decodes only what a crop needs, does less than the bound assumes.
+    Bounds on reading count the bytes of the source shards. A loader may exceed one if its own
+    shards are smaller, or if it decodes only the part of an image that a crop needs.
     """
     cores = len(os.sched_getaffinity(0))
     fixed = sum(column.sample_bytes for column in workload.of_kind(ColumnType.FIXED))

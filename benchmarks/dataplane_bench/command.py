@@ -23,7 +23,7 @@ from dataplane_bench.folders import bench_folder
 
 
 class _Bar:
-    """Tells how the contest goes: a bar on a terminal, lines elsewhere. Notes are kept."""
+    """Shows the progress of the contest: a bar on a terminal, lines elsewhere. Keeps all notes."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -187,7 +187,7 @@ def bench(**given: Any) -> None:
 
 
 def _needs_extra() -> None:
-    # Found, not imported: that takes seconds, and a mistake in the arguments should not.
+    # Only look for them: importing takes seconds, and wrong arguments should be reported at once.
     for name in ("boto3", "cv2", "plotly", "simplejpeg", "torch"):
         if find_spec(name) is None:
             raise ConfigError(
@@ -213,7 +213,7 @@ def _run(given: dict[str, Any]) -> None:
             raise click.UsageError(text) from None
         fields = {name: given[name] for name in Options.__slots__ if name in given}
         options = Options(**{**fields, "peers": named, "byte_limit": limit})
-        # Whoever ends it has nothing left behind either.
+        # Clean up after SIGTERM too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with _bar() as bar:
             report = run(options, bench_folder(), shlex.join(["dataplane", *sys.argv[1:]]), bar)

@@ -1,9 +1,9 @@
-"""The contest: every system in every case, taking turns, on the same samples.
+"""Runs every system in every case, in turns, on the same samples.
 
-In each case: every system's settings are tried once, briefly, and the best are kept; one whole
-epoch of each is summed and compared with the source; then come the rounds, in which the systems
-take turns and the machine's bounds are measured anew. A system that fails is reported so, and the
-others go on.
+In each case, every system first tries its settings briefly and keeps the best. One whole epoch of
+each is then checksummed and compared with the source. Then come the rounds: in each, every system
+has one turn, and the machine's bounds are measured again. If a system fails, the report says so,
+and the others continue.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from dataplane_bench.trial.launch import Contestant, Timing, TrialFailed, run_tr
 
 SWEEP = Timing(settle_s=0.4, window_s=0.6, stall_window_s=0.0, epoch_s=4.0)
 HARNESS_WINDOW_S = 0.5
-"""Of the loader that does nothing: it is the same at any time."""
+"""The window of the loader that does nothing, whose rate does not vary."""
 
 
 class Show(Protocol):
-    """Where the contest tells how it goes."""
+    """Shows the progress of a contest."""
 
     def planned(self, trials: int) -> None:
-        """So many more trials are to come."""
+        """Add this many trials to those that are still to run."""
 
     def trial(self, what: str) -> None:
-        """The next one begins."""
+        """Say that the next trial begins."""
 
     def note(self, text: str) -> None:
-        """Something that a reader of the report should know."""
+        """Say something that a reader of the report should know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A system that takes part, the interpreter of its environment, and what is installed there:
-    versions by the name of the distribution.
+    """A system that takes part, the interpreter of its environment, and the versions installed
+    there, by distribution name.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Entry:
 
 @dataclass(slots=True)
 class _Runner:
-    """One system in one case, as it fills."""
+    """One system in one case, and its results so far."""
 
     entry: Entry
     result: SystemResult
@@ -71,7 +71,7 @@ class _Runner:
 
 
 class Contest:
-    """Runs cases. What was found out once (a sweep, a checksum) is not found out again."""
+    """Runs cases. Reuses the results of sweeps and checksums between cases."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Contest:
         self.measured: dict[str, list[float]] = {}
 
     def run(self, case: BenchCase, workload: Workload) -> CaseResult:
-        """All systems in one case."""
+        """Run all systems in one case."""
         runners = [self._runner(entry, case, workload) for entry in self._entries]
         going = [one for one in runners if one.runs]
         self._show.planned(sum(self._rounds_of(one) for one in going))
@@ -142,8 +142,8 @@ class Contest:
             self._show.note(f"{one.result.title}: {str(error).splitlines()[0]}")
 
     def _choose(self, one: _Runner, case: BenchCase, workload: Workload) -> None:
-        """The settings that gave the most samples a second."""
-        # A start, a resume or a computing trainer is run with what is best for throughput.
+        """Choose the settings with the highest throughput."""
+        # Cases about a start, a resume or a computing trainer use these settings, too.
         if case.mode in (Mode.FIRST, Mode.RESUME) or case.step_ms:
             case = BenchCase(case.label, case.workload)
         key = (
@@ -175,7 +175,7 @@ class Contest:
         return tried
 
     def _check(self, one: _Runner, case: BenchCase, workload: Workload) -> None:
-        """One epoch, summed: is it what the source says?"""
+        """Compare the checksum of one whole epoch with that of the source."""
         if one.entry.name == HARNESS:
             return
         whole = BenchCase(case.label, case.workload, Mode.VERIFY, case.store, case.ranks)
@@ -195,7 +195,7 @@ class Contest:
             )
 
     def truth(self, workload: Workload) -> dict[str, Any]:
-        """The source's own checksum, and the bytes of its batches."""
+        """The checksum of the source's samples, and the size of their batches."""
         key = (REFERENCE, workload.fingerprint)
         if key not in self._digests:
             self._show.planned(1)

@@ -1,11 +1,11 @@
-"""Each peer in a virtual environment of its own, made on demand and kept.
+"""A virtual environment for each peer, created on demand and kept.
 
 Invariants:
-1. An environment counts once its note is there. The note is written last and says of what it was
-   made; made of something else than now, it does not count.
-2. Whoever makes or removes one holds the lock of their folder.
-3. What a peer brings comes before what the bench's own environment has; what it does not bring
-   (torch, numpy, pyarrow, this package) is the bench's own. torch always is.
+1. An environment is valid only if it has a note, which is written last and lists what it was made
+   from, and the note matches what would be installed now.
+2. Only a process that holds the lock of their folder creates or removes environments.
+3. Packages of a peer take precedence over those of the benchmark's own environment. All others
+   (numpy, pyarrow, this package), and always torch, are the benchmark's.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ _LAST_LINES = 12
 
 
 def python_of(name: str) -> str | None:
-    """The interpreter in which this system runs; None where its environment is not there."""
+    """The interpreter in which this system runs; None if its environment does not exist."""
     return environment(adapter(name)).python
 
 
 def install(name: str, say: Say) -> None:
-    """Make a peer's environment, unless it is there. `say` is told how it goes, a line a time.
+    """Create a peer's environment unless it exists. `say` is called with each line of progress.
 
-    Raises:  ConfigError: it could not be made; the message has pip's last words.
+    Raises:  ConfigError: it could not be created; the message has the end of pip's output.
     """
     environment(adapter(name)).install(say)
 
 
 def versions(name: str) -> dict[str, str]:
-    """Versions in a system's environment: of itself, and of what all systems have."""
+    """The versions in a system's environment: its own, and those of torch, numpy and pyarrow."""
     return environment(adapter(name)).versions()
 
 
 def remove(name: str) -> None:
-    """Nothing is left of its environment."""
+    """Remove a peer's environment."""
     environment(adapter(name)).remove()
 
 
 def environment(peer: Any, folder: Path | None = None) -> Environment:
-    """That of an adapter, below `folder` or where all are."""
+    """The environment of an adapter, in `folder` or the benchmark's usual folder."""
     return Environment(
         (folder or bench_folder() / "peers") / peer.name,
         peer.requirements,
@@ -85,9 +85,9 @@ def environment(peer: Any, folder: Path | None = None) -> Environment:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a system runs. Without requirements that is the bench's own environment.
+    """Where a system runs: the benchmark's own environment if it has no requirements.
 
-    `lacks` tells what of the operating system pip will miss, "" where all is there.
+    `lacks` says which system package pip will need and not find; "" if none.
     """
 
     folder: Path
@@ -97,7 +97,7 @@ class Environment:
 
     @property
     def python(self) -> str | None:
-        """Its interpreter, None where it is not there (1)."""
+        """Its interpreter; None if the environment is not valid (1)."""
         if not self.requirements:
             return sys.executable
         try:
@@ -113,7 +113,7 @@ class Environment:
         if lacking := self.lacks():
             raise ConfigError(f"{self.folder.name} cannot be built: {lacking}")
         with _locked(self.folder.parent, say):
-            if self.python is not None:  # somebody else was faster
+            if self.python is not None:  # another process has created it meanwhile
                 return
             shutil.rmtree(self.folder, ignore_errors=True)
             try:
@@ -146,7 +146,7 @@ class Environment:
             (self._packages / "_bench.pth").write_text(_behind(), encoding="utf-8")
             scratch.mkdir()
             constraints = scratch / "constraints.txt"
-            # Another torch would bring gigabytes, and figures that cannot be compared.
+            # A different torch would cost gigabytes, and results could not be compared.
             constraints.write_text(f"torch=={_torch_version()}\n", encoding="utf-8")
             self._run_pip(constraints, scratch, say)
             shutil.rmtree(scratch)
@@ -203,7 +203,7 @@ class Environment:
 
 @functools.cache
 def _surroundings() -> dict[str, Any]:
-    """What every environment depends on."""
+    """The facts that every environment depends on."""
     return {
         "python": platform.python_version(),
         "base": sys.base_prefix,
@@ -213,7 +213,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _torch_version() -> str:
-    """Without what a build adds behind a +: pip looks for that nowhere but where it came from."""
+    """The version without the build's suffix after "+", which pip would not find elsewhere."""
     try:
         return importlib.metadata.version("torch").partition("+")[0]
     except importlib.metadata.PackageNotFoundError as error:
@@ -223,15 +223,15 @@ def _torch_version() -> str:
 
 
 def _behind() -> str:
-    """A .pth file: all folders that the bench's own environment has, behind those of the peer.
+    """A .pth file that appends all folders of the benchmark's own environment to the peer's path.
 
-    Source: the documentation of Python's module `site`. A folder that `addsitedir` adds has its
-    own .pth files read as well, which is where editable installs are.
+    Source: the documentation of Python's module `site`. `addsitedir` also reads the .pth files in a
+    folder, which point to editable installs.
     """
     folders = [*site.getsitepackages()]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
-    # Whoever runs from a checkout has this package on the path only.
+    # If this runs from a checkout, these packages are only on the path.
     for name in (*_OURS, *_SHARED):
         spec = importlib.util.find_spec(name)
         inside = (spec and spec.submodule_search_locations) or ()
@@ -241,14 +241,14 @@ def _behind() -> str:
 
 
 def _last_words(lines: list[str]) -> list[str]:
-    """The end of what pip said, without its warnings."""
+    """The last lines of pip's output, without its warnings."""
     told = [line for line in lines if line.strip() and not line.startswith(("WARNING", "[notice]"))]
     return told[-_LAST_LINES:]
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, say: Say) -> Iterator[None]:
-    """One at a time (2). The folder itself is locked: nothing is left of that."""
+    """Hold the lock (2). The lock is on the folder itself, so no lock file is left behind."""
     folder.mkdir(parents=True, exist_ok=True)
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,4 +1,4 @@
-"""Where the benchmark keeps what it makes."""
+"""Where the benchmark keeps its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine that a report is of."""
+"""Facts about the machine on which a benchmark ran, and the load of other processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class CpuSample:
-    """Seconds since the machine started, of all cores that this process may use: in all, at work,
-    and taken by the hypervisor; and CPU seconds of our own processes.
+    """CPU seconds since the machine started, summed over the cores that this process may use:
+    total, busy, and stolen by the hypervisor; and those that our own processes used.
     """
 
     total_s: float
@@ -29,7 +29,7 @@ class CpuSample:
 
 
 def look(own: Sequence[int] | None = None) -> CpuSample:
-    """Now. Processes below those of `own` are ours; without it, below this one.
+    """The values now. Our own processes are the descendants of `own`, or else of this process.
 
     Source:  the lines "cpuN" of proc_stat(5).
     """
@@ -47,8 +47,8 @@ def look(own: Sequence[int] | None = None) -> CpuSample:
 
 
 def load_between(before: CpuSample, after: CpuSample) -> dict[str, float]:
-    """What others did meanwhile, as shares of the time of all cores: "others", processes that are
-    not ours; "steal", the hypervisor.
+    """The load from outside between two samples, as shares of the time of all cores: "others" is
+    from processes that are not ours, "steal" from the hypervisor.
     """
     total = after.total_s - before.total_s
     if total <= 0:
@@ -59,7 +59,7 @@ def load_between(before: CpuSample, after: CpuSample) -> dict[str, float]:
 
 
 def machine_facts(folder: Path) -> dict[str, Any]:
-    """What a reader needs to know to compare figures; `folder` is where the shards lie."""
+    """What a reader needs to know to compare results; `folder` holds the shards."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -78,7 +78,7 @@ def _cpu_name() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system, as "ext4"."""
+    """The type of the file system, such as "ext4"."""
     resolved = folder.resolve()
     inside = [
         one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)

@@ -1,6 +1,6 @@
-"""The process that measures what the machine allows: see bounds.py.
+"""The process that measures the machine's limits: see bounds.py.
 
-python -m dataplane_bench.measure      (its order comes on stdin, its findings go to stdout)
+python -m dataplane_bench.measure      (reads its order from stdin, writes results to stdout)
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dataplane_bench.trial import wire
 _PASSES_MIN = 3
 _COPY_BYTES = 64 << 20
 _WARM_BYTES = 8 << 20
-"""A buffer that batches are written to again and again, as a loader's are."""
+"""The size of a buffer that is written again and again, as a loader's batches are."""
 _ROWS_BYTES = 256 << 20
-"""Rows to gather from: more than the caches of most processors hold."""
+"""The size of the rows to gather from: more than the caches of most processors."""
 _SOURCE_BYTES = 64 << 20
 _GET_BYTES, _GETS_AT_ONCE, _GETS = 8 << 20, 8, 16
 _JPEGS = 24
@@ -39,7 +39,7 @@ _DRAWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured on: a workload's shards, and where they are in S3; and how long."""
+    """A workload to measure with, the place of its shards in S3, and the time to measure for."""
 
     workload: Workload
     place: DatasetPlace | None
@@ -51,7 +51,9 @@ class Subject:
 
 
 def best_rate(work: Callable[[], object], amount: float, seconds: float) -> float:
-    """`amount` over the seconds of the best pass, once warm; passes go on for `seconds`."""
+    """`amount` divided by the seconds of the best pass. Passes repeat for `seconds`, after one
+    warm-up.
+    """
     work()
     clock = time.perf_counter
     end, best, passes = clock() + seconds, float("inf"), 0
@@ -64,7 +66,7 @@ def best_rate(work: Callable[[], object], amount: float, seconds: float) -> floa
 
 
 def memcpy(subject: Subject) -> float:
-    """GB/s of one core between two buffers that no cache holds."""
+    """GB/s of one core that copies between two buffers larger than the caches."""
     source, target = (np.ones(_COPY_BYTES, np.uint8) for _ in range(2))
     return best_rate(lambda: np.copyto(target, source), _COPY_BYTES, subject.seconds) / 1e9
 
@@ -106,8 +108,8 @@ def _row_gather(rows: NDArray[Any], seconds: float) -> float:
 
 
 def table_gather(subject: Subject) -> float:
-    """GB/s of one core taking random rows of a table into a warm buffer, where all columns of a row
-    lie side by side: however a loader keeps its columns, it has to read as many bytes as these.
+    """GB/s of one core taking random rows of a table into a warm buffer. All columns of a row lie
+    side by side, the best case: no layout of a loader reads fewer bytes.
     """
     width = sum(column.sample_bytes for column in subject.workload.of_kind(ColumnType.FIXED))
     return _row_gather(np.ones((1 << 16, width), np.uint8), subject.seconds) / 1e9
@@ -141,7 +143,7 @@ def jpeg_crop(subject: Subject) -> float:
     images = _images(subject)
 
     def batch() -> None:
-        # The same crops in each pass, else the best pass would be that of the smallest ones.
+        # The same crops in each pass; otherwise the best pass is the one with the smallest crops.
         random = np.random.default_rng(0)
         for one in images:
             random_resized_crop_flip(one, random)
@@ -152,8 +154,8 @@ def jpeg_crop(subject: Subject) -> float:
 def padded_lists(subject: Subject) -> float:
     """Samples/s of one core writing random lists into zeroed batches.
 
-    Each list has the mean length, and each batch the mean width of real ones: the same bytes move,
-    without a call for every list, whose cost is not the hardware's.
+    Lists have the mean length of real ones, and batches their mean width. So as many bytes move,
+    but without one call for each list, a cost that is not the hardware's.
     """
     seconds = 0.0
     for column in subject.workload.of_kind(ColumnType.RAGGED):
@@ -172,7 +174,7 @@ def padded_lists(subject: Subject) -> float:
 
 
 def string_rows(subject: Subject) -> float:
-    """Samples/s of one core making Python's strings of UTF-8."""
+    """Samples/s of one core that makes Python strings from UTF-8."""
     seconds = 0.0
     for column in subject.workload.of_kind(ColumnType.STRING):
         texts = _start(subject, [column.name])[column.name].slice(0, 10_000)
@@ -184,7 +186,7 @@ def string_rows(subject: Subject) -> float:
 
 
 def s3(subject: Subject) -> float:
-    """GB/s of ranged GETs, several at once, whose bytes are thrown away."""
+    """GB/s of several concurrent ranged GETs, whose bytes are discarded."""
     import obstore
     from obstore.store import S3Store
 
@@ -252,7 +254,7 @@ def _images(subject: Subject) -> list[bytes]:
 
 
 def _numbers(column: pa.ChunkedArray) -> NDArray[Any]:
-    """All numbers of a column, one after the other."""
+    """All numbers of a column, in one array."""
     values = column.combine_chunks()
     while not pa.types.is_primitive(values.type):
         values = values.flatten()
@@ -264,7 +266,7 @@ def _decoded(encoded: Sequence[bytes]) -> list[str]:
 
 
 def _draws(size: int, count: int) -> Iterator[NDArray[np.int64]]:
-    """Random rows, again and again, without the cost of drawing them."""
+    """Random rows, drawn beforehand and reused, so that drawing is not measured."""
     random = np.random.default_rng(0)
     drawn = [random.integers(0, size, count) for _ in range(_DRAWS)]
     while True:
@@ -272,7 +274,7 @@ def _draws(size: int, count: int) -> Iterator[NDArray[np.int64]]:
 
 
 def main() -> None:
-    """As the module says."""
+    """Read the order, measure, write the results."""
     order = json.loads(sys.stdin.readline())
     told = order["place"]
     place = DatasetPlace(**{**told, "folder": Path(told["folder"])}) if told else None

@@ -1,9 +1,10 @@
-"""The nouns of a benchmark; they decide nothing.
+"""The value types of the benchmark.
 
-A *workload* is a set of samples and what a trainer wants of it. A *case* is one way to load it. A
-*scenario* is a question: some cases and a bound. A *system* is a loader under test: Dataplane, a
-peer, or `noop`, which shows what the harness itself could do. A *trial* is one run of one system
-in one case, in processes of its own. Trials of all systems take turns in *rounds*: A B C, A B C.
+A *workload* is a set of samples and the batches that a trainer wants of it. A *case* is one way to
+load it. A *scenario* is a question that some cases answer. A *system* is a loader under test:
+Dataplane, a peer, or `noop`, which shows the limit of the harness itself. A *trial* is one run of
+one system in one case, in its own processes. Trials of all systems take turns in *rounds*: A B C,
+A B C.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CROP = 224
 
 
 class ColumnType(enum.StrEnum):
-    """What a column is in the source shards, and in a batch."""
+    """The type of a column in the source shards, and in a batch."""
 
     FIXED = "fixed"  # primitive or fixed-size list -> tensor [B, *shape]
     RAGGED = "ragged"  # list of numbers -> tensor [B, T] padded with 0, and "<name>.length"
@@ -31,7 +32,7 @@ class ColumnType(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadColumn:
-    """A column of a workload. `dtype` is numpy's name, of FIXED and RAGGED; `shape` is FIXED's."""
+    """A column of a workload. FIXED and RAGGED have a `dtype` (numpy's name), FIXED a `shape`."""
 
     name: str
     kind: ColumnType
@@ -46,12 +47,12 @@ class WorkloadColumn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Samples, and what a trainer wants of them: shuffled batches of `batch_size`.
+    """Samples, of which a trainer wants shuffled batches of `batch_size`.
 
     The source is a folder of Parquet shards `shard-00000.parquet`, … with exactly these columns,
     without nulls. Every system but Dataplane converts it once into its own best format.
-    `step_ms` is the trainer's step for which a loader's stall share is told. `fingerprint` names
-    the samples: the same for the same rows.
+    `step_ms` is the length of the trainer's step for which stall shares are reported. `fingerprint`
+    identifies the samples: equal rows have an equal fingerprint.
     """
 
     name: str
@@ -74,8 +75,8 @@ class Workload:
 
     @property
     def shape(self) -> str:
-        """What adapters tell apart: "images" has an image, "text" a string or a ragged column,
-        "tokens" a fixed-size row of 256 bytes or more, and "tabular" only single numbers.
+        """The class by which adapters choose: "images" has an image column, "text" a string or
+        ragged column, "tokens" a fixed-size row of 256 bytes or more, "tabular" only numbers.
         """
         if self.of_kind(ColumnType.IMAGE):
             return "images"
@@ -86,7 +87,7 @@ class Workload:
 
 
 class Mode(enum.StrEnum):
-    """What a trial does."""
+    """What a trial measures."""
 
     STEADY = "steady"  # rates once everything is warm, over a window of time
     EPOCH = "epoch"  # an epoch from an empty cache, its first batch included, or its first seconds
@@ -106,11 +107,11 @@ class StorageKind(enum.StrEnum):
 class BenchCase:
     """One way to load a workload. Labels are unique in a scenario.
 
-    `ranks` share one epoch, as DDP does; `jobs` each load the whole of it: in an order of its own,
-    or, where the case is `shared`, in one order, so that a loader may make each batch once for all
-    of them. `served` asks for a daemon that was there before, where a system has one. `cold` asks
-    for empty caches of the system itself. `step_ms`, where given, is how long the trainer computes
-    after every batch.
+    `ranks` share one epoch, as in DDP. Each of `jobs` loads the whole epoch, in its own order; if
+    the case is `shared`, all use the same order, so that a loader may make each batch once for all.
+    `served` means that the system's daemon, if it has one, is already running. `cold` means that
+    the system's own caches are empty. `step_ms`, if set, is how long the trainer computes after
+    every batch.
     """
 
     label: str
@@ -136,7 +137,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DatasetPlace:
-    """Where a system's prepared shards lie. `url` is `folder` for LOCAL, else "s3://bucket/prefix".
+    """Where a system's prepared shards are. `url` is `folder` for LOCAL, else "s3://bucket/prefix".
 
     `endpoint` and the keys are those of the S3 server; the process has them in its environment too
     (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, S3_ENDPOINT_URL).
@@ -151,13 +152,13 @@ class DatasetPlace:
 
 @dataclass(frozen=True, slots=True)
 class TrialTask:
-    """All that one process of a trial is told.
+    """The order for one process of a trial.
 
-    `cache` is a folder of the trial's own, empty at its first process; all its processes share it.
-    `run` is a token that all processes of one job have in common, and no other trial has.
-    `group` is one that all jobs of a shared case have in common, "" elsewhere.
-    `service` is what the system's daemon said of itself, "" where there is none.
-    `rank` and `size` are the data-parallel ones of the job.
+    `cache` is a folder shared by the trial's processes, and empty when the first of them starts.
+    `run` is a token shared by the processes of one job, and different in every trial.
+    `group` is a token shared by all jobs of a shared case; "" in other cases.
+    `service` is what the system's daemon printed to describe itself; "" without a daemon.
+    `rank` and `size` are the data-parallel rank and size of the job.
     """
 
     system: str

@@ -1,6 +1,6 @@
 """The shards of every system, each in its own format: made once, kept for later runs.
 
-A folder is whole or not there: it is written beside its place and renamed.
+A folder is complete or absent: it is written under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREPARE_TIMEOUT_S = 1800.0
 
 
 class Prepared:
-    """Places by system, workload and store. `storage` gives the S3 side, started when asked for."""
+    """Places by system, workload and store. `storage` starts the S3 server when first called."""
 
     def __init__(
         self, root: Path, trials: Path, storage: Callable[[], Any], say: Callable[[str], None]
@@ -32,7 +32,7 @@ class Prepared:
     def place(
         self, system: str, python: str, workload: Workload, store: StorageKind
     ) -> DatasetPlace:
-        """Where a system's shards are; converted and uploaded if they are not there yet.
+        """The place of a system's shards, which are converted and uploaded first if necessary.
 
         Raises:  TrialFailed: the conversion failed.
         """
@@ -43,7 +43,7 @@ class Prepared:
         return self._at(folder, store)
 
     def source(self, workload: Workload) -> DatasetPlace:
-        """The source shards in S3, for whoever measures the server."""
+        """The source shards in S3, for measurements of the server."""
         return self._at(workload.source, StorageKind.S3)
 
     def _at(self, folder: Path, store: StorageKind) -> DatasetPlace:
@@ -63,7 +63,7 @@ class Prepared:
             case = BenchCase("prepare", workload.name)
             who = Contestant(system, python, DatasetPlace(new, str(new)), {})
             run_order("prepare", who, case, workload, self._trials, PREPARE_TIMEOUT_S)
-            # Another run may have been faster; its folder is as good.
+            # If another run has made the folder meanwhile, use that one.
             with contextlib.suppress(OSError):
                 new.rename(folder)
         finally:

@@ -1,7 +1,7 @@
-"""Processes that never outlive whoever started them, each in a session of its own.
+"""Processes that never outlive the process that started them, each in its own session.
 
-Ctrl-C at a terminal then reaches only the starter, which ends the others in its own order; and if
-the starter itself is killed, the kernel kills them (Linux, where util-linux has `setpriv`).
+So Ctrl-C at a terminal reaches only the parent, which ends its children in the right order. If the
+parent is killed, the kernel kills the children (on Linux, if util-linux has `setpriv`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _pause = threading.Event()
 
 
 class ProcessEnded(Exception):
-    """A process ended, or was not ready in time; the message has its last words."""
+    """A process ended, or was not ready in time; the message has the end of its output."""
 
 
 @contextlib.contextmanager
 def running(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command, its output in `log`, until the block ends; then kill what is left of it."""
+    """Run a command with its output in `log`; at the end of the block, kill it and its children."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*dies_with_us(), *command],
@@ -67,9 +67,9 @@ def wait_until(
 
 
 def kill_family(process: subprocess.Popen[Any]) -> list[int]:
-    """SIGKILL a process and all that it started, all together; the ids of those that were there.
+    """SIGKILL a process and all its descendants together; return their process ids.
 
-    It is stopped first, so that it starts no more while we look. May be called twice.
+    The process is stopped first, so that it starts no more meanwhile. May be called twice.
     """
     if process.poll() is not None:
         return []
@@ -87,7 +87,7 @@ def kill_family(process: subprocess.Popen[Any]) -> list[int]:
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int | None:
-    """Ask with SIGTERM and wait; the exit status, or None if it had to be killed."""
+    """Send SIGTERM and wait; return the exit status, or None if the process had to be killed."""
     process.terminate()
     try:
         return process.wait(grace_s)
@@ -97,7 +97,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int | None:
 
 
 def tail(log: Path) -> str:
-    """The last words of a process."""
+    """The end of a process's output."""
     if not log.exists():
         return ""
     with log.open("rb") as written:
@@ -106,12 +106,12 @@ def tail(log: Path) -> str:
 
 
 def pause(seconds: float) -> None:
-    """Let others work for a moment."""
+    """Sleep for a moment, so that other processes can run."""
     _pause.wait(seconds)
 
 
 def tool(name: str) -> str:
-    """A program of this environment, else of PATH.
+    """The path of a program in this environment, or else in PATH.
 
     Raises:  FileNotFoundError: it is in neither.
     """
@@ -123,7 +123,7 @@ def tool(name: str) -> str:
 
 
 def free_ports(count: int, below: int = 1 << 16) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago."""
+    """Ports of 127.0.0.1 that were free when checked; another process may take them."""
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         while len(ports) < count:
@@ -135,7 +135,7 @@ def free_ports(count: int, below: int = 1 << 16) -> list[int]:
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends, however that happens."""
+    """Ask the kernel to kill this process when its parent ends, for whatever reason."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended in between

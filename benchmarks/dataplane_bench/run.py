@@ -1,4 +1,4 @@
-"""One run of the benchmark: which cases, which systems, on what; the result is a report."""
+"""One run of the benchmark: chooses cases, systems and samples, and returns a report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dataplane_bench.workloads.own import own
 from dataplane_bench.workloads.storage import s3_storage
 
 QUICK_PEERS = ("torch",)
-"""What everybody who has torch can compare with, without installing anything."""
+"""The peers that need nothing but torch."""
 
 ALL = "all"
 _RUN = "run-"
@@ -38,8 +38,8 @@ _RUN = "run-"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for. `scenarios` are names, or "name/case"; none means every workload from
-    local disk. `workload` is what scenarios about ranks, jobs, starts and steps load.
+    """The user's choices. `scenarios` are "name" or "name/case"; none means every workload from
+    local disk. Scenarios about ranks, jobs, starts and steps load `workload`.
     """
 
     urls: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ Chosen = tuple[Scenario, tuple[BenchCase, ...]]
 
 
 def chosen(options: Options, workload: str) -> list[Chosen]:
-    """The scenarios asked for, each with those of its cases that were. `workload` is "" or the
-    name of the user's own, whose shape it has.
+    """The chosen scenarios, each with its chosen cases. For a user's own samples, `workload` is
+    the name of the workload whose shape they have; otherwise it is "".
 
     Raises:  ConfigError: there is no such scenario or case.
     """
@@ -104,7 +104,7 @@ def _cases(name: str, options: Options, workload: str) -> tuple[BenchCase, ...]:
 def entries(asked: Sequence[str]) -> tuple[list[Entry], dict[str, str]]:
     """The systems that take part, and the peers that do not, with the reason.
 
-    Raises:  ConfigError: a peer that was named is unknown or not installed.
+    Raises:  ConfigError: a requested peer is unknown or not installed.
     """
     unknown = [name for name in asked if name not in (*PEERS, ALL) and ":" not in name]
     if unknown:
@@ -134,9 +134,9 @@ def _not_installed(name: str) -> str:
 
 
 def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
-    """The whole run. Interrupted, it reports what is complete.
+    """Run the whole benchmark. If interrupted, report the cases that are complete.
 
-    Raises:  ConfigError, and what own data may be wrong with.
+    Raises:  ConfigError, and the errors that a user's own samples may cause.
     """
     began = time.monotonic()
     created = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
@@ -204,7 +204,7 @@ def _workloads(
 
 @contextlib.contextmanager
 def _scratch(root: Path) -> Iterator[str]:
-    """A folder of this run alone. Those of runs that were killed are removed: nobody holds them."""
+    """A folder for this run. Also removes folders of killed runs, whose locks nobody holds."""
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(f"{_RUN}*"):
         with contextlib.suppress(OSError), _held(old):
@@ -229,7 +229,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 class _Storage:
-    """The S3 side, started when first asked for."""
+    """The S3 server, started on first use."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, delay_ms: float) -> None:
         self._stack, self._folder, self._delay_ms = stack, folder, delay_ms

@@ -1,4 +1,4 @@
-"""A real S3 server on this machine: SeaweedFS, in a folder and a process of its own."""
+"""A real S3 server on this machine: SeaweedFS, in its own folder and process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _VOLUMES_MAX = 1000  # of all buckets: a limit, nothing is reserved
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """A running S3 server, and the one identity that it knows."""
+    """A running S3 server, and the one identity that it accepts."""
 
     endpoint: str
     port: int
@@ -50,7 +50,7 @@ class S3Server:
     secret_key: str
 
     def environment(self) -> dict[str, str]:
-        """What a process needs in its environment to reach this server, and no other."""
+        """The environment variables with which a process reaches this server, and no other."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -73,7 +73,7 @@ class S3Server:
             raise ConnectionError(f"{self.endpoint}: {error}") from error
 
     def client(self) -> Any:
-        """A boto3 client of this server, for the caller to close."""
+        """A boto3 client of this server, which the caller closes."""
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -90,9 +90,9 @@ class S3Server:
 
 @contextlib.contextmanager
 def s3_server(folder: Path, environment: Mapping[str, str]) -> Iterator[S3Server]:
-    """Run a server until the block ends, its files in `folder`. It is ready in some seconds.
+    """Run a server until the block ends, with its files in `folder`. It starts in a few seconds.
 
-    Raises:  ProcessEnded: it does not start; with its last words.
+    Raises:  ProcessEnded: it does not start; has the end of its output.
     """
     with contextlib.ExitStack() as stack:
         yield _started(stack, folder, environment)
@@ -107,7 +107,7 @@ def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str
             command = _command(folder, ports, access_key, secret_key)
             trial.callback(_remove_sockets, ports)
             process = trial.enter_context(running(command, environment, log))
-            # Somebody may take a port between our look and the server's start: try others.
+            # Another process may take a port before the server does: then try other ports.
             try:
                 wait_until(answers(ports[0]), process, log, START_TIMEOUT_S)
             except ProcessEnded:
@@ -121,14 +121,14 @@ def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str
 
 
 def _command(folder: Path, ports: Sequence[int], access_key: str, secret_key: str) -> list[str]:
-    # Each attempt has a store of its own: one that failed may have left half of one.
+    # Each attempt has its own store: a failed one may have left an incomplete store.
     store, config = tempfile.mkdtemp(prefix="s3-", dir=folder), folder / "s3.json"
     identity = {
         "name": "dataplane",
         "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
         "actions": ["Admin", "Read", "List", "Tagging", "Write"],
     }
-    # Each bucket gets volumes of its own, seven at a time unless told otherwise here.
+    # Each bucket has its own volumes; without this setting, SeaweedFS creates seven at a time.
     growth = "copy_1 = 1\ncopy_2 = 1\ncopy_3 = 1\ncopy_other = 1\n"
     (folder / "master.toml").write_text(f"[master.volume_growth]\n{growth}")
     config.touch(mode=0o600)
@@ -145,7 +145,7 @@ def _command(folder: Path, ports: Sequence[int], access_key: str, secret_key: st
 
 
 def _remove_sockets(ports: Sequence[int]) -> None:
-    """SeaweedFS makes gRPC sockets in /tmp whatever TMPDIR says."""
+    """Remove SeaweedFS's gRPC sockets, which it creates in /tmp regardless of TMPDIR."""
     for name, port in zip(_PORTS, ports, strict=True):
         if name.endswith(".grpc"):
             part = name.removesuffix(".port.grpc")
@@ -153,7 +153,7 @@ def _remove_sockets(ports: Sequence[int]) -> None:
 
 
 def answers(port: int) -> Callable[[], bool]:
-    """Whether an HTTP server at this port of 127.0.0.1 answers, be it with a refusal."""
+    """Whether an HTTP server at this port of 127.0.0.1 answers, with any status."""
 
     def ready() -> bool:
         try:

@@ -60,7 +60,7 @@ def wait_for_all_work() -> None:
 
 
 class Cuda:
-    """The devices of this process, through torch. `wait` waits for work that may read the memory."""
+    """CUDA devices of the process, through torch. `wait` waits for work that may read memory."""
 
     def __init__(self, wait: Callable[[], None] = wait_for_all_work) -> None:
         self._wait = wait

@@ -2,8 +2,8 @@
 
     python -m dataplane_bench.demo [--quick] [--json] [--keep]
 
-Exit status 0 says that the proof holds, 1 that it does not, 2 that something failed on the way.
-Whatever happens, Ctrl-C included, no process and no file of it remains.
+Exit status: 0 if the proof holds, 1 if it does not, 2 if the demo itself failed. In any case,
+Ctrl-C included, it leaves no process and no file behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal asked us to stop."""
+    """Raised when a signal asks the demo to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -46,7 +46,7 @@ class Interrupted(BaseException):
 
 
 def demonstrate(stages: Stages, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """All stages; what they found, as plain values."""
+    """Run all stages; return their results as plain values."""
     report, length = stages.report, stages.length
     server = stages.storage(stack)
     text = stages.shards(server)
@@ -107,14 +107,14 @@ def _show(
     began, resumed_from, killed, ended = at
     report.section("Proof")
     report.note(
-        "What the last checkpoint covers, over both launches, against the text, the plan and the "
-        "undisturbed pass.\n"
+        "The samples that the last checkpoint covers, from both launches, compared with the text, "
+        "the plan and the uninterrupted pass.\n"
     )
     report.proof(checks)
     again = resumed_from + 1
     rows = (
         (f"step {began}, the first", "first"),
-        (f"step {resumed_from}, the checkpoint that counts", "at_checkpoint"),
+        (f"step {resumed_from}, the checkpoint used to resume", "at_checkpoint"),
         (f"step {again}, before the kill", "before_kill"),
         (f"step {killed}, the kill", "at_kill"),
         (f"step {again}, after the resume", "after_resume"),
@@ -124,7 +124,9 @@ def _show(
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """For what the demo starts: nobody's settings, credentials or folders but its own."""
+    """The environment of all processes of the demo, without the user's settings, credentials and
+    folders.
+    """
     ours = {setting.variable for setting in SETTINGS} | {CONFIG_VARIABLE}
     kept = {
         name: value
@@ -143,7 +145,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _stand_alone() -> None:
-    """Forget what this process inherited that could lead elsewhere: all is on loopback here."""
+    """Drop inherited credentials and proxies: the demo uses only the loopback interface."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
@@ -151,7 +153,7 @@ def _stand_alone() -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """The first signal raises Interrupted; later ones must not disturb the clearing up."""
+    """The first signal raises Interrupted; later ones are ignored, so that cleanup can finish."""
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         for one in _SIGNALS:
@@ -181,24 +183,24 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make demo", description="Shards in S3, two DDP ranks, SIGKILL, and an exact resume."
     )
-    parser.add_argument("--steps", type=int, help=f"of the epoch; {STEPS} unless told otherwise")
+    parser.add_argument("--steps", type=int, help=f"steps of the epoch (default {STEPS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps")
-    parser.add_argument("--ranks", type=int, default=2, help="until the kill")
-    parser.add_argument("--resume-ranks", type=int, help="after it; as many unless told otherwise")
-    parser.add_argument("--json", action="store_true", help="what was found as JSON on stdout")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks before the kill (default 2)")
+    parser.add_argument("--resume-ranks", type=int, help="ranks after it (default: as many)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON to stdout")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all files")
     asked = parser.parse_args(given)
     asked.steps = asked.steps or (QUICK_STEPS if asked.quick else STEPS)
     asked.resume_ranks = asked.resume_ranks or asked.ranks
     if asked.steps < STEPS_MIN:
-        parser.error(f"--steps {asked.steps}: {STEPS_MIN} or more, to be killed in the middle")
+        parser.error(f"--steps {asked.steps}: pass {STEPS_MIN} or more, for a kill in the middle")
     if not all(1 <= ranks <= 8 for ranks in (asked.ranks, asked.resume_ranks)):
-        parser.error("--ranks and --resume-ranks: 1 to 8")
+        parser.error("--ranks and --resume-ranks: pass 1 to 8")
     return asked
 
 
 def main(given: Sequence[str]) -> int:
-    """One demo."""
+    """Run the demo; return its exit status."""
     asked = _arguments(given)
     report = DemoReport(to_stderr=asked.json)
     began = time.monotonic()
@@ -211,13 +213,13 @@ def main(given: Sequence[str]) -> int:
         ):
             report.title(
                 "Dataplane: shards in S3 -> a daemon -> DDP ranks -> SIGKILL -> exact resume",
-                f"All of it on this machine, in {folder}",
+                f"Everything runs on this machine, in {folder}",
             )
             length = DemoLength(asked.steps, asked.ranks, asked.resume_ranks)
             stages = Stages(length, folder, _environment(folder), report)
             found = demonstrate(stages, stack)
     except Interrupted as stopped:
-        report.note("\nstopped; nothing remains")
+        report.note("\nstopped; nothing is left behind")
         return 128 + stopped.number
     except (ProcessEnded, DataplaneError, OSError, ValueError, subprocess.SubprocessError) as error:
         report.error(str(error))

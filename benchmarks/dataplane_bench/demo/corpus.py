@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the standard library's sources, as byte tokens."""
+"""Real text that every machine with Python has: the source of the standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 ROW_TOKENS = 513
-"""512 to read and the one that follows; neighbouring rows share that one."""
+"""512 tokens of input and the token that follows them, which is also the next row's first."""
 
 _STRIDE = ROW_TOKENS - 1
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -45,7 +45,7 @@ def row_sums(tokens: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def corpus(sample_count: int) -> Corpus:
-    """The first samples of the library's sources: *.py in sorted order, one after the other.
+    """The first samples of the standard library's *.py files, joined in sorted order.
 
     Raises:  ValueError: there is not enough text.
     """

@@ -1,4 +1,4 @@
-"""What the trainers of the demo are told, and what they tell: plain JSON, a line a step."""
+"""The settings and the journals of the demo's trainers: plain JSON, one line per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every launch of the demo's trainer has in common, and where this one begins."""
+    """The settings of one launch of the demo's trainer; most are the same for all launches."""
 
     url: str
     service: str
@@ -30,7 +30,7 @@ class Run:
         return Path(self.folder, "checkpoint.pt")
 
     def journal(self, rank: int) -> Path:
-        """What one rank of this launch saw."""
+        """The journal of one rank of this launch."""
         return Path(self.folder, f"{self.launch}-rank-{rank}.jsonl")
 
     def to_json(self) -> str:
@@ -43,9 +43,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step as one rank saw it. `loss` is that of the global batch, before the step.
+    """One step as one rank saw it. `loss` is the loss of the global batch before the step.
 
-    `wait_s` is the part of `step_s` in which the rank waited for its batch; `saved` tells that a
+    `wait_s` is the part of `step_s` in which the rank waited for its batch; `saved` says whether a
     checkpoint was written after the step.
     """
 
@@ -59,7 +59,7 @@ class Step:
 
 
 class JournalWriter:
-    """Appends steps; what was written is there for others, whatever becomes of this process."""
+    """Appends steps, line by line, so that others can read them even if this process dies."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("w", encoding="utf-8", buffering=1)
@@ -78,7 +78,7 @@ class JournalReader:
         self._path, self._offset = path, 0
 
     def new(self) -> list[Step]:
-        """The whole lines that came since the last call."""
+        """The steps whose lines were completed since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

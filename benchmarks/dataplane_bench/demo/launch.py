@@ -1,4 +1,4 @@
-"""Launches of the demo's trainer: started by torchrun, followed, watched, killed."""
+"""Starts the demo's trainer with torchrun, follows its steps, watches and kills it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnStep = Callable[[Step], None]
 
 @dataclass(slots=True)
 class Watch:
-    """What is seen of the trainers from outside: connections and environment, now and then."""
+    """Looks at the trainers' connections and environment from outside, now and then."""
 
     ports: Mapping[int, str]
     looks: int = 0
@@ -63,9 +63,9 @@ class TorchrunLaunch:
     steps: tuple[list[Step], ...]
 
     def follow(self, watch: Watch, on_step: OnStep, until: int | None = None) -> None:
-        """Tell of every step of rank 0, until all ranks have done that step, or else to the end.
+        """Report every step of rank 0 until all ranks have done step `until`, or to the end.
 
-        Raises:  ProcessEnded: it failed, or ended before `until`, or no step came for long.
+        Raises:  ProcessEnded: torchrun failed, ended before `until`, or made no step for too long.
         """
         heard = time.monotonic()
         while True:
@@ -88,21 +88,21 @@ class TorchrunLaunch:
             processes.pause(FOLLOW_POLL_S)
 
     def catch_up(self) -> list[Step]:
-        """Read what the ranks wrote; what is new from rank 0."""
+        """Read the journals of all ranks; return the new steps of rank 0."""
         new = [journal.new() for journal in self.journals]
         for steps, fresh in zip(self.steps, new, strict=True):
             steps.extend(fresh)
         return new[0]
 
     def kill(self) -> list[int]:
-        """SIGKILL torchrun and all ranks at once; their process ids."""
+        """SIGKILL torchrun and all ranks at once; return their process ids."""
         killed = processes.kill_family(self.process)
         self.catch_up()
         return killed
 
 
 def command(ranks: int, settings: str) -> list[str]:
-    """As one would type it. Ranks meet on loopback, whatever this host calls itself."""
+    """The command as a user would type it. Ranks meet on loopback, whatever the host's name is."""
     return [
         *("torchrun", f"--nproc-per-node={ranks}", "--rdzv-id=demo", "--rdzv-backend=c10d"),
         *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
@@ -112,7 +112,7 @@ def command(ranks: int, settings: str) -> list[str]:
 
 @contextlib.contextmanager
 def launched(run: Run, ranks: int, environment: Mapping[str, str]) -> Iterator[TorchrunLaunch]:
-    """Start the trainer on `ranks` ranks, a core for each; nothing of it outlives the block."""
+    """Start the trainer on `ranks` ranks with one thread each; all processes end with the block."""
     settings = Path(run.folder, f"{run.launch}.json")
     settings.write_text(run.to_json(), encoding="utf-8")
     log = settings.with_suffix(".log")
@@ -125,14 +125,12 @@ def launched(run: Run, ranks: int, environment: Mapping[str, str]) -> Iterator[T
 
 
 def resumed(run: Run, launch: str) -> Run:
-    """The same run, from its checkpoint on."""
+    """The settings of a launch that continues from the checkpoint."""
     return dataclasses.replace(run, launch=launch, resume=True)
 
 
 def rates(steps: Sequence[Step], run: Run, ranks: int) -> tuple[float, float, float]:
-    """Samples a second and bytes a second of all ranks, and the share of the time in which rank 0
-    waited for its batch.
-    """
+    """Samples/s and bytes/s of all ranks, and the share of time that rank 0 waited for batches."""
     seconds = sum(step.step_s for step in steps) or 1e-9
     samples = sum(
         min(run.global_batch, run.sample_count - (step.step - 1) * run.global_batch)

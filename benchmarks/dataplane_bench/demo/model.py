@@ -10,7 +10,7 @@ VOCABULARY = 256
 
 
 class Layer(nn.Module):
-    """Attention to what came before, then a feed-forward net; both read a normalised input."""
+    """Causal attention, then a feed-forward network, each on normalized input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Which byte comes next?"""
+    """Predicts the next byte."""
 
     def __init__(self, context: int, width: int = 64, layers: int = 2, heads: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the demo proves, from evidence alone: pure functions over arrays of ids and checksums."""
+"""The claims that the demo proves: pure functions over arrays of ids and checksums."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dataplane_bench.demo.journal import Step
 
 Int64 = NDArray[np.int64]
 Steps = Mapping[int, tuple[tuple[int, ...], float]]
-"""A step's global batch as ids in order, and its loss; by the number of the step."""
+"""By step number: the ids of its global batch, in order, and its loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One claim, whether it holds, and what was found."""
+    """One claim, whether it holds, and the evidence."""
 
     name: str
     claim: str
@@ -29,9 +29,9 @@ class Proof:
 
 
 def planned_ids(manifest: Manifest, seed: int, epoch: int) -> Int64:
-    """The epoch's samples in their planned order, straight from the plan: no loader, no service.
+    """The epoch's samples in planned order, computed from the plan without loader or service.
 
-    Ids count the rows of the dataset, so that row r of a block is its first id + r.
+    Ids number the rows of the dataset: row r of a block has the block's first id + r.
 
     Shapes:  result: int64[N].
     """
@@ -43,7 +43,7 @@ def planned_ids(manifest: Manifest, seed: int, epoch: int) -> Int64:
 
 
 def complete(ids: Int64, sample_count: int) -> Proof:
-    """Every sample once.   Shapes:  ids: int64[n]."""
+    """Check that every sample was read once.   Shapes:  ids: int64[n]."""
     known = ids[(ids >= 0) & (ids < sample_count)]
     times = np.bincount(known, minlength=sample_count)
     missing, again = int((times == 0).sum()), int((times > 1).sum())
@@ -58,27 +58,27 @@ def complete(ids: Int64, sample_count: int) -> Proof:
 
 
 def as_planned(ids: Int64, planned: Int64) -> Proof:
-    """The order of the plan.   Shapes:  ids, planned: int64[n]."""
+    """Check the order against the plan.   Shapes:  ids, planned: int64[n]."""
     return Proof(
         "planned_order",
-        "in the order that the plan alone computes",
+        "in the order that the plan computes",
         np.array_equal(ids, planned),
         _compared(ids, planned),
     )
 
 
 def as_uninterrupted(kept: Int64, passed: Int64) -> Proof:
-    """What a pass without any interruption gives.   Shapes:  kept, passed: int64[n, 2]."""
+    """Check against an uninterrupted pass.   Shapes:  kept, passed: int64[n, 2]."""
     return Proof(
         "uninterrupted_order",
-        "the same as a pass of a single rank that nothing interrupts",
+        "the same as an uninterrupted pass of a single rank",
         np.array_equal(kept, passed),
         _compared(kept, passed),
     )
 
 
 def right_content(kept: Int64, sums: Int64) -> Proof:
-    """The bytes are those of the text.   Shapes:  kept: int64[n, 2].   sums: int64[N]."""
+    """Check the bytes against the text.   Shapes:  kept: int64[n, 2].   sums: int64[N]."""
     known = (kept[:, 0] >= 0) & (kept[:, 0] < len(sums))
     right = int((sums[kept[known, 0]] == kept[known, 1]).sum())
     return Proof(
@@ -90,20 +90,20 @@ def right_content(kept: Int64, sums: Int64) -> Proof:
 
 
 def made_again(before: Steps, after: Steps, resumed_from: int) -> Proof:
-    """What the trainers had done since the checkpoint died with them: it was made again, alike."""
+    """Check that the steps lost since the checkpoint were repeated with the same samples."""
     lost = [step for step in before if step > resumed_from]
     alike = [step for step in lost if step in after and before[step][0] == after[step][0]]
     apart = max((abs(before[step][1] - after[step][1]) for step in alike), default=0.0)
     return Proof(
         "same_steps_again",
-        "the steps that died with the trainers were made again from the same samples",
+        "the steps lost in the kill were repeated with the same samples",
         bool(lost) and alike == lost,
-        f"{len(alike)} of {len(lost)} steps; largest difference of a loss: {apart:.1g}",
+        f"{len(alike)} of {len(lost)} steps; losses differ by at most {apart:.1g}",
     )
 
 
 def kept_apart(looks: int, offences: Sequence[str]) -> Proof:
-    """What was seen of the trainers from outside."""
+    """Check what `Watch` saw of the trainers."""
     found = f"looked {looks} times" if not offences else "; ".join(sorted(set(offences)))
     return Proof(
         "trainers_apart",
@@ -114,8 +114,8 @@ def kept_apart(looks: int, offences: Sequence[str]) -> Proof:
 
 
 def steps_of(ranks: Sequence[Sequence[Step]]) -> dict[int, tuple[tuple[int, ...], float]]:
-    """The steps that every rank of a launch wrote down, their samples in global order: the j-th
-    sample of a rank stands at position j * ranks + rank of the global batch.
+    """The steps that are in the journals of all ranks of a launch, with their samples in global
+    order: a rank's j-th sample is at position j * ranks + rank of the global batch.
     """
     by_rank = [{step.step: step for step in steps} for steps in ranks]
     shared = set.intersection(*(set(steps) for steps in by_rank)) if by_rank else set()
@@ -128,7 +128,7 @@ def steps_of(ranks: Sequence[Sequence[Step]]) -> dict[int, tuple[tuple[int, ...]
 
 
 def _compared(found: NDArray[np.int64], expected: NDArray[np.int64]) -> str:
-    """How far two sequences agree."""
+    """Where two sequences first differ, as text."""
     length = min(len(found), len(expected))
     differs = (found[:length] != expected[:length]).reshape(length, -1).any(axis=1)
     if differs.any():

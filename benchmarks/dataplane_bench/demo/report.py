@@ -1,4 +1,4 @@
-"""What the demo says: sections, commands, a live line while it trains, and a table of proof."""
+"""The demo's output: sections, commands, live progress while it trains, and a table of proofs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECENT_STEPS = 20
 
 
 class DemoReport:
-    """Everything for people goes through here: to stdout, or to stderr where stdout is JSON's."""
+    """Prints everything for people: to stdout, or to stderr if stdout is for JSON."""
 
     def __init__(self, *, to_stderr: bool) -> None:
         stream = sys.stderr if to_stderr else sys.stdout
@@ -43,7 +43,7 @@ class DemoReport:
         self._console.print(f"[cyan]$ {escape(' '.join(words))}[/]", soft_wrap=True)
 
     def output(self, text: str) -> None:
-        """What a command wrote."""
+        """Print what a command wrote."""
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
         self._console.print(escape("\n".join(lines)), style="dim", soft_wrap=True)
 
@@ -55,7 +55,7 @@ class DemoReport:
 
     @contextlib.contextmanager
     def training(self, run: Run, ranks: int, step_count: int) -> Iterator[OnStep]:
-        """Shows the steps that the result is called with: a live bar, a line a checkpoint."""
+        """Shows each step that it is called with: a live bar, and one line per checkpoint."""
         steps: list[Step] = []
         bar = Progress(
             TextColumn("step {task.completed:>3.0f}/{task.total:.0f}"),

@@ -1,4 +1,4 @@
-"""The demo's stages, in their order. Each shows what it does, and is timed."""
+"""The demo's stages, in order. Each shows what it does, and is timed."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ LEARNING_RATE = 3e-3
 COMMAND_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 15.0
-# The last global batch is three samples short: the ranks' shares of it differ by one.
+# The last global batch is three samples short, so the ranks' local batches differ by one.
 SHORT_OF_LAST_BATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class DemoLength:
-    """How long the demo is. Trainers die at `kill_after`, halfway from checkpoint to checkpoint."""
+    """The demo's length. Trainers are killed after step `kill_after`, between two checkpoints."""
 
     steps: int
     ranks: int
@@ -66,7 +66,7 @@ class DemoLength:
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """`dataplane serve`, running. `address` is what trainers name."""
+    """A running `dataplane serve`. Trainers pass `address` as service=…."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -74,7 +74,7 @@ class RunningService:
 
 @dataclass(slots=True)
 class Stages:
-    """Whatever a stage needs that is the same for all; `seconds` is how long each took."""
+    """The stages, and what they share; `seconds` is how long each took."""
 
     length: DemoLength
     folder: Path
@@ -90,17 +90,17 @@ class Stages:
         self.seconds[name] = round(time.monotonic() - began, 2)
 
     def storage(self, stack: contextlib.ExitStack) -> S3Server:
-        """A real S3 server, for as long as the stack lives."""
+        """Start a real S3 server, which ends with the stack."""
         with self.stage("s3", "A real S3 server"):
             server = stack.enter_context(s3_server(self.folder, self.environment))
             self.report.note(
-                f"SeaweedFS listens at {server.endpoint}. It knows one identity, with a secret "
-                "made just now."
+                f"SeaweedFS listens at {server.endpoint}. It accepts one identity, whose secret "
+                "was just generated."
             )
         return server
 
     def shards(self, server: S3Server) -> Corpus:
-        """Text, cut into samples, in Parquet, in the bucket."""
+        """Cut text into samples and upload them as Parquet shards."""
         with self.stage("shards", "Shards made from real text"):
             text = corpus(self.length.sample_count)
             group_rows = -(-text.sample_count // (SHARD_COUNT * GROUPS_A_SHARD))
@@ -115,7 +115,7 @@ class Stages:
         return text
 
     def index(self, server: S3Server) -> Manifest:
-        """`dataplane index`, as one would type it."""
+        """Run `dataplane index` as a user would type it."""
         with self.stage("index", "Index them, once"):
             words = ["dataplane", "index", URL, "-o", MANIFEST]
             self.report.command(words)
@@ -134,7 +134,7 @@ class Stages:
         return Manifest.from_bytes((self.folder / MANIFEST).read_bytes())
 
     def serve(self, server: S3Server, stack: contextlib.ExitStack) -> RunningService:
-        """`dataplane serve`: the only process here that is given the credentials."""
+        """Run `dataplane serve`, the only process here that has the credentials."""
         with self.stage("serve", "Serve them: coordinator and cache node"):
             words = ["dataplane", "serve", "--listen", "127.0.0.1:0"]
             self.report.command(words)
@@ -146,13 +146,13 @@ class Stages:
             service = RunningService(process, _ready(log, "node"))
             self.report.output("".join(f"{line}\n" for line in _ready_lines(log)))
             self.report.note(
-                "It has the S3 credentials. The trainers get none: they name the service, and map "
-                "its memory."
+                "The service has the S3 credentials. The trainers have none: they connect to the "
+                "service and map its memory."
             )
         return service
 
     def run_of(self, service: RunningService) -> Run:
-        """The training run, from its beginning."""
+        """The settings of the first launch."""
         return Run(
             url=URL,
             service=service.address,
@@ -172,8 +172,8 @@ class Stages:
         with self.stage("train", "Train, until the trainers are killed"):
             ranks = self.length.ranks
             self.report.note(
-                "A byte-level transformer, DDP over gloo, a core a rank. Waiting is the share of "
-                "the time that rank 0\nspends waiting for its next batch; the rest is the model's."
+                "A byte-level transformer, DDP over gloo, one core per rank. Waiting is the share "
+                "of time that\nrank 0 spends waiting for its next batch; the model takes the rest."
             )
             with self._launched(run, ranks) as launch:
                 with self.report.training(run, ranks, self.length.steps) as on_step:
@@ -189,14 +189,14 @@ class Stages:
                     f"the service died:\n{processes.tail(self.folder / 'serve.log')}"
                 )
             self.report.note(
-                "The service goes on; what the ranks held of it is free again. The checkpoint has "
-                "the model, the\noptimiser, and all that the loader needs:"
+                "The service keeps running, and has freed the memory that the ranks held. The "
+                "checkpoint has the\nmodel, the optimizer, and the loader's state:"
             )
             self.report.output(json.dumps(saved_in(run)["loader"]))
         return launch
 
     def resume(self, run: Run, watch: Watch) -> TorchrunLaunch:
-        """The same command again; it finds the checkpoint."""
+        """Run the same command again: it finds the checkpoint."""
         with self.stage("resume", "Resume, to the end of the epoch"):
             ranks = self.length.resume_ranks
             with (
@@ -207,7 +207,7 @@ class Stages:
         return launch
 
     def uninterrupted(self, run: Run) -> NDArray[np.int64]:
-        """A whole pass of one rank that trains nothing.
+        """A whole pass of one rank, without training.
 
         Shapes:  result: int64[N, 2], id and checksum of each sample.
         """
@@ -235,12 +235,12 @@ class Stages:
                 del batches
             self.report.note(
                 f"{len(ids):,} samples in {seconds:.2f} s: {len(ids) / seconds:,.0f} samples/s, "
-                f"{size / seconds / 1e6:,.0f} MB/s, most of it the first batch's way from S3"
+                f"{size / seconds / 1e6:,.0f} MB/s; most of the time is the first read from S3"
             )
         return np.stack([ids, sums], axis=1)
 
     def drain(self, service: RunningService) -> int | None:
-        """SIGTERM: the service ends by itself when the last trainer has gone."""
+        """Send SIGTERM: the service ends by itself once the last trainer has left."""
         with self.stage("drain", "Stop"):
             status = processes.end(service.process, DRAIN_TIMEOUT_S)
             told = "did not end, and was killed" if status is None else f"exit status {status}"
@@ -255,7 +255,7 @@ class Stages:
 
 
 def saved_in(run: Run) -> dict[str, Any]:
-    """The checkpoint as it stands."""
+    """The current checkpoint."""
     import torch
 
     saved: dict[str, Any] = torch.load(run.checkpoint, weights_only=True)

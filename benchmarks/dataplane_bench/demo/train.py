@@ -1,9 +1,9 @@
-"""The demo's training script: what torchrun starts, once a rank.
+"""The demo's training script, which torchrun starts once per rank.
 
     torchrun --nproc-per-node 2 -m dataplane_bench.demo.train RUN.json
 
-All that Dataplane asks of it: another import, a state that goes into the checkpoint and comes back
-out of it. The rest of it is ordinary, but for the evidence that it keeps: which samples it was fed.
+Dataplane requires only a different import, and a loader state in the checkpoint. The rest is an
+ordinary training script, which also records evidence: the samples that it received.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DIST_TIMEOUT = timedelta(seconds=60)
 
 
 class Trainer:
-    """One rank: model, optimiser, loader, and the evidence of this run.
+    """One rank: model, optimizer, loader, and the evidence of this run.
 
-    `kept` holds (id, checksum) of every sample that the run was fed, in global order, on rank 0.
+    On rank 0, `kept` holds (id, checksum) of every sample that the run received, in global order.
     """
 
     def __init__(self, run: Run) -> None:
@@ -60,7 +60,7 @@ class Trainer:
             self._load(torch.load(run.checkpoint, weights_only=True))
 
     def train(self, journal: JournalWriter) -> None:
-        """To the end of the epoch."""
+        """Train to the end of the epoch."""
         batches = iter(self.loader)
         while True:
             began = time.monotonic()
@@ -83,14 +83,16 @@ class Trainer:
         self.loader.close()
 
     def _learn(self, tokens: Tensor) -> float:
-        """One step. The mean is over the global batch, so that a shorter rank weighs less."""
+        """Make one step. The loss is averaged over the global batch, so that a rank with fewer
+        samples has less weight.
+        """
         left = self.run.sample_count - self.step * self.run.global_batch
         targets_count = min(self.run.global_batch, left) * (tokens.shape[1] - 1)
         logits = self.model(tokens[:, :-1].reshape(-1, self.run.context))
         targets = tokens[:, 1:].reshape(-1).long()
         loss = functional.cross_entropy(logits.view(-1, VOCABULARY), targets, reduction="sum")
         loss = loss / targets_count
-        # DDP divides the sum of the ranks' gradients by their number.
+        # DDP divides the sum of the ranks' gradients by the number of ranks: undo that.
         (loss * self.world_size).backward()  # type: ignore[no-untyped-call]
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
@@ -99,7 +101,7 @@ class Trainer:
         return float(everywhere)
 
     def _save(self) -> None:
-        """Rank 0 writes one file, which appears whole or not at all."""
+        """Save a checkpoint: rank 0 writes one file, which appears whole or not at all."""
         self._gather()
         if self.rank != 0:
             return
@@ -122,9 +124,9 @@ class Trainer:
         self.kept = [saved["kept"]]
 
     def _gather(self) -> None:
-        """Bring the evidence of all ranks since the last checkpoint into global order.
+        """Gather the evidence of all ranks since the last checkpoint, in global order.
 
-        Of each step, a rank's j-th sample stands at position j * world_size + rank.
+        In each step, a rank's j-th sample is at position j * world_size + rank.
         """
         if not self._fresh:
             return
