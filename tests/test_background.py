@@ -44,7 +44,7 @@ def test_a_callback_of_ours_that_raises_ends_the_process() -> None:
     assert "ValueError" in done.stderr
 
 
-def test_a_task_that_fails_is_told_at_once_and_one_that_is_cancelled_is_not() -> None:
+def test_a_failed_task_is_reported_at_once_and_a_cancelled_one_is_not() -> None:
     told: list[dict[str, object]] = []
 
     async def fail() -> None:

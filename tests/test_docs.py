@@ -75,7 +75,7 @@ def test_the_examples_of_a_page_run(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
-def test_links_lead_somewhere(page):
+def test_links_of_the_docs_have_targets(page):
     broken = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert not broken
 
@@ -84,7 +84,7 @@ def test_the_changelog_has_this_version():
     assert f"## [{VERSION}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_exceptions_to_the_suites_of_others_are_told():
+def test_the_docs_list_all_exceptions_to_the_suites_of_others():
     page = (ROOT / "docs" / "datasets.md").read_text()
     told = dict(re.findall(r"^\| `(Test[^`]+)` \| (.+) \|$", page, re.MULTILINE))
     assert told == upstream.EXCEPTIONS

@@ -117,7 +117,7 @@ def test_what_tells_two_objects_apart_stays_in_their_identities() -> None:
     assert [unsigned(one), unsigned(two)] == ["https://host/get?id=1", "https://host/get?id=2"]
 
 
-def test_a_job_and_a_dataset_are_called_the_same_however_their_urls_were_signed() -> None:
+def test_the_names_of_jobs_and_datasets_do_not_depend_on_signatures_in_urls() -> None:
     launch = Launch("run", "launch", shared=True)
     names, fingerprints = set(), set()
     for secret in ("one", "two"):
@@ -128,7 +128,7 @@ def test_a_job_and_a_dataset_are_called_the_same_however_their_urls_were_signed(
     assert len(names) == len(fingerprints) == 1
 
 
-def test_a_coordinator_is_told_of_urls_without_their_secrets() -> None:
+def test_the_coordinator_receives_urls_without_their_secrets() -> None:
     told = shown([*SIGNED, *(f"s3://b/{i}" for i in range(100))])
     assert SECRET not in told
     assert told.endswith(f"s3://b/5, and {len(SIGNED) + 100 - 16} more")

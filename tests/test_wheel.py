@@ -51,7 +51,7 @@ def _made(image: Path, **environ: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_a_wheel_carries_all_that_makes_pixels(tmp_path: Path) -> None:
+def test_a_wheel_carries_all_image_libraries(tmp_path: Path) -> None:
     from pictures import drawn, encoded
 
     if maker().library is None:

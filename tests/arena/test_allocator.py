@@ -84,7 +84,7 @@ def test_a_trial_says_what_freeing_would_do_and_changes_nothing(steps, chosen):
     assert max(lengths, default=0) <= largest_free(allocator)
 
 
-def test_of_extents_that_fit_the_tightest_is_taken_and_of_those_the_lowest():
+def test_the_tightest_fitting_extent_is_taken_and_the_lowest_of_equals():
     allocator = Allocator(SIZE)
     places = [allocator.allocate(size * GRANULE_BYTES) for size in (3, 1, 2, 1, 2, 1)]
     for at in (places[0], places[2], places[4]):

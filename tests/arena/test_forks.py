@@ -42,7 +42,9 @@ def test_nothing_is_kept_for_a_fork_before_it_or_without_one():
         assert forks.died(number) == ()
 
 
-def test_children_of_which_nobody_can_tell_are_never_over(monkeypatch: pytest.MonkeyPatch):
+def test_a_child_whose_end_cannot_be_observed_never_counts_as_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
     number = forks.born()
 
     def no_more(*_: object) -> int:
@@ -57,7 +59,7 @@ def test_children_of_which_nobody_can_tell_are_never_over(monkeypatch: pytest.Mo
     forks._forks.remove(fork)
 
 
-def test_a_child_that_forks_has_children_of_its_own():
+def test_a_forked_child_can_fork_again():
     inherited = forks.born()
 
     def grandchildren() -> int:

@@ -92,7 +92,7 @@ def test_a_changed_missing_or_repeated_sample_is_seen(rows, draw):
 
 
 @given(rows=samples, draw=st.data())
-def test_one_column_that_came_with_another_sample_is_seen(rows, draw):
+def test_a_column_from_another_sample_is_detected(rows, draw):
     name = draw.draw(st.sampled_from(["id", "weight", "pair", "tokens", "text"]))
     moved = [{**row, name: other[name]} for row, other in zip(rows, rows[::-1], strict=True)]
     assume(sorted(map(repr, map(exact, moved))) != sorted(map(repr, map(exact, rows))))
@@ -116,7 +116,7 @@ def test_swapped_columns_are_seen(left, right):
 
 
 @given(rows=samples)
-def test_only_the_columns_that_were_asked_for_count(rows):
+def test_only_the_chosen_columns_matter(rows):
     batch = batch_of(rows)
     assert digest({**batch, "more": torch.zeros(3)}) == digest(batch)
 
@@ -154,7 +154,7 @@ def test_what_the_contract_does_not_say_is_refused(batch, says):
         check(batch, workload())
 
 
-def test_a_batch_has_as_many_samples_as_were_asked_for_or_fewer():
+def test_a_batch_has_at_most_as_many_samples_as_requested():
     check(changed(), workload(batch_size=2))
     with pytest.raises(BatchRefused, match="2 samples, not 1"):
         check(changed(), workload(batch_size=1))

@@ -67,7 +67,7 @@ def test_differences_within_the_spread_of_rounds_are_not_changes():
     assert found["Dataplane"].marks == ()
 
 
-def test_of_a_single_round_nothing_is_said():
+def test_a_single_round_is_not_judged():
     found = changes(of((100.0,), (50.0,)), of((900.0, 900.0), (50.0, 50.0)))
     assert found["Dataplane"].speed.change == 9
     assert found["Dataplane"].marks == ()
@@ -88,7 +88,7 @@ def test_starts_that_take_longer_are_slower():
     assert "0.250   1.10  0.23x" in printed(old, new)
 
 
-def test_another_machine_other_versions_and_other_options_are_told():
+def test_differences_of_machine_versions_and_options_are_reported():
     old = bench_report.small()
     new = dataclasses.replace(
         old,
@@ -167,7 +167,7 @@ def test_other_samples_are_not_compared(other):
     )
 
 
-def test_the_gist_tells_how_far_ratios_moved():
+def test_the_summary_says_how_far_ratios_moved():
     old, new = of((100.0, 110.0), (50.0, 50.0)), of((120.0, 132.0), (50.0, 50.0))
     first, second = gist(compare(old, new))
     assert first == "2 of 2 figures changed by more than the spread of either report."
@@ -196,7 +196,7 @@ def test_a_change_beyond_the_spreads_turns_with_its_sides(old, new):
         assert there.change != 1
 
 
-def test_nothing_is_said_of_what_is_unknown():
+def test_changes_of_unknown_values_are_not_reported():
     assert Pair(None, Spread((1.0, 1.0))).change is None
     assert not Pair(Spread((1.0, 1.0)), None).is_beyond
     assert Pair(Spread((0.0, 0.0)), Spread((1.0, 1.0))).change is None

@@ -76,7 +76,9 @@ def stale_sockets():
     return found
 
 
-def test_the_proof_of_the_demo_holds_and_nothing_of_it_remains(started, tmp_path, monkeypatch):
+def test_the_proof_of_the_demo_holds_and_the_demo_leaves_nothing_behind(
+    started, tmp_path, monkeypatch
+):
     monkeypatch.setenv("AWS_PROFILE", "of-somebody-else")
     monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "not-used"))
     sockets = stale_sockets()
@@ -186,7 +188,7 @@ def test_lost_steps_must_be_made_again_from_the_same_samples():
     assert not proof.made_again(before, {}, 3).holds, "nothing was lost: nothing is shown"
 
 
-def test_trainers_that_nobody_looked_at_prove_nothing():
+def test_without_observations_nothing_is_proved_about_trainers():
     assert proof.kept_apart(3, []).holds
     assert not proof.kept_apart(0, []).holds
     assert not proof.kept_apart(3, ["a trainer talks to S3"]).holds

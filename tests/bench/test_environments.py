@@ -67,7 +67,7 @@ def said(_line: str) -> None:
     """Nobody listens."""
 
 
-def test_a_peer_comes_before_what_we_have_and_we_are_there_too(tmp_path) -> None:
+def test_packages_of_a_peer_come_first_and_ours_are_available(tmp_path) -> None:
     # We have another tenacity; the peer's own counts.
     brought = wheel(tmp_path, "tenacity", "0.1")
     peer = Peer((wheel(tmp_path, "tiny-loader", "1.5", "tenacity<1"), brought))
@@ -95,7 +95,7 @@ def test_a_peer_comes_before_what_we_have_and_we_are_there_too(tmp_path) -> None
     assert not made.folder.exists()
 
 
-def test_an_environment_of_something_else_does_not_count(tmp_path) -> None:
+def test_an_environment_made_for_other_requirements_is_not_used(tmp_path) -> None:
     one = wheel(tmp_path, "tiny-loader", "1")
     made = environment(Peer((one,)), tmp_path / "peers")
     made.install(said)
@@ -114,7 +114,7 @@ def test_an_environment_of_something_else_does_not_count(tmp_path) -> None:
     assert run(newer.python, "import tiny_loader; print(tiny_loader.NUMBER)") == "2"
 
 
-def test_a_failed_installation_tells_pips_words_and_leaves_nothing(tmp_path) -> None:
+def test_a_failed_installation_shows_pips_output_and_leaves_nothing_behind(tmp_path) -> None:
     other_torch = wheel(tmp_path, "tiny-loader", "1", "torch==1.0")
     for requirement, words in ((other_torch, "torch"), ("not-a-package==1", "not-a-package")):
         made = environment(Peer((requirement,)), tmp_path / "peers")
@@ -145,7 +145,7 @@ def test_an_interrupted_installation_leaves_nothing(tmp_path) -> None:
     assert not list((tmp_path / "peers").iterdir())
 
 
-def test_two_that_install_at_once_make_one_environment(tmp_path) -> None:
+def test_concurrent_installations_make_one_environment(tmp_path) -> None:
     made = environment(Peer((wheel(tmp_path, "tiny-loader", "1"),)), tmp_path / "peers")
     lines: list[str] = []
     begun, other_waits = threading.Event(), threading.Event()

@@ -65,14 +65,14 @@ def test_systems_are_sorted_by_speed_and_the_harness_comes_last():
     assert [one.result.name for one in case.absent] == ["ray", "litdata"]
 
 
-def test_who_delivers_other_samples_has_no_ratio_and_is_not_the_best_peer():
+def test_a_system_with_wrong_samples_has_no_ratio_and_is_not_the_best_peer():
     case, found = only(bench_report.small())
     assert found["webdataset"].samples_per_s.median == 900
     assert found["webdataset"].ratio is None
     assert case.best_peer.result.name == "grain"
 
 
-def test_nobody_has_a_ratio_where_our_own_samples_differ():
+def test_there_are_no_ratios_if_our_own_samples_differ():
     ours = bench_report.system("dataplane", (2.0,), same_samples=False)
     case, found = of(ours, bench_report.system("torch", (1.0,)))
     assert found["torch"].ratio is None
@@ -97,7 +97,7 @@ def test_a_system_that_failed_in_a_later_round_has_no_figures():
     assert found["torch"].standing is Standing.FAILED
 
 
-def test_a_system_without_a_completed_round_is_told_so():
+def test_a_system_without_a_completed_round_is_listed_as_such():
     _, found = of(bench_report.system("torch"))
     assert found["torch"].standing is Standing.NOT_MEASURED
     assert found["torch"].reason
@@ -286,7 +286,7 @@ def test_a_missing_file_is_an_error(tmp_path):
 
 
 @given(bench_report.damaged())
-def test_a_damaged_report_is_an_error_of_ours_or_still_makes_sense(told):
+def test_a_damaged_report_is_refused_or_still_consistent(told):
     try:
         report = results.from_json(told, "it")
     except ConfigError:

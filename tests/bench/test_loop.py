@@ -96,7 +96,7 @@ def test_the_timeline_adds_up_to_the_window(told, began, start, length):
     assert total == pytest.approx(found["sample_count"], rel=0.05, abs=5)
 
 
-def test_a_window_without_a_batch_says_nothing_came():
+def test_a_window_without_a_batch_is_reported():
     found = seen([], 0.0).window(1.0, 2.0)
     assert found["sample_count"] == found["batch_count"] == found["wait_share"] == 0
     assert all(rate == 0 for _, rate in found["timeline"])
@@ -138,7 +138,7 @@ def test_the_time_of_a_step_does_not_count_as_waiting():
     assert share < 0.5
 
 
-def test_each_run_is_seen_alone():
+def test_each_run_is_measured_separately():
     stop = threading.Event()
     stop.set()
     loop = Loop(itertools.repeat({"x": [0]}))

@@ -18,13 +18,13 @@ def test_the_load_of_others_excludes_our_own():
 
 
 @pytest.mark.parametrize("own_s", [10.0, 20.0])
-def test_others_never_did_less_than_nothing(own_s):
+def test_the_load_of_others_is_never_negative(own_s):
     before, after = CpuSample(0.0, 0.0, 0.0, 0.0), CpuSample(20.0, 10.0, 0.0, own_s)
     assert load_between(before, after)["others"] == 0.0
     assert load_between(before, before) == {}
 
 
-def test_processes_below_ours_are_ours_also_when_they_have_ended():
+def test_cpu_of_our_descendants_counts_as_ours_even_after_they_end():
     before, before_of_nobody = look(), look(own=())
     subprocess.run([sys.executable, "-c", SPIN], check=True)
     after, after_of_nobody = look(), look(own=())

@@ -83,7 +83,7 @@ def test_everything_stands_out_from_the_page(theme):
         assert contrast(found[text], found[ground]) > 4.5, text
 
 
-def test_every_system_looks_different_and_ours_like_nobody_else():
+def test_every_system_looks_different_and_no_other_has_our_colour():
     found = marks.marks([*PEERS, "mine:Loader"])
     looks = {name: (one.colour, one.dash, one.pattern, one.symbol) for name, one in found.items()}
     assert len(set(looks.values())) == len(looks) == len(PEERS) + 3

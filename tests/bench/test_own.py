@@ -174,7 +174,7 @@ def test_whole_shards_are_taken_up_to_the_limit_and_one_at_least(tmp_path):
     assert one.fingerprint != half.fingerprint
 
 
-def test_the_same_shards_are_copied_once_and_changed_ones_anew(tmp_path):
+def test_unchanged_shards_are_copied_once_and_changed_ones_again(tmp_path):
     folder = write(tmp_path / "shards", rows=20)
     first, _ = own([folder], tmp_path / "own")
     before = first.source.stat().st_mtime_ns

@@ -79,7 +79,7 @@ def test_a_missing_browser_fails_where_ci_runs_and_is_skipped_elsewhere(monkeypa
         browser()
 
 
-def test_no_script_complains(opened):
+def test_the_page_logs_no_script_error(opened):
     assert opened.said == []
 
 
@@ -187,7 +187,7 @@ def test_tables_have_every_system_of_a_case(opened, report):
         assert all(one.result.title in card.text for one in case.systems)
 
 
-def test_a_dark_page_has_colours_of_its_own(tmp_path):
+def test_a_dark_page_has_different_colours(tmp_path):
     page.write(bench_report.small(), tmp_path / "report.html")
     found = open_page(tmp_path / "report.html", is_dark=True)
     (layer,) = plot(found, "case-0-throughput").all(css="barlayer")
@@ -280,7 +280,7 @@ def test_bars_whiskers_dots_and_bounds_are_where_the_figures_are():
     assert found["layout"]["yaxis2"]["ticktext"][1] == "400 ±38%"
 
 
-def test_a_bound_far_away_is_named_at_the_edge():
+def test_a_bound_beyond_the_axis_is_labelled_at_the_edge():
     systems = (bench_report.system("dataplane", (10.0, 10.0)),)
     case = CaseResult(BenchCase("local", "tokens"), systems, (HardwareBound("memory", (1000.0,)),))
     told = {
@@ -340,7 +340,7 @@ def busy_report(**load):
     return dataclasses.replace(small, scenarios=(dataclasses.replace(scenario, cases=cases),))
 
 
-def test_a_machine_that_was_busy_is_told_at_the_top_and_beside_the_case():
+def test_a_busy_machine_is_reported_at_the_top_and_beside_the_case():
     text = page.render(busy_report(others=0.31, steal=0.05))
     told = "had other load in 1 of 2 cases: other processes took up to 31% and the"
     assert text.index(told) < text.index("<main>")

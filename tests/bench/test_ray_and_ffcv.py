@@ -71,7 +71,7 @@ def test_what_lies_behind_a_row_of_ffcv_is_no_part_of_the_batch() -> None:
     assert found["ragged.length"].tolist() == [2, 0, 1]
 
 
-def test_ffcv_names_what_its_build_misses(monkeypatch, tmp_path) -> None:
+def test_ffcv_names_the_missing_tools_of_its_build(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "needs a C++ compiler" in Ffcv().lacks()
     assert "pkg-config" in Ffcv().lacks()

@@ -49,7 +49,7 @@ def test_the_order_of_rows_is_that_of_speed():
     assert places == sorted(places)
 
 
-def test_who_was_not_measured_is_listed_with_the_reason_in_one_line():
+def test_systems_that_were_not_measured_are_listed_with_a_reason_in_one_line():
     text = printed(bench_report.small())
     assert row(text, "Ray Data")[2:] == [
         "no",
@@ -96,7 +96,7 @@ def test_starts_have_seconds_and_what_they_were_by():
     assert row(text, "torch")[2:] == ["2.0", "±0%", "replay", "-", "8.00x"]
 
 
-def test_settings_and_the_whole_sweep_are_told():
+def test_settings_and_the_whole_sweep_are_reported():
     sweep = (
         Tried({"num_workers": 2}, 1000.0),
         Tried({"num_workers": 0}, 250.0),
@@ -112,13 +112,13 @@ def test_settings_and_the_whole_sweep_are_told():
     ) in text
 
 
-def test_the_same_sweep_is_told_once_for_all_cases_of_a_scenario():
+def test_the_same_sweep_is_reported_once_for_all_cases_of_a_scenario():
     cases = case_figures(bench_report.full())
     ours = dict(notes.sweeps(cases))["Dataplane 1.0"]
     assert ours[0][0] == "tokens · local, first-batch, resume, compute"
 
 
-def test_the_gist_counts_who_was_faster():
+def test_the_summary_counts_the_faster_systems():
     fast = CaseResult(
         BenchCase("a", "tokens"),
         (bench_report.system("dataplane", (4.0, 4.0)), bench_report.system("torch", (2.0, 1.0))),
@@ -155,7 +155,7 @@ def test_every_system_of_every_case_is_in_the_table():
 
 
 @pytest.mark.parametrize("report", [bench_report.report(), of()])
-def test_a_report_without_figures_is_told_as_well(report):
+def test_a_report_without_figures_is_printed_too(report):
     assert "No peer was measured" in printed(report)
     assert "No peer was measured" in table.markdown(report)
 
@@ -226,7 +226,7 @@ def test_a_rate_is_short_and_near(value):
 
 
 @given(st.text())
-def test_the_gist_of_an_error_is_one_line(text):
+def test_the_summary_of_an_error_is_one_line(text):
     told = notes.one_line(text)
     assert len(told) <= 160
     assert told.isprintable()
@@ -253,7 +253,7 @@ def test_what_the_machine_can_do_is_told_with_its_unit():
     ]
 
 
-def test_a_report_of_ones_own_samples_names_them():
+def test_a_report_of_a_users_own_samples_names_them():
     workload = dataclasses.replace(bench_report.workload(), urls=("s3://bucket/[train]/",))
     report = dataclasses.replace(bench_report.small(), workloads=(workload,))
     assert "131,072 samples of s3://bucket/[train]/ in batches of 64" in printed(report, 200)

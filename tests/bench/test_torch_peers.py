@@ -138,7 +138,7 @@ def test_an_epoch_by_ranges_is_the_source_in_another_order(task, streamed):
     assert set(sizes[:-1]) == {task.workload.batch_size}
 
 
-def test_a_stream_goes_on_where_its_state_says(streamed):
+def test_a_stream_continues_where_its_state_says(streamed):
     batches = iter(torch_streams.Streamed(streamed))
     for _ in range(3):
         next(batches)

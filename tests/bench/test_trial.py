@@ -68,7 +68,7 @@ def failure(trial, does, **more):
 
 
 @pytest.mark.slow
-def test_every_mode_tells_what_its_figures_are(trial, workload):
+def test_every_mode_names_its_figures(trial, workload):
     first = trial(Mode.FIRST)
     assert 0 < first["first_batch_s"] < 5
     assert first["cpu_s"] >= 0
@@ -131,7 +131,7 @@ def test_an_epoch_ends_when_its_time_is_over(trial):
     assert found["seconds"] >= 0.3
 
 
-def test_a_daemon_is_there_before_and_found_by_all(trial, tmp_path):
+def test_a_daemon_starts_before_the_loaders_and_all_find_it(trial, tmp_path):
     journal = tmp_path / "journal"
     settings = {"journal": str(journal)}
     trial(Mode.EPOCH, "bench_loaders:Daemon", jobs=2, served=True, settings=settings)
@@ -204,7 +204,7 @@ def test_errors_of_a_loader_are_reported_in_other_modes_too(trial, mode, does, s
     assert failure(trial, does, mode=mode).splitlines()[0].startswith(says)
 
 
-def test_the_last_words_of_a_loader_are_told(trial):
+def test_the_error_has_the_end_of_a_loaders_output(trial):
     told = failure(trial, "raise in open")
     assert "its last words:\nTraceback" in told
     assert told.endswith("ValueError: not today")
@@ -219,7 +219,7 @@ def test_a_loader_that_hangs_is_ended_at_the_deadline(trial, does):
     assert told.startswith("no answer within 4 s")
 
 
-def test_a_rank_that_fails_is_told_at_once_and_by_its_name(trial):
+def test_a_failing_rank_is_reported_at_once_by_name(trial):
     settings = {"rank": 1, "pause_s": 60.0}
     told = failure(trial, "die in epoch", ranks=2, mode=Mode.VERIFY, settings=settings)
     assert told.startswith("job 1, rank 1: its process ended (SIGKILL)")
@@ -230,7 +230,7 @@ def test_output_of_a_loader_is_not_taken_for_an_answer(trial):
     assert trial(Mode.EPOCH, settings={"does": "print in second batch"})["sample_count"] == 100
 
 
-def test_a_loader_cannot_read_what_the_harness_says(trial):
+def test_a_loader_cannot_read_the_harness_messages(trial):
     trial(Mode.EPOCH, settings={"does": "read what the harness says in second batch"})
 
 
@@ -250,7 +250,7 @@ def test_a_loader_that_fails_takes_what_it_started_along(trial, does):
     assert "job 1, rank 0" in told or "job 2, rank 0" in told
 
 
-def test_a_daemon_of_a_system_that_fails_is_told(trial):
+def test_a_failing_daemon_is_reported(trial):
     told = failure(trial, "raise in serve", system="bench_loaders:Daemon", served=True)
     assert told.startswith("ValueError: not today")
 
@@ -264,7 +264,7 @@ def test_an_interpreter_without_our_package_is_reported(trial, tmp_path, workloa
         run_trial(who, BenchCase("try", "mine"), workload, QUICK, tmp_path / "trials")
 
 
-def test_conversion_is_an_order_of_its_own(tmp_path, workload):
+def test_conversion_is_a_separate_order(tmp_path, workload):
     folder = tmp_path / "awry"
     folder.mkdir()
     who = Contestant(AWRY, sys.executable, DatasetPlace(folder, str(folder)), {})
@@ -276,7 +276,7 @@ def test_conversion_is_an_order_of_its_own(tmp_path, workload):
         run_order("prepare", who, case, odd, tmp_path / "trials", 60)
 
 
-def test_nobodys_settings_or_credentials_reach_a_loader(trial, tmp_path, monkeypatch):
+def test_a_loader_receives_no_settings_or_credentials_of_the_user(trial, tmp_path, monkeypatch):
     for name in ("AWS_PROFILE", "DATAPLANE_WORKER_COUNT", "PYTHONPATH", "RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
     journal = tmp_path / "journal"
@@ -387,7 +387,7 @@ def test_a_loader_of_a_user_is_found_by_module_and_class(tmp_path, monkeypatch):
             adapter(name)
 
 
-def test_every_system_of_ours_has_what_the_contract_says():
+def test_every_adapter_has_the_attributes_of_the_contract():
     for name in SYSTEMS:
         try:
             found = adapter(name)

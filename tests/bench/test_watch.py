@@ -144,7 +144,7 @@ def test_cpu_adds_up_while_processes_come_and_go():
         assert seen[-1] > 0.3
 
 
-def test_the_tree_has_all_descendants_and_nobody_else():
+def test_the_tree_has_all_descendants_and_no_other_process():
     program = (
         "import json, os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'])\n"
@@ -248,5 +248,5 @@ def test_what_takes_long_to_look_at_is_looked_at_less_often():
     assert second - first >= 20 * 0.05 - 0.01
 
 
-def test_a_watch_that_was_never_told_what_to_watch_can_be_closed():
+def test_a_watch_without_processes_can_be_closed():
     watch.MemoryWatch().close()

@@ -104,7 +104,7 @@ def test_two_processes_may_generate_at_once(tmp_path):
     assert {str(path) for path in tmp_path.iterdir()} == told
 
 
-def test_a_table_is_like_tables_are(root):
+def test_a_generated_table_is_like_real_tables(root):
     rows = table(generated("tabular", root, SMALL))
     assert len(rows.column_names) == 40
     kinds = [str(field.type) for field in rows.schema]

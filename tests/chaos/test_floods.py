@@ -30,7 +30,7 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return str(path)
 
 
-def test_idle_connections_by_the_hundred_keep_no_trainer_out(tmp_path: Path, url: str) -> None:
+def test_hundreds_of_idle_connections_keep_no_trainer_out(tmp_path: Path, url: str) -> None:
     log = tmp_path / "service.log"
     limited = ["sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@"', "sh"]
     with contextlib.ExitStack() as stack:

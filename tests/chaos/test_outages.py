@@ -44,7 +44,7 @@ def ways(*quick: Away) -> pytest.MarkDecorator:
 
 
 @ways(Away.REFUSED, Away.HANG)
-def test_in_the_middle_of_an_epoch(tmp_path, proxy, bucket, whole, way):
+def test_a_store_may_go_away_in_the_middle_of_an_epoch(tmp_path, proxy, bucket, whole, way):
     with Run(tmp_path / "run", f"s3://{bucket}/", 2, OPTIONS) as run:
         run.go(10)
         proxy.be(way)
@@ -58,7 +58,7 @@ def test_in_the_middle_of_an_epoch(tmp_path, proxy, bucket, whole, way):
 
 
 @ways(Away.RESET)
-def test_while_the_dataset_is_indexed(tmp_path, proxy, bucket, whole, way):
+def test_a_store_may_go_away_while_the_dataset_is_indexed(tmp_path, proxy, bucket, whole, way):
     proxy.be(way, after_requests=4)
     with Run(tmp_path / "run", f"s3://{bucket}/", 1, OPTIONS) as run:
         run.order("end")
@@ -70,7 +70,7 @@ def test_while_the_dataset_is_indexed(tmp_path, proxy, bucket, whole, way):
 
 
 @ways(Away.REFUSED)
-def test_before_anything_else(tmp_path, proxy, bucket, whole, way):
+def test_a_store_may_be_away_before_the_first_contact(tmp_path, proxy, bucket, whole, way):
     proxy.be(way)
     with Run(tmp_path / "run", f"s3://{bucket}/", 1, OPTIONS) as run:
         run.order("end")
@@ -112,7 +112,7 @@ def test_status_shows_which_store_a_node_waits_for_and_since_when(
 
 
 @ways(Away.UNAVAILABLE)
-def test_while_the_first_batch_is_awaited(tmp_path, proxy, manifest, whole, way):
+def test_a_store_may_go_away_before_the_first_batch(tmp_path, proxy, manifest, whole, way):
     saved = tmp_path / "all.manifest"  # so that opening the job asks the store for nothing
     saved.write_bytes(manifest.to_bytes())
     proxy.be(way)
@@ -162,7 +162,7 @@ class Scene:
 @pytest.mark.parametrize(
     "way", [Away.REFUSED, Away.RESET, Away.UNAVAILABLE, Away.HANG, None], ids=str
 )
-def test_a_minute_away_while_training_indexing_and_before_the_first_batch(
+def test_a_store_may_be_away_for_a_minute_at_any_stage(
     tmp_path, s3_server, bucket, manifest, whole, way, monkeypatch
 ):
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "180")  # a busy machine starts runs slowly

@@ -123,7 +123,9 @@ def test_a_coordinator_may_be_late_by_half_a_minute(tmp_path, url) -> None:
         cluster.finish()
 
 
-def test_a_rank_whose_coordinator_never_comes_is_told_which(tmp_path, url) -> None:
+def test_a_rank_whose_coordinator_never_answers_gets_an_error_with_its_address(
+    tmp_path, url
+) -> None:
     environ = {"DATAPLANE_STALL_TIMEOUT_S": "0.5"}
     address = free_address()
     with (

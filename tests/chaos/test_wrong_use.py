@@ -62,7 +62,7 @@ def wrong(url: str, **options: object) -> DataplaneError:
     return caught.value
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_folder_is_reported(tmp_path):
     error = wrong(str(tmp_path / "nowhere"))
     assert type(error) is ShardNotFound
     assert "nowhere" in str(error)
@@ -90,14 +90,14 @@ def test_shards_of_two_schemas(folder):
     assert error.found
 
 
-def test_a_column_that_is_not_there(folder):
+def test_an_unknown_column_is_refused_and_known_ones_are_listed(folder):
     error = wrong(str(folder), columns=["id", "y"])
     assert type(error) is ConfigError
     assert "'y'" in str(error)
     assert "id, x" in str(error)
 
 
-def test_a_batch_larger_than_the_dataset_of_which_nothing_would_be_left(folder):
+def test_a_batch_larger_than_the_dataset_is_refused_with_drop_last(folder):
     error = wrong(str(folder), batch_size=51, drop_last=True)
     assert type(error) is ConfigError
     assert "51" in str(error)
@@ -106,7 +106,7 @@ def test_a_batch_larger_than_the_dataset_of_which_nothing_would_be_left(folder):
         assert [len(batch["id"]) for batch in loader] == [50]
 
 
-def test_a_budget_that_is_too_small_for_one_block(tmp_path, monkeypatch):
+def test_a_budget_too_small_for_one_block_is_refused_with_what_to_set(tmp_path, monkeypatch):
     rows = np.zeros((1000, 2048), np.int32)
     column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), 2048)
     pq.write_table(pa.table({"x": column}), tmp_path / "big.parquet")
@@ -117,7 +117,7 @@ def test_a_budget_that_is_too_small_for_one_block(tmp_path, monkeypatch):
     assert "big.parquet" in str(error)
 
 
-def test_a_setting_that_means_nothing(folder, monkeypatch):
+def test_a_setting_with_an_invalid_value_is_named(folder, monkeypatch):
     monkeypatch.setenv("DATAPLANE_BLOCK_ARENA_BYTES", "lots")
     error = wrong(str(folder))
     assert isinstance(error, ConfigError)
@@ -136,7 +136,7 @@ def test_a_store_that_never_answers_is_given_up_within_the_stall_timeout(monkeyp
     assert f"127.0.0.1:{port}" in str(error)
 
 
-def test_a_service_that_is_not_there(folder, monkeypatch):
+def test_a_missing_service_is_reported(folder, monkeypatch):
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "2")
     error = wrong(str(folder), service="127.0.0.1:9", timeout=5)
     assert "dataplane serve" in str(error)

@@ -42,7 +42,7 @@ def advised(
 
 
 @pytest.mark.parametrize("stage", [one for one in Stage if one is not Stage.CONSUMER])
-def test_of_a_few_kilobytes_no_setting_of_memory_workers_or_reads_is_advised(stage: Stage) -> None:
+def test_for_a_few_kilobytes_no_setting_of_memory_workers_or_reads_is_advised(stage: Stage) -> None:
     told = advised(stage, 19 << 10, 1)
     settings = ("slab_bytes", "delivery_bytes", "block_arena", "worker_count", "fetch_count")
     assert not [one for one in told if one.startswith(("more ", *settings))]
@@ -58,7 +58,7 @@ def test_of_a_few_kilobytes_no_setting_of_memory_workers_or_reads_is_advised(sta
         (Stage.STORAGE, "fetch_count 64"),
     ],
 )
-def test_of_many_gigabytes_it_is(stage: Stage, says: str) -> None:
+def test_for_many_gigabytes_settings_are_advised(stage: Stage, says: str) -> None:
     told = advised(stage, 1 << 40, 1 << 16)
     assert any(one.startswith(says) for one in told)
     assert not any("an epoch is" in one for one in told)

@@ -52,7 +52,7 @@ def test_the_table_shows_sizes_as_people_write_them(capsys):
     assert row[2:4] == ["MiB", "default"]
 
 
-def test_a_misspelt_variable_is_pointed_out(capsys, monkeypatch):
+def test_a_misspelt_variable_is_reported(capsys, monkeypatch):
     monkeypatch.setenv("DATAPLANE_SLAP_BYTES", "1")
     assert run(["config", "show"]) == 0
     assert "DATAPLANE_SLAP_BYTES" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_a_reader_that_stops_reading_is_no_error():
         ("maker", Maker(None, "Pillow", "no C compiler"), "images are made by Pillow"),
     ],
 )
-def test_an_installation_without_a_library_in_c_is_pointed_out(
+def test_an_installation_without_its_c_libraries_is_reported(
     capsys, monkeypatch, name, without, words
 ):
     monkeypatch.setattr(f"dataplane.commands.config.{name}", lambda: without)
@@ -139,9 +139,7 @@ def test_an_installation_without_a_library_in_c_is_pointed_out(
     assert f"{words}, which is several times slower: no C compiler" in capsys.readouterr().err
 
 
-def test_a_missing_libjpeg_is_pointed_out_in_one_line_that_says_what_to_install(
-    capsys, monkeypatch
-):
+def test_a_missing_libjpeg_is_reported_in_one_line_that_says_what_to_install(capsys, monkeypatch):
     without = Maker(None, "Pillow", "libpixels.so could not be compiled")
     monkeypatch.setattr("dataplane.commands.config.maker", lambda: without)
     assert run(["config", "show"]) == 0

@@ -92,7 +92,7 @@ def test_an_index_is_a_file_that_stands_for_the_dataset(shards, tmp_path, capsys
 
 
 @pytest.mark.usefixtures("small_node")
-def test_an_index_with_codes_is_read_for_them_once_for_all_nodes(
+def test_categories_saved_in_an_index_are_read_once_for_all_nodes(
     shards, tmp_path, capsys, monkeypatch
 ):
     target = tmp_path / "train.manifest"
@@ -147,7 +147,7 @@ def test_verify_goes_on_and_lists_every_fault(shards, capsys):
     assert found["samples"] == 2 * ROWS - GROUP
 
 
-def test_verify_tells_people_what_is_wrong_and_where(shards, capsys):
+def test_verify_says_what_is_wrong_and_where(shards, capsys):
     damage(shards / "s2.parquet", 200)
     assert run(["verify", str(shards)]) == 1
     out = capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_verify_tells_people_what_is_wrong_and_where(shards, capsys):
     assert "1 error in 1 shard" in out
 
 
-def test_verify_holds_a_manifest_against_the_shards_of_today(shards, tmp_path, capsys):
+def test_verify_compares_a_manifest_with_the_current_shards(shards, tmp_path, capsys):
     target = tmp_path / "all.manifest"
     asked(capsys, "index", str(shards), "-o", str(target))
     assert asked(capsys, "verify", str(target))["samples"] == 300
@@ -166,7 +166,7 @@ def test_verify_holds_a_manifest_against_the_shards_of_today(shards, tmp_path, c
     assert kinds == {"ShardNotFound", "DatasetChangedError"}
 
 
-def test_a_shard_without_samples_is_no_fault(shards, capsys):
+def test_a_shard_without_samples_is_accepted(shards, capsys):
     schema = pq.read_schema(shards / "s0.parquet")
     pq.write_table(schema.empty_table(), shards / "s9.parquet")
     found = asked(capsys, "verify", str(shards))
@@ -214,13 +214,13 @@ def test_plan_warns_on_stderr(shards, capsys):
     assert "lanes" in shown.err
 
 
-def test_plan_refuses_what_makes_no_slice(shards, capsys):
+def test_plan_refuses_impossible_slices(shards, capsys):
     assert run(["plan", str(shards), "--dp-size", "4", "--global-batch", "2"]) == 2
     assert "global batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "index"])
-def test_a_url_that_names_nothing_is_exit_status_3(command, tmp_path, capsys):
+def test_a_url_without_shards_is_exit_status_3(command, tmp_path, capsys):
     assert run([command, str(tmp_path / "nothing.parquet")]) == 3
     assert "nothing.parquet" in capsys.readouterr().err
 
@@ -246,7 +246,7 @@ def test_what_is_in_a_shard_is_parsed_in_another_process(
 
 
 @pytest.mark.slow
-def test_a_shard_that_takes_too_much_memory_is_told_and_harms_no_command(
+def test_a_shard_that_takes_too_much_memory_is_named_and_the_command_continues(
     small_node, monkeypatch, tmp_path, capsys
 ):
     long_line(tmp_path)

@@ -129,7 +129,7 @@ def test_blocks_that_do_not_stay_are_bound_by_their_decoding(capsys, tmp_path):
     assert any("Arrow" in line for line in found["advice"])
 
 
-def test_people_are_told_in_words_and_wrong_use_says_what_is_allowed(capsys, tmp_path):
+def test_output_for_people_is_text_and_wrong_use_says_what_is_allowed(capsys, tmp_path):
     pq.write_table(table(500, 8), tmp_path / "a.parquet")
     assert run(["doctor", str(tmp_path), "--steps", "20", *SMALL]) == 0
     shown = capsys.readouterr().out

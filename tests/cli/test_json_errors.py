@@ -58,7 +58,7 @@ def test_a_bug_comes_with_its_traceback(capsys, monkeypatch):
     assert "in broken" in error["traceback"]
 
 
-def test_every_command_that_writes_json_tells_errors_so():
+def test_every_command_that_writes_json_reports_errors_as_json():
     commands = [cli.commands[name] for name in cli.commands]
     commands += [one for each in commands for one in getattr(each, "commands", {}).values()]
     options = [one for each in commands for one in each.params if "--json" in one.opts]

@@ -105,7 +105,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
             assert process.wait(60) == 0
 
 
-def test_a_node_alone_joins_a_coordinator_elsewhere(tmp_path):
+def test_a_standalone_node_joins_a_coordinator_on_another_address(tmp_path):
     head = f"head-{os.getpid()}:7077"
     with serving(tmp_path, "--coordinator", "--listen", "127.0.0.1:0") as (_, address):
         node = subprocess.Popen(
@@ -123,7 +123,7 @@ def test_a_node_alone_joins_a_coordinator_elsewhere(tmp_path):
         assert node.returncode == 0
 
 
-def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_when_it_is_told(tmp_path):
+def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_on_request(tmp_path):
     address = free_address()
     with Service("--node", "--join", address, *SMALL, log=tmp_path / "log", awaited=False) as node:
         assert node.log is not None
@@ -136,7 +136,7 @@ def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_when_it_is_
             assert node.process.wait(60) == 0
 
 
-def test_a_coordinator_of_another_version_is_told_at_once():
+def test_a_coordinator_of_another_version_is_reported_at_once():
     async def refused() -> subprocess.CompletedProcess[str]:
         server = CoordinatorServer(CoordinatorConfig("0.0.1"), "127.0.0.1:0")
         address = await server.start()
@@ -159,7 +159,7 @@ def test_a_second_node_of_one_service_is_refused(tmp_path, capsys):
     assert "another node" in capsys.readouterr().err
 
 
-def test_a_second_service_is_told_of_its_port_or_of_who_has_its_database(
+def test_a_second_service_gets_an_error_about_its_port_or_the_database_owner(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))

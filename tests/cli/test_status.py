@@ -121,13 +121,13 @@ def test_a_finished_job_still_shows_how_far_it_came():
     assert job[:8] == ["job-1", "idle", "1", "0/2", "1", "3", "25.0%", "0"]
 
 
-def test_a_job_that_nobody_knows_is_an_error():
+def test_an_unknown_job_is_an_error():
     code, _, told = asyncio.run(asked("--job", "job-2"))
     assert code == 2
     assert "job-2" in told
 
 
-def test_nobody_answering_is_exit_status_3(capsys):
+def test_no_answer_is_exit_status_3(capsys):
     assert run(["status", "127.0.0.1:1"]) == 3
     told = capsys.readouterr().err
     assert "127.0.0.1:1" in told

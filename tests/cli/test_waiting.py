@@ -76,7 +76,7 @@ def test_ctrl_c_ends_the_waiting_at_once(proxy: Proxy) -> None:
         assert rest.strip() == "interrupted"
 
 
-def test_a_store_that_goes_away_for_good_is_no_finding_about_the_data(
+def test_a_store_that_goes_away_for_good_is_not_reported_as_damage(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dataplane.cli import run

@@ -46,7 +46,7 @@ def test_the_end_of_a_process_that_holds_batches_leaves_the_job_with_its_place(f
     assert node.seen[-2] == CloseJob("job", 3, 12, at_exit=True)
 
 
-def test_a_stream_that_is_left_tells_how_far_it_came(fake, session) -> None:
+def test_a_stream_that_is_left_reports_its_progress(fake, session) -> None:
     node = fake()
     stream = SlabStream(session(), 0, 0)
     stream.batches_from(0)

@@ -59,7 +59,7 @@ def steps_of(session: Session) -> list[int]:
 
 
 @pytest.mark.parametrize("at", ["start", "hello", "open", "stream", "slab"])
-def test_a_node_that_is_killed_while_a_job_opens_is_started_anew(tmp_path, embedded, at) -> None:
+def test_a_node_that_is_killed_while_a_job_opens_is_started_again(tmp_path, embedded, at) -> None:
     mine = embedded(sample_count=60, killed_at=at, killed_once=str(tmp_path / "killed"))
     assert steps_of(mine) == list(range(15))
     assert (tmp_path / "killed").exists()
@@ -124,7 +124,7 @@ def test_a_rank_that_finds_the_service_gone_between_two_steps_waits_for_it(
         mine.close()
 
 
-def test_a_job_that_takes_long_to_open_is_told_of(name, fake, session, said, monkeypatch, beside):
+def test_a_job_that_takes_long_to_open_is_logged(name, fake, session, said, monkeypatch, beside):
     node, asked = fake(), []
     monkeypatch.setattr(node, "_open_job", lambda *given: asked.append(given))
     mine = session()

@@ -54,7 +54,7 @@ def steps_of(session: Session) -> list[int]:
     return seen
 
 
-def test_a_job_is_opened_once_and_left_when_the_session_closes(fake, session) -> None:
+def test_a_job_is_opened_once_and_closed_with_the_session(fake, session) -> None:
     node, mine = fake(), session()
     assert mine.job is mine.job
     assert sum(isinstance(one, OpenJob) for one in node.seen) == 1
@@ -73,13 +73,13 @@ def test_a_node_of_another_version_is_refused(fake, session) -> None:
     assert caught.value.found == "0.0.7"
 
 
-def test_the_nodes_refusal_comes_out_as_it_is(fake, session) -> None:
+def test_the_nodes_error_is_raised_unchanged(fake, session) -> None:
     fake(open_error="there is no column 'y'")
     with pytest.raises(ConfigError, match="no column 'y'"):
         _ = session().job
 
 
-def test_where_nobody_serves_the_error_says_what_to_start(monkeypatch, name) -> None:
+def test_if_no_service_answers_the_error_says_what_to_start(monkeypatch, name) -> None:
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "0.2")
     mine = Session(Served("host:7077", name), open_job())
     with pytest.raises(PeerLost, match="dataplane serve --node --join host:7077") as caught:
@@ -128,7 +128,7 @@ def test_the_first_of_many_starts_the_node_and_all_share_it(embedded) -> None:
     assert len(pids) == 1
 
 
-def test_a_node_that_dies_while_starting_tells_its_last_words(embedded) -> None:
+def test_a_node_that_dies_while_starting_reports_the_end_of_its_output(embedded) -> None:
     with pytest.raises(PeerLost, match="exit status 3") as caught:
         _ = embedded(die_at_start="Traceback\nImportError: no module named nothing\n").job
     assert "no module named nothing" in str(caught.value)
@@ -162,7 +162,7 @@ def test_a_node_that_cannot_be_executed_is_a_config_error(name) -> None:
         _ = mine.job
 
 
-def test_a_real_node_with_a_wrong_setting_tells_which(name, monkeypatch) -> None:
+def test_a_real_node_names_a_wrong_setting(name, monkeypatch) -> None:
     monkeypatch.setenv("DATAPLANE_SLAB_BYTES", "plenty")
     mine = Session(Embedded(name, node_command()), open_job())
     with pytest.raises(ConfigError, match=r"DATAPLANE_SLAB_BYTES.*plenty"):
@@ -233,7 +233,7 @@ def test_a_silent_node_is_a_stall_that_says_what_was_waited_for(fake, session) -
     stream.close()
 
 
-def test_the_users_own_deadline_counts_before_the_nodes(fake, session) -> None:
+def test_the_users_timeout_takes_precedence_over_the_nodes(fake, session) -> None:
     fake(hang_after=0, stall_timeout_s=100.0)
     stream = SlabStream(session(stall_timeout_s=0.1), 0, 0)
     with pytest.raises(DataStallError, match=r"within 0\.1 s"):
@@ -253,7 +253,7 @@ def test_streams_of_several_threads_share_one_connection(fake, session) -> None:
     assert sum(isinstance(one, OpenJob) for one in node.seen) == 1
 
 
-def test_progress_and_stall_are_told_with_every_request(fake, session) -> None:
+def test_every_request_carries_progress_and_stall(fake, session) -> None:
     node = fake()
     stream = SlabStream(session(), 0, 0)
     stream.batches_from(0)

@@ -57,7 +57,7 @@ def refusal(state: RunState, found: JobOpened, **how) -> SpecMismatch:
     return caught.value
 
 
-def test_a_state_knows_what_made_its_pixels_and_fits_whatever_makes_them_now():
+def test_a_state_records_its_image_software_and_resumes_with_any_other():
     made = replace(job(), pixels="Pillow 12.2.0 ()")
     state = RunState.of(made, 0, 8)
     saved = json.loads(json.dumps(state.to_dict()))
@@ -143,7 +143,7 @@ def test_a_dataset_that_moved_with_its_etags_resumes():
     assert state.check(job(elsewhere())) is False
 
 
-def test_a_copy_with_other_etags_needs_the_word():
+def test_a_copy_with_other_etags_needs_dataset_moved():
     state, copy = RunState.of(job(), 0, 0), job(elsewhere(etag="new"))
     error = refusal(state, copy)
     assert "same names, sizes and blocks, but other ETags" in str(error)
@@ -154,7 +154,7 @@ def test_a_copy_with_other_etags_needs_the_word():
         assert part in str(both)
 
 
-def test_another_dataset_is_refused_whatever_the_user_says():
+def test_another_dataset_is_refused_even_with_dataset_moved():
     grown = tuple(replace(shard, size_bytes=shard.size_bytes + 1) for shard in small().shards)
     # Its default window is another one: what follows from the dataset is not told beside it.
     other = job(small(shards=grown), replace(SPEC, window=17))
@@ -178,6 +178,6 @@ def test_damaged_states_are_refused(damage):
         RunState.from_dict({**RunState.of(job(), 0, 0).to_dict(), **damage})
 
 
-def test_options_have_names_of_their_own():
+def test_names_of_options_are_unique():
     names = [name for name, _ in config._options(SPEC)]
     assert len(names) == len(set(names))

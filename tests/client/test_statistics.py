@@ -23,7 +23,7 @@ def slab(times: StageTimes, rows: int = 10, valid: int | None = None) -> Slab:
 
 
 @given(waited=us, times=stage_times)
-def test_a_wait_is_laid_to_the_last_stages_of_its_slab_and_to_nothing_twice(waited, times):
+def test_a_wait_is_attributed_to_the_last_stages_of_its_slab_and_only_once(waited, times):
     fetch, decode, room, queue, assemble, other = stages_waited_for(waited, times)
     assert fetch + decode + room + queue + assemble + other == waited
     of = (times.fetch, times.decode, times.room, times.queue, times.assemble)
@@ -89,7 +89,9 @@ def ran(**fields: float) -> Statistics:
         (ran(other_wait_s=8.0), Stage.NODE, 1000 / 8),
     ],
 )
-def test_the_bound_is_what_works_all_the_time_or_else_what_was_waited_for(found, stage, without):
+def test_the_bottleneck_is_the_busiest_part_or_else_the_one_that_was_waited_for(
+    found, stage, without
+):
     bound = bound_of(found)
     assert bound is not None
     assert bound.stage is stage
@@ -102,7 +104,7 @@ def test_nothing_bounds_a_run_that_has_not_begun():
     assert bound_of(Statistics()) is None
 
 
-def test_the_bound_of_the_last_seconds_is_told_again_when_they_have_passed():
+def test_the_bottleneck_of_the_last_seconds_is_computed_again_after_them():
     tally = Tally()
     recent = Recent(tally.statistics)
     assert recent.stage(0.0) == ""

@@ -37,7 +37,7 @@ def expected(positions: list[int]) -> list[bytes]:
 
 @given(st.lists(st.lists(st.integers(0, 10**6), max_size=6), min_size=1, max_size=4))
 @settings(max_examples=60)
-def test_a_copied_batch_has_the_same_pieces_in_memory_of_its_own(positions: Any) -> None:
+def test_a_copied_batch_has_the_same_pieces_in_other_memory(positions: Any) -> None:
     memory = np.zeros(1 << 16, np.uint8)
     about = tuple(Batch(i, len(rows), len(rows)) for i, rows in enumerate(positions))
     slab = Batches(memory, about, write(memory, positions, 0))
@@ -103,7 +103,7 @@ def test_whatever_is_held_stays_right_and_never_blocks_what_comes(plan: Any, cop
     assert node.free_count == node.slots.layout.slot_count
 
 
-def test_everything_may_be_held_at_once(fake, session) -> None:
+def test_all_batches_may_be_held_at_once(fake, session) -> None:
     fake(sample_count=400, arena_bytes=6 * 4096)
     mine = session()
     stream, step, held = SlabStream(mine, 0, 0), 0, []
@@ -144,7 +144,7 @@ def test_streams_stride_over_steps_and_resume_anywhere(fake, session) -> None:
         stream.close()
 
 
-def test_a_stream_that_is_dropped_is_left(fake, session) -> None:
+def test_a_dropped_stream_is_closed(fake, session) -> None:
     node, mine = fake(), session()
     stream = SlabStream(mine, 0, 0)
     stream.batches_from(0)

@@ -94,7 +94,7 @@ def test_explicit_settings_override_detected_ones() -> None:
     assert (found.rank, found.world_size, found.local_world_size) == (2, 8, 1)
 
 
-def test_tensor_parallel_loops_name_their_data_parallel_place() -> None:
+def test_tensor_parallel_loops_pass_their_data_parallel_rank() -> None:
     found = find_topology(TORCHRUN, dp_rank=2, dp_size=4)
     assert (found.dp_rank, found.dp_size, found.rank, found.world_size) == (2, 4, 5, 8)
     with pytest.raises(ConfigError, match="belong together"):
@@ -128,7 +128,7 @@ def test_two_launches_on_one_host_and_port_are_told_apart() -> None:
     assert launched("a", 0).incarnation != launched("b", 0).incarnation
 
 
-def test_a_token_tells_launches_apart_and_one_node_serves_before_and_after_it() -> None:
+def test_tokens_distinguish_launches_and_all_of_them_use_the_same_node() -> None:
     static = {"WORLD_SIZE": "2", "MASTER_PORT": "29501", "RANK": "0"}
     before = launch_identity(static)
     first, second = (launch_identity(static, 2, token) for token in ("t1", "t2"))

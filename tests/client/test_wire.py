@@ -53,7 +53,7 @@ def test_what_has_arrived_is_seen_without_waiting_and_is_still_to_be_had(pair) -
     ]
 
 
-def test_of_a_node_that_is_gone_nothing_arrives_and_who_waits_is_told(pair) -> None:
+def test_a_lost_node_sends_nothing_more_and_its_waiters_get_an_error(pair) -> None:
     wire, node = pair
     request = ask(wire)
     node.shutdown(socket.SHUT_RDWR)

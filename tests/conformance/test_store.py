@@ -138,7 +138,7 @@ def test_list_takes_any_start_of_a_url_as_prefix(place: Place) -> None:
     assert listed("no/such/folder/") == []
 
 
-def test_list_and_head_tell_the_same(place: Place) -> None:
+def test_list_and_head_agree(place: Place) -> None:
     place.put({"one": b"1" * 1000, "two": b"", "deep/er/three": b"3"})
 
     for info in place.store.list(place.folder):
@@ -182,7 +182,7 @@ def test_a_read_gives_exactly_its_range(place: Place) -> None:
         assert memoryview(got).nbytes == length
 
 
-def test_a_read_into_memory_fills_exactly_that(place: Place) -> None:
+def test_a_read_into_memory_fills_exactly_that_memory(place: Place) -> None:
     body = os.urandom(700_000)
     place.put({"object": body})
     etag = place.store.head(place.url("object")).etag

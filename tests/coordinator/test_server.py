@@ -118,7 +118,7 @@ def test_a_killed_coordinator_on_a_socket_file_can_be_replaced(tmp_path):
     asyncio.run(main())
 
 
-def test_a_path_that_is_no_socket_is_left_alone(tmp_path):
+def test_a_file_that_is_not_a_socket_is_not_removed(tmp_path):
     async def main():
         (tmp_path / "thesis").write_text("years of work")
         with pytest.raises(ConfigError, match="is a file, not a socket"):
@@ -145,7 +145,7 @@ def test_a_taken_port_is_named_with_what_to_do():
     asyncio.run(main())
 
 
-def test_of_two_equal_services_the_second_is_told_of_the_address_and_not_of_the_file(tmp_path):
+def test_the_error_of_an_equal_second_service_is_about_its_address_and_not_its_file(tmp_path):
     async def main():
         config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
         server = CoordinatorServer(config, LOCAL)
@@ -158,7 +158,7 @@ def test_of_two_equal_services_the_second_is_told_of_the_address_and_not_of_the_
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_only_loopback_is_bound_unless_told_otherwise(address):
+def test_only_loopback_is_bound_by_default(address):
     async def main():
         with pytest.raises(ConfigError, match=r"open to the network.*--insecure-bind"):
             await CoordinatorServer(CONFIG, address).start()
@@ -183,7 +183,7 @@ def test_only_loopback_is_bound_unless_told_otherwise(address):
         ("192.0.2.1:1", "open to the network"),
     ],
 )
-def test_an_address_that_is_none_is_refused(address, words):
+def test_an_invalid_address_is_refused(address, words):
     async def main():
         with pytest.raises(ConfigError, match=words):
             await CoordinatorServer(CONFIG, address).start()

@@ -21,7 +21,7 @@ def test_1_a_new_launch_begins_a_generation_and_fences_the_old_one(machine):
     assert machine.phases() == {"m0-i2": "joined", "m1-i2": "joined"}
 
 
-def test_1_a_superseded_launch_is_refused_while_the_newer_one_lives_also_after_a_restart(machine):
+def test_1_a_superseded_launch_is_refused_while_the_newer_one_lives_even_after_a_restart(machine):
     machine.ask(join(0))
     machine.ask(join(0, incarnation="i2"))
     machine.ask(join(1, incarnation="i2"))
@@ -34,7 +34,7 @@ def test_1_a_superseded_launch_is_refused_while_the_newer_one_lives_also_after_a
 
 
 @pytest.mark.parametrize("how", ["left", "lost", "silent"])
-def test_1_a_launch_may_come_back_when_nobody_of_the_newer_one_is_there(machine, how):
+def test_1_an_old_launch_may_return_once_the_newer_one_has_no_members(machine, how):
     machine.ask(join(0, member="a"))
     machine.ask(join(0, incarnation="i2", member="b"))
     if how == "silent":
@@ -88,13 +88,13 @@ def test_2_a_spec_that_differs_is_refused_with_both_values_and_both_ranks(machin
         ("fill_null", {"column_options": ColumnOptions(fill_null=(("x", 0.0),))}),
     ],
 )
-def test_2_within_a_launch_every_field_counts(machine, field, changed):
+def test_2_within_a_launch_a_difference_in_any_field_is_refused(machine, field, changed):
     machine.ask(join(0))
     refusal = machine.ask(join(1, spec=other(**changed)))
     assert refusal.nouns["field"] == field
 
 
-def test_2_within_a_launch_dp_size_counts(machine):
+def test_2_within_a_launch_another_dp_size_is_refused(machine):
     machine.ask(join(0, 2))
     refusal = machine.ask(join(1, 3))
     assert isinstance(refusal, SpecMismatch)
@@ -114,7 +114,7 @@ IN_C = "libjpeg-turbo 2.1.5, kernels 0123abcd; Pillow 13.0.0 (libwebp 1.6.0)"
         ("libjpeg-turbo 2.1.5, kernels 0123abcd; Pillow 13.0.0 (libwebp 1.7.0)", "pillow==13.0.0"),
     ],
 )
-def test_2_a_node_that_makes_other_pixels_is_refused_and_told_what_to_install(
+def test_2_a_node_that_makes_other_pixels_is_refused_and_the_error_says_what_to_install(
     machine, pixels, advice
 ):
     machine.ask(join(0, pixels=IN_C))
@@ -127,7 +127,7 @@ def test_2_a_node_that_makes_other_pixels_is_refused_and_told_what_to_install(
     assert machine.ask(join(1, pixels=IN_C, node_id="n1")).generation == 1
 
 
-def test_2_what_makes_pixels_is_known_after_a_restart_and_may_change_when_nobody_is_there(machine):
+def test_2_the_image_software_is_known_after_a_restart_and_may_change_without_members(machine):
     machine.ask(join(0, pixels=IN_C))
     machine.restart()
     assert isinstance(machine.ask(join(1, pixels="Pillow 13.0.0 ()")), SpecMismatch)
@@ -137,7 +137,7 @@ def test_2_what_makes_pixels_is_known_after_a_restart_and_may_change_when_nobody
     assert machine.ask(join(1, pixels="Pillow 13.0.0 ()")).generation == 2
 
 
-def test_2_jobs_without_images_do_not_depend_on_what_makes_pixels(machine):
+def test_2_jobs_without_images_do_not_depend_on_the_image_software(machine):
     machine.ask(join(0))
     assert machine.ask(join(1, node_id="n1")).generation == 1
     refusal = machine.ask(join(0, job="k", pixels="x" * 2000))
@@ -156,7 +156,7 @@ def test_2_a_job_name_with_another_spec_is_refused_while_the_old_launch_lives(ma
 
 
 @pytest.mark.parametrize("incarnation", ["i1", "i2"])
-def test_2_an_idle_job_takes_another_spec_and_starts_anew(machine, incarnation):
+def test_2_an_idle_job_accepts_another_spec_and_starts_over(machine, incarnation):
     machine.ask(join(0))
     machine.verdict(epoch=3, cursor=99)
     machine.wait(LEASE_S + 1)
@@ -167,7 +167,7 @@ def test_2_an_idle_job_takes_another_spec_and_starts_anew(machine, incarnation):
     assert [(one.member_id, one.epoch, one.cursor) for one in job.members] == [("new", 0, 0)]
 
 
-def test_2_who_expired_meanwhile_cannot_come_back_with_the_old_spec(machine):
+def test_2_an_expired_member_cannot_return_with_the_old_spec(machine):
     machine.ask(join(0))
     machine.wait(LEASE_S + 1)
     machine.ask(join(1, spec=other(seed=2)))
@@ -226,7 +226,7 @@ def test_3_a_rank_whose_process_ended_is_missing_at_once_and_its_place_is_free(m
     assert machine.job().state == "idle"
 
 
-def test_3_of_a_rank_without_members_the_last_that_went_decides(machine):
+def test_3_whether_a_rank_is_missing_depends_on_how_its_last_member_ended(machine):
     machine.ask(join(0))
     for worker, lost, missing in (("w0", False, ()), ("w1", True, (1,)), ("w2", False, ())):
         machine.ask(join(1, member=worker))
@@ -252,7 +252,7 @@ def test_3_a_tensor_parallel_peer_keeps_a_dp_rank_present(machine):
 # -- places: 4 -----------------------------------------------------------------------------------
 
 
-def test_4_a_place_has_as_many_members_as_come_and_nobody_is_fenced(machine):
+def test_4_a_place_may_have_any_number_of_members_and_none_is_fenced(machine):
     workers = [f"w{number}" for number in range(4)]
     for worker in workers:
         assert machine.ask(join(0, 1, member=worker)).generation == 1
@@ -277,7 +277,7 @@ def test_4_a_dead_process_beside_the_one_that_replaces_it_simply_expires(machine
     assert machine.phases() == {"old": "joined", "new": "joined"}
 
 
-def test_4_nobody_changes_places(machine):
+def test_4_no_member_changes_its_place(machine):
     machine.ask(join(0, member="same"))
     machine.ask(leave("same"))
     refusal = machine.ask(join(1, member="same"))
@@ -302,7 +302,7 @@ def test_4_two_ranks_under_one_member_id_are_refused(machine):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_7_a_member_that_goes_is_remembered_with_the_place_it_came_to(machine, lost):
+def test_7_a_member_that_leaves_is_remembered_with_its_progress(machine, lost):
     machine.ask(join(0))
     machine.verdict("m0-i1", epoch=0, cursor=16)
     for reached in (48, 32):

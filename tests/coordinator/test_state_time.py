@@ -56,14 +56,14 @@ def test_6_leases_still_end_after_the_clock_was_set_back(machine):
 
 
 @pytest.mark.parametrize("jump_s", [10 * LEASE_S, 365 * 86400.0, -1000.0])
-def test_6_a_jump_of_the_clock_costs_nobody_a_lease(machine, jump_s):
+def test_6_no_lease_ends_because_the_clock_jumps(machine, jump_s):
     machine.ask(join(0))
     machine.now += jump_s
     machine.ask(Tick())
     assert machine.verdict().error is None
 
 
-def test_5_a_restart_stops_nobody_and_loses_no_join(machine):
+def test_5_a_restart_stops_no_member_and_loses_no_join(machine):
     machine.ask(join(0))
     machine.ask(join(1))
     machine.verdict(epoch=1, cursor=7)
@@ -123,7 +123,7 @@ def test_8_repeated_events_write_nothing_new(machine):
     assert machine.writes == ()
 
 
-def test_7_speed_and_waits_are_the_latest_also_of_a_member_that_came_no_further(machine):
+def test_7_speed_and_waits_are_updated_even_without_progress(machine):
     machine.ask(join(0))
     assert (machine.job().epoch, machine.job().cursor) == (0, 0)
     for speed, stall in ((5.0, 1.0), (7.0, 0.5)):
@@ -160,7 +160,7 @@ def test_9_a_rank_that_left_is_not_missed_however_many_go_after_it(machine, monk
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.sampled_from(["", "l", "x"]))))
-def test_9_what_was_forgotten_is_never_missed(steps):
+def test_9_a_forgotten_member_is_never_missing(steps):
     """Every step: a member of one of three dp ranks joins, leaves or is lost."""
     machine, joined, last = Machine(), set(), {}
     machine.ask(join(0, 3, member="first"))
@@ -235,7 +235,7 @@ def test_nodes_of_another_version_or_protocol_are_refused(machine):
     assert machine.ask(StatusRequest()).nodes == ()
 
 
-def test_names_and_texts_that_nobody_could_keep_are_refused(machine):
+def test_names_and_texts_that_are_too_long_are_refused(machine):
     long, stores = "x" * 10_000, tuple(StoreOutage(f"s3://{i}", 1.0, "away") for i in range(65))
     for request, words in (
         (node(long), "node_id has 10000 characters ('xxxx"),
@@ -282,7 +282,7 @@ def test_the_longest_names_and_the_largest_jobs_are_taken(machine):
         assert words in str(machine.ask(request))
 
 
-def test_a_node_may_have_no_host_and_of_no_version_it_is_another_one(machine):
+def test_a_node_needs_an_id_and_a_version_but_no_host(machine):
     machine.ask(dataclasses.replace(node("n1"), host=""))
     assert [one.node_id for one in machine.ask(StatusRequest()).nodes] == ["n1"]
     assert isinstance(machine.ask(node("n2", version="")), VersionMismatch)

@@ -143,7 +143,7 @@ def test_a_batch_is_written_whole_or_not_at_all():
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_of_two_coordinators_on_one_file_the_second_is_refused(tmp_path, is_new):
+def test_a_second_coordinator_on_the_same_file_is_refused(tmp_path, is_new):
     path = str(tmp_path / "c.db")
     if not is_new:
         JobStore(path).close()

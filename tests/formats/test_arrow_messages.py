@@ -55,7 +55,7 @@ def test_a_footer_with_another_byte_order_than_the_messages_is_refused(
         ARROW.index(MemoryShard(content))
 
 
-def test_a_footer_that_names_what_is_no_batch_is_refused() -> None:
+def test_a_footer_that_points_to_something_other_than_a_batch_is_refused() -> None:
     content = arrow_bytes(TABLE, rows=2, file=True)
     footer = file_footer(MemoryShard(content))
     for at, length in footer.batches:
@@ -77,7 +77,7 @@ def test_a_footer_that_names_some_batches_only_says_what_the_file_is() -> None:
     assert read_rows(ARROW, swapped) == expected
 
 
-def test_no_message_is_stepped_over() -> None:
+def test_no_message_is_skipped() -> None:
     """Of a stream whose metadata has one byte changed, all rows are read, or none."""
     content = arrow_bytes(TABLE, rows=1)
     metadata = [

@@ -12,7 +12,7 @@ _COUNT = 36
 
 
 @pytest.mark.parametrize("kind", mutants.WHOLE)
-def test_a_damaged_shard_is_refused_or_has_the_values_that_others_read(
+def test_a_damaged_shard_is_refused_or_has_the_values_that_other_readers_find(
     kind: str, tmp_path: Path
 ) -> None:
     whole = mutants.write_whole(tmp_path, kind)

@@ -77,7 +77,7 @@ def within(value: Any) -> bool:
     st.booleans(),
     st.integers(1, 7),
 )
-def test_arrow_tells_no_null_that_is_not_there_and_hides_none(drawn, codec, file, rows):
+def test_arrow_null_counts_are_exact(drawn, codec, file, rows):
     batch, leaves = drawn
     table = pa.Table.from_batches([batch])
     check(ArrowIpc(), arrow_bytes(table, rows=rows, file=file, codec=codec), leaves)
@@ -95,7 +95,7 @@ def test_arrow_tells_no_null_that_is_not_there_and_hides_none(drawn, codec, file
         }
     ),
 )
-def test_parquet_tells_no_null_that_is_not_there_and_hides_none(drawn, rows, options):
+def test_parquet_null_counts_are_exact(drawn, rows, options):
     batch, leaves = drawn
     try:
         content = parquet_bytes(pa.Table.from_batches([batch]), row_group_size=rows, **options)

@@ -136,7 +136,7 @@ def test_json_and_uuids_are_their_storage_where_no_arrow_schema_is_stored() -> N
     assert read_rows(Parquet(), parquet_bytes(table, store_schema=False)) == rows
 
 
-def test_no_row_group_is_stepped_over() -> None:
+def test_no_row_group_is_skipped() -> None:
     """With one byte of the footer changed, all rows are found, or none."""
     content = parquet_bytes(pa.table({"id": range(7), "l": [[1]] * 7}), row_group_size=3)
     place = Parquet().index(MemoryShard(content)).preamble
@@ -169,6 +169,6 @@ def test_a_count_of_rows_that_early_writers_left_out_is_not_missed() -> None:
         (bytes([0x32, 0]), "field 3 of a structure has another type"),
     ],
 )
-def test_a_structure_that_says_a_field_in_two_ways_is_refused(content: bytes, says: str) -> None:
+def test_a_structure_with_conflicting_fields_is_refused(content: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         struct(content, {3: None})

@@ -259,7 +259,7 @@ def test_footers_of_other_writers_are_the_same(data_dir: Path) -> None:
         assert len(found.columns) == metadata.num_row_groups * metadata.num_columns
 
 
-def test_the_tables_say_what_pyarrow_says() -> None:
+def test_the_tables_agree_with_pyarrow() -> None:
     table = pa.table(
         {"x": [1, None, 3] * 10, "t": ["a", "bc", None] * 10, "l": [[1, 2], [], None] * 10}
     )

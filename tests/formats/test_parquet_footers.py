@@ -33,7 +33,7 @@ def test_the_same_bytes_are_parsed_once() -> None:
     assert first.metadata.num_rows == 9
 
 
-def test_a_shard_that_was_written_anew_has_its_own_footer() -> None:
+def test_a_rewritten_shard_has_a_new_footer() -> None:
     footers = Footers()
     old, new = footer(name="x"), footer(name="y")
     assert len(old) == len(new)
@@ -110,7 +110,7 @@ def test_only_the_row_group_of_a_block_is_parsed_where_large_footers_have_no_roo
     assert footers.group_of(block_of(first, 0, number=1, url="first"))[0] is remembered
 
 
-def test_a_footer_that_nobody_uses_any_more_makes_room_for_a_large_one(
+def test_an_unused_footer_makes_room_for_a_large_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     content, first = wide_footer(), wide_footer(seed=1)
@@ -122,7 +122,7 @@ def test_a_footer_that_nobody_uses_any_more_makes_room_for_a_large_one(
     assert [each.num_row_groups for each in found] == [1, 1, 40, 40]
 
 
-def test_a_preamble_that_is_known_by_its_number_is_not_looked_at() -> None:
+def test_a_preamble_with_a_known_number_is_not_read_again() -> None:
     footers, content = Footers(), footer()
     first, _ = footers.group_of(block_of(content, 0, number=3))
     assert footers.group_of(block_of(bytes(len(content)), 0, number=3))[0] is first

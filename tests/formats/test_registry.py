@@ -32,7 +32,7 @@ def test_a_suffix_names_a_format(url: str, name: str) -> None:
     assert format_.name == name
 
 
-def test_other_names_stand_for_none() -> None:
+def test_urls_without_a_known_suffix_have_no_format() -> None:
     for url in ("README.md", "x.gz", "state.json", "parquet", "x.tar.bz2"):
         assert registry.format_of_url(url) is None
 
@@ -65,13 +65,15 @@ def test_a_dataset_has_one_format() -> None:
         (["d/index.json"], "JSON, which must"),
     ],
 )
-def test_files_that_are_not_shards_are_told_for_what_they_are(urls: list[str], says: str) -> None:
+def test_the_error_about_a_file_that_is_not_a_shard_names_its_kind(
+    urls: list[str], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         registry.dataset_format(urls)
     assert caught.value.shard == urls[0]
 
 
-def test_the_table_says_what_the_formats_say() -> None:
+def test_the_table_of_suffixes_agrees_with_the_formats() -> None:
     assert registry.BUILT_IN.keys() == suffixes.BY_FORMAT.keys()
     for name, known in suffixes.BY_FORMAT.items():
         assert (registry.by_name(name).name, registry.by_name(name).suffixes) == (name, known)

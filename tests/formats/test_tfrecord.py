@@ -142,7 +142,7 @@ def test_payloads_of_large_records_are_not_read_by_indexing() -> None:
     assert shard.bytes_read < shard.size_bytes / 2
 
 
-def test_compression_is_told_by_content_not_by_name() -> None:
+def test_compression_is_detected_from_content_and_not_from_the_name() -> None:
     content = tfrecord_bytes(map(scalar, range(10)))
     rows = [{"label": i} for i in range(10)]
     assert read_rows(TF, zlib.compress(content)) == rows

@@ -28,7 +28,7 @@ def accelerator():
         state._reset_state()
 
 
-def test_who_forgets_to_keep_the_loader_is_told(accelerator) -> None:
+def test_accelerate_warns_when_it_would_replace_the_loader(accelerator) -> None:
     with pytest.warns(UserWarning, match="dataplane_torch.accelerate.prepare"):
         assert not isinstance(accelerator.prepare(DataLoader(range(4))), DataLoader)
 

@@ -53,7 +53,7 @@ def test_a_warm_call_reads_no_shard(dataset: Path, cache: Path) -> None:
     assert counted.read_urls == []
 
 
-def test_a_changed_shard_is_indexed_again_alone(dataset: Path, cache: Path) -> None:
+def test_only_the_changed_shard_is_indexed_again(dataset: Path, cache: Path) -> None:
     before = index_dataset(dataset, cache_dir=str(cache))
     table = pa.table({"id": range(5), "text": ["y"] * 5})
     (dataset / "004.parquet").write_bytes(parquet_bytes(table))
@@ -143,7 +143,7 @@ def test_what_a_killed_publisher_left_is_swept(
     assert not left.exists()
 
 
-def test_progress_is_told_in_the_callers_thread_and_only_grows(dataset: Path) -> None:
+def test_progress_is_reported_in_the_callers_thread_and_only_grows(dataset: Path) -> None:
     seen: list[tuple[threading.Thread, IndexProgress]] = []
     index_dataset(dataset, progress=lambda p: seen.append((threading.current_thread(), p)))
     assert {thread for thread, _ in seen} == {threading.current_thread()}

@@ -77,7 +77,7 @@ def test_the_manifest_is_the_one_that_indexing_here_gives(
 
 
 @pytest.mark.parametrize("kind", SHARDS)
-def test_a_process_asks_the_node_for_what_is_no_local_file(
+def test_an_indexing_process_asks_the_node_for_bytes_of_remote_shards(
     kind: str, processes: IndexProcesses
 ) -> None:
     """The store is in the memory of this process: nobody else can read it."""
@@ -188,7 +188,7 @@ def test_a_shard_that_ends_two_processes_is_blamed(
         run.result(60)
 
 
-def test_a_shard_at_which_processes_are_stuck_is_told(tmp_path: Path) -> None:
+def test_a_shard_at_which_processes_hang_is_named(tmp_path: Path) -> None:
     written(tmp_path, {"0.parquet": SHARDS["parquet"]["0.parquet"]})
     held = Held()
     with (
@@ -216,7 +216,7 @@ def test_what_a_store_says_is_what_is_raised(tmp_path: Path, processes: IndexPro
             run.result(60)
 
 
-def test_a_damaged_shard_is_told_as_it_is_told_here(
+def test_a_damaged_shard_raises_the_same_error_in_another_process(
     tmp_path: Path, processes: IndexProcesses
 ) -> None:
     folder = written(tmp_path, {"0.parquet": b"PAR1" + bytes(100)})

@@ -93,7 +93,7 @@ def test_ranks_share_one_pass_and_its_last_one_gives_it_up(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_a_pass_that_nobody_waits_for_is_given_up_and_begun_anew(tmp_path: Path) -> None:
+def test_an_abandoned_pass_is_closed_and_started_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = Reader(tmp_path)
         gone = world.rank()

@@ -26,7 +26,7 @@ def dataset() -> Dataset:
     return dataset_of(1, manifest, JobSpec(manifest.fingerprint))
 
 
-def test_a_block_comes_with_what_its_shard_is(dataset: Dataset) -> None:
+def test_a_block_comes_with_facts_about_its_shard(dataset: Dataset) -> None:
     manifest = dataset.manifest
     for block in range(manifest.block_count):
         shard = manifest.shards[int(manifest.block_shard[block])]

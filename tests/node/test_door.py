@@ -66,7 +66,7 @@ async def party(count_max: int) -> AsyncIterator[tuple[Party, contextlib.ExitSta
                 visitor.close()
 
 
-def test_who_says_nothing_is_sent_away_and_who_greeted_stays() -> None:
+def test_silent_connections_are_closed_and_greeted_ones_stay() -> None:
     async def play() -> None:
         async with party(8) as (made, stack):
             for _ in range(2):
@@ -81,7 +81,7 @@ def test_who_says_nothing_is_sent_away_and_who_greeted_stays() -> None:
     asyncio.run(play())
 
 
-def test_where_it_is_full_the_longest_silent_one_makes_room_and_nobody_else() -> None:
+def test_in_a_full_node_only_the_longest_silent_connection_is_closed() -> None:
     async def play() -> None:
         async with party(4) as (made, stack):
             for _ in range(4):
@@ -99,7 +99,7 @@ def test_where_it_is_full_the_longest_silent_one_makes_room_and_nobody_else() ->
     asyncio.run(play())
 
 
-def test_of_one_process_only_some_may_be_silent(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_may_have_only_a_few_silent_connections(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         async with party(1000) as (made, stack):
             for _ in range(100):
@@ -126,7 +126,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_without_descriptors_nothing_spins_and_later_people_come_in(
+def test_without_descriptors_nothing_spins_and_later_connections_are_accepted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(doors, "_PAUSE_S", 0.01)

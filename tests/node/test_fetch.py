@@ -107,7 +107,7 @@ def test_the_pieces_of_a_block_are_asked_for_at_once_and_lie_behind_the_preamble
     assert asyncio.run(run()) == BODY[:16] + BODY[20:30] + BODY[50:51] + BODY[100:130]
 
 
-def test_a_preamble_that_failed_fails_who_waits_for_it_and_is_read_anew() -> None:
+def test_a_failed_preamble_fails_its_waiters_and_is_read_again() -> None:
     left = iter([StoreUnavailable("url: gone")])
 
     def on_read(offset: int) -> None:
@@ -209,7 +209,7 @@ def test_a_preamble_stays_while_a_block_needs_it_and_its_number_never_comes_agai
     asyncio.run(run())
 
 
-def test_an_error_is_told_when_nobody_reads_the_preamble_any_more() -> None:
+def test_an_error_is_reported_even_if_the_preamble_has_no_reader_left() -> None:
     """What was held for the block may then be given to another."""
     may_end, order = threading.Event(), []
 

@@ -14,7 +14,7 @@ from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
 
-def test_a_member_that_is_fenced_may_be_gone_by_the_time_it_is_told() -> None:
+def test_a_fenced_member_may_have_left_before_it_is_notified() -> None:
     """To send finds the trainer gone, and that closes all of its streams."""
     coordinator = Coordinator(CoordinatorConfig(""))
     jobs: Any = SimpleNamespace(members={})

@@ -52,13 +52,11 @@ def train(url: str, service: str = "") -> str:
     return "".join(line for line in lines if "waiting for the node of this run" not in line)
 
 
-def test_an_embedded_node_is_silent_as_long_as_all_is_well(url: str) -> None:
+def test_an_embedded_node_logs_nothing_without_a_problem(url: str) -> None:
     assert train(url) == ""
 
 
-def test_an_embedded_node_tells_more_if_it_is_asked_to(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_embedded_node_logs_more_on_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPLANE_LOG_LEVEL", "info")
     monkeypatch.setenv("DATAPLANE_LOG_FORMAT", "json")
     # The trainer, whose log is its own, may say beside these that it waits.

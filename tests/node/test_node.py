@@ -73,14 +73,14 @@ def test_nonsense_ends_its_connection_and_no_other(tmp_path: Path, arrow: str) -
         assert len(other.batches()) == 23
 
 
-def test_a_connection_that_never_speaks_holds_up_no_one(tmp_path: Path, arrow: str) -> None:
+def test_a_silent_connection_delays_no_other(tmp_path: Path, arrow: str) -> None:
     with Node(tmp_path) as node, raw_socket(node), Trainer(node) as trainer:
         trainer.open(arrow)
         assert len(trainer.batches()) == 23
 
 
 @pytest.mark.parametrize("at_exit", [False, True])
-def test_a_trainer_that_says_goodbye_is_not_lost_whatever_it_left_unread(
+def test_a_trainer_that_closes_is_not_lost_even_with_unread_messages(
     tmp_path: Path, arrow: str, at_exit: bool
 ) -> None:
     with Node(tmp_path, log_level="info") as node, Trainer(node) as trainer:
@@ -125,7 +125,7 @@ def test_an_impossible_job_is_refused_and_the_next_one_is_not(tmp_path: Path, pa
         assert len(trainer.batches()) == 23
 
 
-def test_a_url_that_names_nothing_and_a_budget_that_holds_no_block_are_refused(
+def test_a_url_without_shards_and_a_budget_below_one_block_are_refused(
     tmp_path: Path, parquet: str
 ) -> None:
     with Node(tmp_path, block_arena_bytes="4KiB") as node, Trainer(node) as trainer:
@@ -143,7 +143,7 @@ def test_a_url_that_names_nothing_and_a_budget_that_holds_no_block_are_refused(
         assert len(trainer.batches()) == 23, "what is advised is enough"
 
 
-def test_ranks_that_disagree_are_told_in_which_field(tmp_path: Path, parquet: str) -> None:
+def test_if_ranks_disagree_the_error_names_the_field(tmp_path: Path, parquet: str) -> None:
     with Node(tmp_path) as node, Trainer(node) as first, Trainer(node) as second:
         first.open(parquet, dp_size=2, seed=1, shuffle=True)
         with pytest.raises(SpecMismatch) as caught:
@@ -220,7 +220,7 @@ def test_two_jobs_and_peers_of_one_rank_each_get_all_and_a_dead_one_frees_what_i
         assert one.batches() == first
 
 
-def test_a_job_that_is_opened_again_starts_anew(tmp_path: Path, parquet: str) -> None:
+def test_a_job_that_is_opened_again_starts_over(tmp_path: Path, parquet: str) -> None:
     with Node(tmp_path) as node, Trainer(node) as trainer:
         trainer.open(parquet)
         stream = trainer.call(messages.OpenStream("j", 0, 0)).stream_id
@@ -243,7 +243,7 @@ def test_tables_of_many_columns_in_tiny_batches_fit_their_packets(tmp_path: Path
     ]
 
 
-def test_a_small_arena_over_s3_evicts_and_loads_again_and_all_is_there(
+def test_a_small_arena_over_s3_evicts_and_reloads_without_losing_samples(
     tmp_path: Path, s3_server: S3Server
 ) -> None:
     bucket = s3_server.bucket()

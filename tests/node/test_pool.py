@@ -77,7 +77,7 @@ def test_a_job_is_not_blamed_for_a_worker_that_is_killed_while_it_starts(tmp_pat
     on_bench(arrow_shards(tmp_path, 2), scene)
 
 
-def test_whoever_kills_all_workers_at_once_is_not_taken_for_a_job_that_kills(
+def test_killing_all_workers_at_once_blames_no_job(
     tmp_path: Path,
 ) -> None:
     async def scene(bench: Bench) -> None:
@@ -141,7 +141,7 @@ def test_workers_that_cannot_start_are_an_error_and_are_tried_again_with_the_nex
     on_bench(url, scene)
 
 
-def test_an_arena_that_is_detached_while_a_job_runs_does_not_answer_for_the_job(
+def test_detaching_an_arena_while_a_job_runs_does_not_complete_the_job(
     tmp_path: Path,
 ) -> None:
     async def scene(bench: Bench) -> None:
@@ -158,7 +158,9 @@ def test_an_arena_that_is_detached_while_a_job_runs_does_not_answer_for_the_job(
     on_bench(arrow_shards(tmp_path, 2), scene)
 
 
-def test_a_job_over_many_blocks_with_long_names_is_told_in_several_packets(tmp_path: Path) -> None:
+def test_a_job_over_many_blocks_with_long_names_is_described_in_several_packets(
+    tmp_path: Path,
+) -> None:
     deep = tmp_path.joinpath(*["d" * 200] * 8)
     deep.mkdir(parents=True)
 
@@ -171,7 +173,7 @@ def test_a_job_over_many_blocks_with_long_names_is_told_in_several_packets(tmp_p
     on_bench(arrow_shards(deep, 300), scene)
 
 
-def test_a_block_that_was_forgotten_is_not_taken_for_the_one_in_its_place(tmp_path: Path) -> None:
+def test_a_forgotten_block_is_not_confused_with_its_replacement(tmp_path: Path) -> None:
     async def scene(bench: Bench) -> None:
         for block in (0, 1, 0):
             await bench.decode(block, ROOM)
@@ -183,7 +185,7 @@ def test_a_block_that_was_forgotten_is_not_taken_for_the_one_in_its_place(tmp_pa
     on_bench(arrow_shards(tmp_path, 2), scene)
 
 
-def test_a_block_that_cannot_be_opened_fails_its_job_and_is_opened_anew_for_the_next(
+def test_a_block_that_cannot_be_opened_fails_its_job_and_is_tried_again_for_the_next(
     tmp_path: Path,
 ) -> None:
     url, path = arrow_shards(tmp_path, 2), tmp_path / "000.arrow"
@@ -247,7 +249,7 @@ def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(tmp_
     on_bench(arrow_shards(tmp_path, 4), scene)
 
 
-def test_a_look_tells_how_many_workers_were_at_work_since_the_last(tmp_path: Path) -> None:
+def test_a_look_returns_the_share_of_busy_workers_since_the_last_look(tmp_path: Path) -> None:
     async def scene(bench: Bench) -> None:
         bench.pool.look()
         await bench.decode(0, ROOM)

@@ -148,7 +148,7 @@ def test_parquet_is_decoded_from_the_pieces_of_its_columns_alone(
 
 
 @pytest.mark.parametrize("writer", ["none", "lz4", "v1-dictionary", "duckdb", "polars-zstd"])
-def test_pieces_of_what_other_writers_wrote(data_dir: Path, writer: str) -> None:
+def test_pieces_of_files_by_other_writers_are_read(data_dir: Path, writer: str) -> None:
     content = (data_dir / "parquet" / f"shakespeare-{writer}.parquet").read_bytes()
     names = Parquet().index(MemoryShard(content)).schema.names
     others = [[other for other in names if other != name] for name in names]
@@ -219,7 +219,7 @@ def mapped_bytes(node: Node, path: Path) -> int:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_of_a_mapped_arrow_file_the_columns_of_a_job_are_touched_alone(
+def test_only_the_columns_of_a_job_are_touched_in_a_mapped_arrow_file(
     tmp_path: Path, *, shuffle: bool
 ) -> None:
     path = tmp_path / "0.arrow"

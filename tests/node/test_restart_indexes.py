@@ -58,14 +58,14 @@ def test_restart_indexes_are_within_those_of_their_block_and_apart(blocks: list[
             end = address + length
 
 
-def test_whoever_has_no_restart_indexes_gets_none_for_its_images() -> None:
+def test_images_of_a_block_without_restart_indexes_have_none() -> None:
     regions = np.array([(0, 0), (4096, 64)], np.int64)
     of = np.array([0, 1, 1])
     starts, lengths = np.array([0, 0, 900]), np.array([900, 900, 900])
     assert places(regions, of, starts, lengths).tolist() == [[0, 0], [4096, 56], [0, 0]]
 
 
-def test_crops_find_what_crops_of_other_epochs_and_columns_left() -> None:
+def test_crops_use_restart_indexes_of_other_epochs_and_columns() -> None:
     if maker().library is None:
         without(maker().missing)
     rows, specs = 6, [ColumnSpec(name, Kind.BYTES, "") for name in "ab"]
@@ -138,7 +138,7 @@ def _blocks(column: pa.DataType, url: str, arena_bytes: int) -> DatasetBlocks:
         (pa.large_binary(), 1 << 19, True, 0),  # they would not stay
     ],
 )
-def test_blocks_of_images_that_stay_have_restart_indexes_while_somebody_crops(
+def test_blocks_of_images_have_restart_indexes_while_a_job_crops(
     column: pa.DataType, arena_bytes: int, crops: bool, expected: int
 ) -> None:
     effects: list[Effect] = []

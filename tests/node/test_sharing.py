@@ -71,7 +71,7 @@ def overwriting(trainer: Trainer) -> Batches:
     return found
 
 
-def test_each_job_of_a_group_gets_its_own_copy_of_what_one_of_them_had_made(
+def test_each_job_of_a_group_gets_its_own_copy_of_a_slab_that_one_of_them_made(
     tmp_path: Path, url: str
 ) -> None:
     expected = alone(tmp_path, url)
@@ -97,7 +97,7 @@ def test_jobs_of_other_names_share_with_them(tmp_path: Path, url: str) -> None:
         assert two.batches("b") == expected
 
 
-def test_of_more_than_memory_holds_what_a_lagging_job_needs_first_is_kept(
+def test_if_memory_is_short_the_blocks_that_a_lagging_job_needs_first_are_kept(
     tmp_path: Path, url: str
 ) -> None:
     large = image_specs({"jpg": [RandomResizedCrop(64)]})
@@ -147,7 +147,7 @@ def test_jobs_that_are_not_equal_share_nothing(tmp_path: Path, url: str) -> None
         trainer.batches()
 
 
-def test_peers_of_one_rank_get_what_each_would_alone(tmp_path: Path, url: str) -> None:
+def test_peers_of_one_rank_get_the_slabs_of_separate_jobs(tmp_path: Path, url: str) -> None:
     expected = alone(tmp_path, url)
     with Node(tmp_path, slab_bytes="4KiB") as node, Trainer(node) as one, Trainer(node) as two:
         opened(one, url, member="a", sharing=""), opened(two, url, member="b", sharing="")

@@ -43,7 +43,7 @@ def url(tmp_path: Path) -> str:
         (("jpg", "label", "name", "mask"), 8 + 12 + STORED, 1.35),
     ],
 )
-def test_a_slot_has_room_for_images_and_what_is_beside_them(url, columns, beside, most) -> None:
+def test_a_slot_has_room_for_images_and_all_other_columns(url, columns, beside, most) -> None:
     manifest = index_dataset(url)
     for dtype, size in (("uint8", 1), ("bfloat16", 2), ("float32", 4)):
         images = image_specs({"jpg": [CenterCrop(SIDE), ToDtype(dtype)]})

@@ -53,7 +53,7 @@ async def next_epoch(member: ServedMember) -> ServedStream:
 
 
 @pytest.mark.timeout(100)
-def test_the_next_epoch_is_there_when_it_is_asked_for() -> None:
+def test_the_next_epoch_is_ready_when_it_is_requested() -> None:
     async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
         first = await opened(streams, member, messages.OpenStream("j", 0, 0))
         ahead = await next_epoch(member)
@@ -99,7 +99,7 @@ def test_a_member_that_leaves_takes_its_next_epoch_along() -> None:
 
 
 @pytest.mark.timeout(100)
-def test_of_several_streams_none_knows_what_comes_next() -> None:
+def test_with_several_streams_no_next_stream_is_predicted() -> None:
     async def scene(engine: Engine, streams: Streams, member: ServedMember) -> None:
         both = [
             await opened(streams, member, messages.OpenStream("j", 0, 0, first_step, 2))

@@ -96,7 +96,7 @@ def test_a_worker_that_is_idle_gets_blocks_of_the_shard_that_it_decoded_last() -
     assert [workers.worker_of(task) for task in again] == [of[first[at]] for at in (2, 0, 1)]
 
 
-def test_a_worker_takes_what_others_could_do_better_rather_than_stay_idle() -> None:
+def test_a_worker_takes_a_less_suitable_task_rather_than_stay_idle() -> None:
     workers = Workers(2)
     first = workers.queued(WIDE, shard="a")
     workers.begun()
@@ -140,7 +140,7 @@ def test_each_worker_decodes_few_shards() -> None:
     assert sum(map(len, seen.values())) < 280, "taken as they come it is nearly 400"
 
 
-def test_a_dataset_alone_has_all_workers_however_long_its_jobs_take() -> None:
+def test_a_single_dataset_may_use_all_workers_however_long_its_jobs_take() -> None:
     workers = Workers(3)
     workers.knows(WIDE, 2 * LONG_S)
     for _ in range(4):
@@ -161,7 +161,7 @@ def test_long_jobs_leave_a_worker_to_a_dataset_that_has_short_ones() -> None:
     assert workers.begun() == [NARROW]
 
 
-def test_jobs_of_which_nobody_knows_how_long_they_take_leave_a_worker_as_well() -> None:
+def test_jobs_of_unknown_length_leave_a_worker_free_too() -> None:
     workers = Workers(2)
     workers.knows(NARROW, LONG_S / 2)
     first = workers.queued(WIDE)
@@ -203,7 +203,7 @@ def test_datasets_with_long_jobs_share_all_workers_among_themselves() -> None:
     assert workers.begun() == [OTHER_WIDE]
 
 
-def test_a_new_dataset_does_not_wait_until_somebody_elses_long_jobs_are_done() -> None:
+def test_a_new_dataset_does_not_wait_for_the_long_jobs_of_others() -> None:
     workers = Workers(3)
     workers.knows(NARROW, LONG_S / 2)
     workers.knows(WIDE, 2 * LONG_S)
@@ -226,7 +226,7 @@ def test_a_worker_is_kept_free_only_for_datasets_that_were_at_work_lately() -> N
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_there_is_always_a_job_under_way_while_some_wait(workers: int) -> None:
+def test_a_job_is_always_running_while_others_wait(workers: int) -> None:
     """So that the end of one is when the next is looked for."""
     pool = Workers(workers)
     for dataset_id, took_s in [(NARROW, 0.0), (WIDE, 9.0), (OTHER_WIDE, 9.0)]:

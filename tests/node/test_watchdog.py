@@ -148,7 +148,7 @@ print(json.dumps([max(took), seen.count, seen.longest_s]))
     assert (count, longest_s) == (0, 0.0)
 
 
-def test_it_rests_while_the_loop_does() -> None:
+def test_the_watchdog_rests_while_the_loop_does() -> None:
     """A node without trainers costs nothing: the watching thread is not even scheduled."""
 
     def scheduled(dog: Watchdog) -> tuple[int, int]:
@@ -179,7 +179,7 @@ def times_scheduled(thread: int) -> int:
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text("ascii").split()[2])
 
 
-def test_a_loop_that_is_watched_no_longer_is_as_it_was() -> None:
+def test_a_loop_is_restored_when_it_is_no_longer_watched() -> None:
     async def play() -> None:
         selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
         before = selector.select

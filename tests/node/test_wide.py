@@ -112,9 +112,7 @@ def test_checking_a_shard_takes_as_many_calls_more_as_it_has_columns_more() -> N
 
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
-def test_a_block_of_numbers_is_decoded_without_a_look_at_each_column(
-    tmp_path: Path, form: str
-) -> None:
+def test_a_block_of_numbers_is_decoded_without_work_per_column(tmp_path: Path, form: str) -> None:
     def stored(columns: int) -> Callable[[], object]:
         wide = table(columns)
         shard = shard_of(tmp_path / f"{columns}.{form}", wide)
@@ -165,7 +163,7 @@ def test_indexing_a_shard_of_numbers_takes_two_calls_for_each_column_at_most(
     assert calls(indexed(4 * FEW)) < calls(indexed(FEW)) + 2 * 3 * FEW
 
 
-def test_places_of_columns_are_those_that_pyarrow_tells() -> None:
+def test_places_of_columns_are_those_that_pyarrow_reports() -> None:
     if kernel().library is None:
         without(kernel().missing)
     plain, some = pa.array([1.0, 2.0, 3.0, 4.0]), pa.array([1, None, 3, None], pa.int32())
@@ -182,7 +180,7 @@ def test_places_of_columns_are_those_that_pyarrow_tells() -> None:
         assert may_have_nulls(places)
 
 
-def test_a_table_of_numbers_with_nulls_is_filled_as_any_other(tmp_path: Path) -> None:
+def test_a_table_of_numbers_with_nulls_is_filled_like_any_other(tmp_path: Path) -> None:
     """The way for blocks without nulls is not taken."""
     columns = {f"c{i}": pa.array([i, None, 3, 4], pa.int32()) for i in range(6)}
     shard = shard_of(tmp_path / "nulls.arrow", pa.table(columns))
@@ -206,7 +204,7 @@ def test_the_names_of_all_columns_are_not_listed_for_each_of_them() -> None:
     assert schema.lists < FEW / 10
 
 
-def test_a_column_that_is_not_there_is_told_with_some_of_those_that_are() -> None:
+def test_the_error_about_an_unknown_column_lists_some_that_exist() -> None:
     with pytest.raises(ConfigError, match=r"'other'; it has feature_0, .*feature_99 and 400 more"):
         check_columns(table(500).schema, ["other"])
 
@@ -245,7 +243,7 @@ def test_a_table_is_planned_once_for_equal_jobs(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_a_table_that_cannot_be_planned_is_planned_anew(tmp_path: Path) -> None:
+def test_a_table_whose_planning_failed_is_planned_again(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, FEW)
     wrong = JobSpec(manifest.fingerprint, column_options=ColumnOptions(("no such",)))
 
@@ -260,7 +258,7 @@ def test_a_table_that_cannot_be_planned_is_planned_anew(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_a_table_with_more_columns_than_a_packet_can_tell_is_read(tmp_path: Path) -> None:
+def test_a_table_with_more_columns_than_fit_a_packet_is_read(tmp_path: Path) -> None:
     """The names of 8,000 columns alone are more than a packet has."""
     wide = table(WIDE)
     path = shard_of(tmp_path / "a.arrow", wide)

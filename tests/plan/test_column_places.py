@@ -30,7 +30,7 @@ def test_each_column_has_a_place_a_length_and_what_it_takes_once_decoded() -> No
     assert not found.offset.flags.writeable
 
 
-def test_of_columns_that_follow_one_another_nothing_is_kept_but_lengths() -> None:
+def test_consecutive_columns_are_stored_as_lengths_only() -> None:
     gap, length, decoded = places().to_lists()
     assert gap.tolist() == [3, 0, 0, 0, 0, 4]
     assert length.tolist() == [10, 7, 0, 0, 5, 1]
@@ -38,7 +38,9 @@ def test_of_columns_that_follow_one_another_nothing_is_kept_but_lengths() -> Non
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.data())
-def test_lists_give_the_places_back(blocks: int, columns: int, data: st.DataObject) -> None:
+def test_column_places_survive_encoding_as_lists(
+    blocks: int, columns: int, data: st.DataObject
+) -> None:
     numbers = st.lists(st.integers(0, 2**62), min_size=3 * columns, max_size=3 * columns)
     first = ColumnPlaces.of([data.draw(numbers) for _ in range(blocks)])
     assert first is not None

@@ -89,7 +89,7 @@ def test_steps_and_what_the_end_costs():
     }
 
 
-def test_quality_is_one_for_a_full_shuffle_and_nothing_for_none():
+def test_quality_is_one_for_a_full_shuffle_and_zero_without_a_shuffle():
     manifest = manifest_of(np.full(400, 100), shard_count=20)
     full = explained(manifest, 1, 40_000, Cluster())
     assert full.quality > 0.9
@@ -100,7 +100,7 @@ def test_quality_is_one_for_a_full_shuffle_and_nothing_for_none():
     assert none.blocks_per_batch < 2
 
 
-def test_an_order_that_by_chance_moves_samples_further_is_told_as_perfect():
+def test_an_order_that_by_chance_moves_samples_further_counts_as_perfect():
     manifest = manifest_of(np.full(6, 20))
     found = [
         explain(manifest, Order(manifest.block_rows, seed, True, 1, 120, 0), Cluster(), 32)
@@ -179,7 +179,7 @@ def test_golden_explanations():
     assert Cluster().dp_size == 1
 
 
-def test_of_windows_too_long_to_look_at_only_some_are_opened():
+def test_only_some_windows_are_opened_if_they_are_very_long():
     found = explained(manifest_of(np.full(4000, 1000)), 96, 40_000, Cluster(), 4096)
     assert found.probed_per_batch == 4096
     assert found.blocks_per_batch <= found.blocks_per_batch_perfect * 1.05

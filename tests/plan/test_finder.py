@@ -48,6 +48,6 @@ def test_intervals_that_crowd_into_one_part_are_found(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1 << 15, 1 << 20])
-def test_a_part_has_few_intervals_however_many_there_are(count: int) -> None:
+def test_each_part_of_the_finder_has_at_most_two_intervals(count: int) -> None:
     finder = Finder(np.arange(count + 1, dtype=np.int64) * 1000)
     assert int(np.diff(finder._first).max()) <= 2

@@ -12,7 +12,7 @@ def test_the_first_shard_with_a_null_is_named_however_few_it_has() -> None:
     assert found.counts.tolist() == [3, 4, 0, NEVER]
 
 
-def test_a_shard_that_tells_nothing_may_have_nulls_anywhere() -> None:
+def test_a_shard_without_statistics_may_have_nulls_anywhere() -> None:
     found = NullCounts.of([[0, 1, NEVER], []])
     assert found is not None
     assert found.shards.tolist() == [-1, 0, -1]

@@ -54,7 +54,7 @@ def test_hashes_are_sorted(count: int) -> None:
         np.repeat(np.array([2**63, 1], np.uint64), 70_000),
     ],
 )
-def test_words_that_crowd_are_sorted(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+def test_colliding_words_are_sorted(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
     _check([words.tolist()])
 
 
@@ -68,7 +68,7 @@ def test_distinct_values_are_numbered_in_rising_order(drawn: list[int]) -> None:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(0, 4), st.data())
-def test_places_are_found_from_any_part(
+def test_positions_are_found_from_any_part(
     lengths: list[int], shift: int, data: st.DataObject
 ) -> None:
     starts = np.concatenate([[0], np.cumsum(lengths)])

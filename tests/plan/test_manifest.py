@@ -191,7 +191,7 @@ def with_column(batch, name, values):
         lambda batch: with_column(batch, "size_bytes", [100, 80, 61]),
     ],
 )
-def test_a_file_of_something_else_is_refused(change):
+def test_a_file_of_another_kind_is_refused(change):
     with pytest.raises(CorruptShard):
         Manifest.from_bytes(rewritten(change))
 
@@ -251,7 +251,7 @@ def test_arrow_reads_the_file_as_a_stream():
         {"shards": (replace(small().shards[0], url="s3://b/\udcff"), *[*small().shards][1:])},
     ],
 )
-def test_columns_that_do_not_fit_together_are_refused(change):
+def test_columns_of_incompatible_types_are_refused(change):
     with pytest.raises(ConfigError):
         small(**change)
 

@@ -73,7 +73,7 @@ def test_positions_are_found_alike_in_any_company(rows, seed, lanes, window, mor
 
 @modest
 @given(layouts, words, counts, counts)
-def test_forgotten_windows_are_made_again_alike(rows, seed, lanes, window):
+def test_forgotten_windows_are_made_again_with_the_same_content(rows, seed, lanes, window):
     roomy = Order(rows, seed, True, lanes, window, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "WINDOW_CACHE_BYTES", 3 * 2 * window)
@@ -268,7 +268,7 @@ def test_golden_defaults(block_count, rows, decoded, expected):
     assert default_lanes_window(*columns) == expected
 
 
-def test_without_shuffling_a_block_is_needed_just_where_it_stands():
+def test_without_shuffling_a_block_spans_its_own_positions():
     order = Order(np.array([3, 2, 4]), 0, False, 2, 8, 0)
     first, last = order.block_span(np.arange(3))
     assert first.tolist() == [0, 3, 5]

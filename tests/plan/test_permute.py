@@ -66,7 +66,7 @@ def test_permutation_is_what_the_documentation_defines(keyed, length):
 
 @modest
 @given(st.lists(words, min_size=1, max_size=6), st.integers(0, 70))
-def test_permutations_made_together_are_those_made_alone(keys, length):
+def test_permutations_made_together_equal_those_made_one_by_one(keys, length):
     together = permutations(keys, length)
     assert together.tolist() == [permutation(each, length).tolist() for each in keys]
     assert all(sorted(each) == list(range(length)) for each in together.tolist())

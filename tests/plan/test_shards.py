@@ -147,7 +147,7 @@ def plain_identity(manifest, listed):
 @example(["https://h/a?b=1", "s3://b/a?b"], b"?")
 @example(["same/1", "same/1"], b"/")
 @example(["", ""], b"x")
-def test_texts_in_one_buffer_are_as_texts_alone(listed, marks):
+def test_texts_in_one_buffer_equal_separate_texts(listed, marks):
     texts = Texts.of(listed)
     assert [*texts] == listed
     marked = [any(mark in text.encode() for mark in marks) for text in listed]
@@ -220,7 +220,7 @@ def test_a_manifest_of_many_shards_is_few_objects():
     assert objects[-1] < 500
 
 
-def test_a_file_that_is_cut_short_while_its_manifest_is_used_harms_nobody(tmp_path: Path) -> None:
+def test_a_file_that_is_truncated_while_its_manifest_is_used_harms_no_job(tmp_path: Path) -> None:
     manifest = alike(1000)
     journal = IndexJournal(str(tmp_path), "dataset")
     journal.finish("key", manifest, [])

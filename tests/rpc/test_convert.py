@@ -197,7 +197,7 @@ def test_a_message_over_the_limit_is_refused_before_it_is_sent():
     right.close()
 
 
-def test_nobody_listening_is_a_lost_peer_and_a_taken_name_is_said_so():
+def test_no_listener_is_a_lost_peer_and_a_taken_name_is_reported():
     with pytest.raises(errors.PeerLost, match="no node listens"):
         local.connect("dataplane-test-nobody", 1.0)
     listener = local.listen(f"dataplane-test-{os.getpid()}")

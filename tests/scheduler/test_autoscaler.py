@@ -48,9 +48,7 @@ def test_there_are_never_more_or_fewer_than_allowed(least, more, seen):
 
 @settings(max_examples=50)
 @given(least=counts, more=counts, useful=st.floats(1, 128), demand=st.floats(0.1, 200))
-def test_a_trainer_gets_what_more_workers_can_make_and_no_more_of_them_stay(
-    least, more, useful, demand
-):
+def test_as_many_workers_stay_as_raise_the_trainers_rate(least, more, useful, demand):
     autoscaler = settled(Autoscaler(least, least + more, least), useful, demand)
     best = min(useful, demand, autoscaler.most)
     assert (
@@ -110,7 +108,7 @@ def test_more_are_tried_after_four_hungry_looks_and_judged_by_the_last_four_of_e
     assert changes(Autoscaler(4, 16, 4), [*helped[:-1], hungry(104.0)]) == [(4, 6), (12, 4)]
 
 
-def test_a_worker_in_ten_may_be_idle_where_all_of_them_are_at_work():
+def test_workers_count_as_busy_if_at_most_one_in_ten_is_idle():
     assert changes(Autoscaler(4, 5, 4), [hungry(1.0, 0.9)] * 4) == [(4, 5)]
     assert changes(Autoscaler(4, 5, 4), [hungry(1.0, 0.89)] * 9) == []
 

@@ -105,7 +105,7 @@ def test_pinned_blocks_stay_and_a_block_that_finds_no_room_evicts_nothing() -> N
     assert table.resident == [2, 6, 9]
 
 
-def test_of_blocks_in_local_files_the_one_needed_last_is_forgotten_once_there_are_too_many(
+def test_too_many_mapped_blocks_forget_the_one_that_is_needed_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(blocks_module, "_DIRECT_BLOCKS_MAX", 3)

@@ -70,7 +70,7 @@ def test_a_block_is_needed_where_the_order_over_all_datasets_has_it() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=6), st.integers(0, 99), st.integers(1, 7))
-def test_a_walk_takes_any_order_by_its_three_methods(
+def test_a_walk_works_with_any_order_that_has_the_three_methods(
     rows: list[int], seed: int, batch: int
 ) -> None:
     counts = [1, len(rows) - 1]
@@ -83,7 +83,7 @@ def test_a_walk_takes_any_order_by_its_three_methods(
     assert sorted(taken) == [(b, row) for b, count in enumerate(rows) for row in range(count)]
 
 
-def test_only_those_who_make_an_order_know_which_it_is() -> None:
+def test_only_the_code_that_makes_an_order_knows_its_class() -> None:
     root = Path(dataplane.__file__).parent
     knowing = {
         str(path.relative_to(root))

@@ -149,7 +149,7 @@ def test_whatever_happens_the_farthest_goes_first(rows: list[int], data: st.Data
 
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.data())
-def test_of_open_windows_the_one_touched_longest_ago_goes_first(
+def test_the_least_recently_used_open_window_is_dropped_first(
     touches: list[int], data: st.DataObject
 ) -> None:
     rows = [2] * 10
@@ -164,7 +164,7 @@ def test_of_open_windows_the_one_touched_longest_ago_goes_first(
                 memory.evict(oldest)
 
 
-def test_a_block_that_another_reader_comes_to_sooner_than_thought_is_given_all_the_same() -> None:
+def test_a_block_is_offered_for_eviction_even_if_a_reader_now_needs_it_sooner() -> None:
     order = _order([1] * 200, 1, 1, 1)
     first, _ = order.block_span(np.arange(200))
     index = first.tolist().index(100)
@@ -200,7 +200,7 @@ class CountingOrder:
         return self._order.block_span(blocks)
 
 
-def test_a_block_more_and_a_victim_cost_no_look_at_the_others(
+def test_adding_or_evicting_a_block_does_not_examine_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     placed, place = [], _Resident.place

@@ -33,7 +33,7 @@ def test_a_line_comes_less_and_less_often() -> None:
     assert lines[0]["dataset"] == "lab"
 
 
-def test_a_few_are_not_worth_a_line_and_a_dataset_that_is_gone_is_forgotten() -> None:
+def test_a_few_repeated_reads_are_not_logged_and_a_closed_dataset_is_forgotten() -> None:
     notes: list[Note] = []
     again = ReadAgain(1, notes.append)
     again.note([block()], 0.0)
@@ -42,7 +42,7 @@ def test_a_few_are_not_worth_a_line_and_a_dataset_that_is_gone_is_forgotten() ->
     assert notes == []
 
 
-def test_an_arena_that_holds_all_reads_nothing_again_and_a_tight_one_does(
+def test_an_arena_larger_than_the_dataset_reads_nothing_twice_and_a_smaller_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted = []

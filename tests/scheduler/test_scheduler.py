@@ -49,7 +49,7 @@ def test_an_arena_that_is_too_small_is_an_error_and_never_a_hang(seed: int) -> N
 
 @settings(max_examples=40)
 @given(SEEDS)
-def test_a_block_that_cannot_be_read_fails_those_who_need_it_and_no_one_else(seed: int) -> None:
+def test_a_block_that_cannot_be_read_fails_only_the_consumers_that_need_it(seed: int) -> None:
     def scene(run: Run) -> None:
         several(run)
         for world in run.worlds.values():
@@ -90,7 +90,7 @@ def test_a_machine_without_memory_fails_those_who_need_it_and_leaves_nothing(see
         assert consumer.error is None or isinstance(consumer.error, BudgetTooSmall)
 
 
-def test_a_rank_that_waited_long_enough_is_told_the_stage_and_what_is_missing() -> None:
+def test_a_rank_that_waited_too_long_gets_an_error_with_the_stage_and_what_is_missing() -> None:
     run = Run(random.Random(1), tight=False)
     several(run)
     run.settle()

@@ -25,7 +25,9 @@ SEEDS = st.integers(0, 10**9)
 
 @settings(max_examples=40)
 @given(SEEDS)
-def test_jobs_of_a_group_get_what_each_would_alone_whatever_others_write(seed: int) -> None:
+def test_jobs_of_a_group_get_the_slabs_of_separate_jobs_even_if_others_write_to_theirs(
+    seed: int,
+) -> None:
     def scene(run: Run) -> None:
         jobs(run)
         several(run)
@@ -65,7 +67,7 @@ def test_where_there_is_room_each_slab_is_made_once(seed: int, peers: bool) -> N
 
 @settings(max_examples=60)
 @given(SEEDS)
-def test_a_job_that_stops_holds_up_nobody(seed: int) -> None:
+def test_a_stopped_job_delays_no_other_job(seed: int) -> None:
     def scene(run: Run) -> None:
         jobs(run)
         for consumer in run.consumers:
@@ -93,7 +95,7 @@ def test_kept_slabs_do_not_make_a_small_arena_hang(seed: int) -> None:
 
 @settings(max_examples=40)
 @given(SEEDS)
-def test_a_slab_that_cannot_be_made_fails_those_who_want_it(seed: int) -> None:
+def test_a_slab_that_cannot_be_made_fails_its_consumers(seed: int) -> None:
     def scene(run: Run) -> None:
         jobs(run)
         for world in run.worlds.values():
@@ -135,7 +137,7 @@ class _Consumers:
         return [self._stream]
 
 
-def test_a_new_slab_is_kept_in_place_of_what_is_needed_later_and_of_nothing_else() -> None:
+def test_keeping_a_new_slab_evicts_only_memory_that_is_needed_later() -> None:
     allocator, group = Allocator(64 * PAGE), Group("group", is_declared=True)
     streams: Any = _Consumers(position=5)
     shared = SharedSlabs(allocator, streams, Moment())

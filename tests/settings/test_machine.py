@@ -68,7 +68,7 @@ def test_version_one_hierarchies_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "0::/\n", "9:name=systemd:/\n"])
-def test_without_limits_there_is_none(text, tmp_path):
+def test_without_cgroup_limits_there_is_no_limit(text, tmp_path):
     root = made(tmp_path, {"proc/self/cgroup": text})
     assert memory_limit(root) is None
     assert cpu_limit(root) is None

@@ -125,7 +125,7 @@ def test_folders_follow_the_xdg_variables_and_then_home():
     assert xdg["cache_dir"].value == "/c/dataplane"
 
 
-def test_a_user_without_a_home_is_told_what_to_set():
+def test_without_a_home_folder_the_error_says_what_to_set():
     machine = Machine(memory_bytes=1 << 30, cpu_count=1, uid=3_999_999_999)
     with pytest.raises(ConfigError, match="DATAPLANE_CACHE_DIR"):
         settings.resolve({}, {}, None, machine)
@@ -255,7 +255,7 @@ def test_a_trainer_reads_settings_without_heavy_imports():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_an_embedded_node_logs_less_than_a_served_one_unless_told_otherwise(monkeypatch, tmp_path):
+def test_an_embedded_node_logs_less_than_a_served_one_by_default(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DATAPLANE_LOG_LEVEL", raising=False)

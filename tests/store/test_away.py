@@ -117,7 +117,7 @@ def test_a_store_that_stays_away_is_the_error_of_every_reader(proxy: Proxy) -> N
             assert f"{proxy.endpoint} refused the connection" in str(told.result())
 
 
-def test_closing_the_stores_ends_those_who_wait_for_one(proxy: Proxy) -> None:
+def test_closing_the_stores_ends_all_waits_for_one(proxy: Proxy) -> None:
     proxy.be(Away.REFUSED)
     seen = Seen()
     stores = Stores(budget_s=600.0, observe=Outages(seen.tell).note)

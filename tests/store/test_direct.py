@@ -110,7 +110,7 @@ def test_a_passing_failure_is_survived(awry: Awry, mood: Mood) -> None:
     assert len(awry.seen) == 2
 
 
-def test_a_changed_object_is_refused_also_by_a_server_that_ignores_the_pin(awry: Awry) -> None:
+def test_a_changed_object_is_refused_even_if_the_server_ignores_the_pin(awry: Awry) -> None:
     store = open_store("s3://bucket")
     old = store.head(URL).etag
     awry.objects["bucket/a folder/shard+1.bin"] = BODY[::-1]
@@ -133,7 +133,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_no_failure(awry: Awry)
     assert len(awry.seen) == 1
 
 
-def test_who_wants_to_be_asked_otherwise_is_asked_otherwise(
+def test_a_server_that_refuses_direct_requests_is_asked_through_obstore(
     awry: Awry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store("s3://bucket")

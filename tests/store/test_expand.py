@@ -78,7 +78,7 @@ def test_a_folder_is_all_below_it_but_what_is_hidden(root: Path) -> None:
     ]
 
 
-def test_a_name_that_is_there_is_itself_whatever_it_is_made_of(root: Path) -> None:
+def test_an_existing_name_is_taken_literally_even_with_glob_characters(root: Path) -> None:
     assert names(root, "odd {0} [x]*.bin") == ["odd {0} [x]*.bin"]
     assert names(root, "_SUCCESS", ".train-000.parquet.crc") == [
         "_SUCCESS",
@@ -86,7 +86,7 @@ def test_a_name_that_is_there_is_itself_whatever_it_is_made_of(root: Path) -> No
     ]
 
 
-def test_an_empty_object_counts(root: Path) -> None:
+def test_an_empty_object_is_listed(root: Path) -> None:
     (info,) = expand(root / "empty.bin", STORES.connect)
     assert info.size_bytes == 0
 
@@ -122,7 +122,7 @@ def test_an_error_for_a_missing_shard_lists_what_is_there(root: Path, url: str, 
 
 
 @pytest.mark.parametrize("written", ["empty", "empty/"])
-def test_an_empty_folder_is_said_to_be_empty_and_is_not_suggested(
+def test_an_empty_folder_is_reported_as_empty_and_not_suggested(
     tmp_path: Path, written: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -148,7 +148,7 @@ def test_no_urls_are_refused() -> None:
         expand([], STORES.connect)
 
 
-def test_a_broken_link_is_said_so_and_a_loop_ends(root: Path) -> None:
+def test_a_broken_link_is_reported_and_a_loop_of_links_ends(root: Path) -> None:
     (root / "loop").symlink_to(root)
     (root / "again.parquet").symlink_to(root / "valid.parquet")
     assert "again.parquet" in names(root, "*.parquet")
@@ -178,7 +178,9 @@ def test_a_range_of_names_is_all_of_them_or_an_error(
         stores.connect("memory://")._inner._files.rm("/range", recursive=True)  # type: ignore[attr-defined]
 
 
-def test_names_in_a_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globs_and_braces_match_names_in_a_bucket(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     bucket = s3_server.bucket()

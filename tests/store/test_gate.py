@@ -43,7 +43,7 @@ def test_a_store_that_never_answered_is_away_at_once() -> None:
     assert [(outage.store, outage.error) for outage in seen] == [("s3://bucket", "no answer")]
 
 
-def test_a_hiccup_is_no_outage() -> None:
+def test_a_single_failure_is_not_an_outage() -> None:
     time, seen = Time(), list[Outage]()
     gate = known(time, seen)
     turns = [gate.enter(FAR) for _ in range(16)]
@@ -94,7 +94,7 @@ def test_one_object_that_cannot_be_had_is_no_outage_of_a_store_that_serves_other
     assert seen == []
 
 
-def test_while_it_is_away_one_asks_at_a_time_and_whoever_waited_longest_comes_next() -> None:
+def test_during_an_outage_one_request_probes_at_a_time_the_longest_waiting_first() -> None:
     line = Line()
     gate = line.gate
     first = gate.enter(FAR)
@@ -194,7 +194,7 @@ def test_probes_come_less_often_up_to_a_cap_and_at_once_after_the_outage() -> No
     assert time.waited == spans
 
 
-def test_nobody_waits_beyond_the_deadline() -> None:
+def test_no_wait_exceeds_the_deadline() -> None:
     time = Time()
     gate = gate_of(time)
     turn = gate.enter(FAR)
@@ -204,7 +204,7 @@ def test_nobody_waits_beyond_the_deadline() -> None:
     assert time.waited == []
 
 
-def test_those_who_waited_come_back_one_after_the_other() -> None:
+def test_after_an_outage_waiting_requests_return_one_by_one() -> None:
     time = Time(chance=0.5)
     gate = gate_of(time)
     turn = gate.enter(FAR)
@@ -228,7 +228,7 @@ def test_those_who_waited_come_back_one_after_the_other() -> None:
     assert time.waited[-2:] == [100.0, 0.5 * RETURN_S]
 
 
-def test_closing_ends_whoever_waits() -> None:
+def test_closing_ends_all_waits() -> None:
     gate = Gate("s3://bucket", Clock(random=lambda: 1.0), lambda _: None)
     turn = gate.enter(FAR)
     assert turn is not None
@@ -250,7 +250,7 @@ def test_closing_ends_whoever_waits() -> None:
     assert ended == ["closed"] * 3
 
 
-def test_throttling_of_some_slows_all_and_is_no_outage() -> None:
+def test_throttling_of_some_requests_slows_all_and_is_not_an_outage() -> None:
     time, seen = Time(), list[Outage]()
     gate = known(time, seen)
     refused, served = gate.enter(FAR), gate.enter(FAR)
@@ -292,7 +292,7 @@ def test_a_store_that_serves_again_is_asked_at_full_speed_again() -> None:
     assert pause.wait_s() == 2 * SLOW_DOWN.span_s(1)
 
 
-def test_failures_of_a_store_that_answers_others_are_told_together_now_and_then(
+def test_failures_of_a_store_that_answers_other_requests_are_logged_in_summary(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "dataplane.store")

@@ -117,7 +117,7 @@ def test_throttling_for_good_is_an_error_within_the_budget(awry: Awry) -> None:
     assert 1 < len(awry.seen) < 20
 
 
-def test_a_refusal_is_asked_once(awry: Awry) -> None:
+def test_a_refused_request_is_not_repeated(awry: Awry) -> None:
     store = Stores(clock=Time().clock()).connect(URL)
     awry.be(then=Mood.DENIED)
 
@@ -154,7 +154,7 @@ def test_a_server_that_ignores_the_pin_is_caught_by_its_own_etag(awry: Awry) -> 
     [lambda store: list(store.list("s3://bucket/")), lambda store: store.head(URL)],
     ids=["list", "head"],
 )
-def test_nobody_at_the_endpoint_is_said_so(
+def test_an_endpoint_that_does_not_answer_is_reported(
     monkeypatch: pytest.MonkeyPatch, ask: Callable[[object], object], port_of_nobody: int
 ) -> None:
     port = port_of_nobody
@@ -171,7 +171,9 @@ def test_nobody_at_the_endpoint_is_said_so(
         ask(open_store("s3://bucket"))
 
 
-def test_a_dead_http_server_is_not_told_about_the_settings_of_s3(port_of_nobody: int) -> None:
+def test_the_error_about_a_dead_http_server_does_not_mention_settings_of_s3(
+    port_of_nobody: int,
+) -> None:
     for base, words in (
         (f"http://127.0.0.1:{port_of_nobody}", "refused the connection"),
         ("http://no-such-host.invalid", "has no address"),
@@ -182,7 +184,7 @@ def test_a_dead_http_server_is_not_told_about_the_settings_of_s3(port_of_nobody:
         assert "url" in str(raised.value)
 
 
-def test_a_server_that_does_not_speak_tls_is_told_at_once(awry: Awry) -> None:
+def test_a_server_without_tls_is_reported_at_once(awry: Awry) -> None:
     base = awry.endpoint.replace("http://", "https://")
     with pytest.raises(StoreError, match="does not speak TLS: write http://") as raised:
         Stores(clock=Time().clock()).connect(base).head(f"{base}/x.parquet")
@@ -190,7 +192,7 @@ def test_a_server_that_does_not_speak_tls_is_told_at_once(awry: Awry) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
-def test_a_certificate_that_nobody_trusts_is_told_at_once(tmp_path: Path) -> None:
+def test_an_untrusted_certificate_is_reported_at_once(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
@@ -217,7 +219,7 @@ def test_a_certificate_that_nobody_trusts_is_told_at_once(tmp_path: Path) -> Non
     assert type(raised.value) is StoreError
 
 
-def test_credentials_that_cannot_be_renewed_are_waited_for_and_none_at_all_are_not(
+def test_credentials_that_cannot_be_renewed_are_retried_and_missing_ones_are_not(
     awry: Awry,
 ) -> None:
     said = OSError(
@@ -281,7 +283,7 @@ def test_a_profile_of_the_aws_folder_gives_the_credentials(
         open_store(f"s3://{bucket}")
 
 
-def test_a_real_server_that_ignores_range_is_said_so(
+def test_a_real_server_that_ignores_range_is_reported(
     careless_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = careless_s3_server.bucket()

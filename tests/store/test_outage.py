@@ -15,7 +15,7 @@ def outages() -> tuple[Outages, list[Outage]]:
     return Outages(told.append), told
 
 
-def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
+def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends() -> None:
     seen, told = outages()
     seen.note(BEGAN)
     seen.note(dataclasses.replace(BEGAN, error="reset", asked=130.0))
@@ -46,14 +46,14 @@ def test_stores_are_apart_and_an_end_without_a_beginning_is_nothing() -> None:
     assert len(told) == 2
 
 
-def test_a_store_that_nobody_asks_any_more_is_not_shown_for_ever() -> None:
+def test_an_unused_store_is_not_shown_as_away_for_ever() -> None:
     seen, _ = outages()
     seen.note(BEGAN)
     assert seen.now(BEGAN.asked + FORGOTTEN_S - 1)
     assert not seen.now(BEGAN.asked + FORGOTTEN_S)
 
 
-def test_whoever_is_told_may_ask_what_is_away() -> None:
+def test_a_callback_may_ask_which_stores_are_away() -> None:
     found: list[tuple[Outage, ...]] = []
     seen = Outages(lambda one: found.append(seen.now(one.asked)))
     seen.note(BEGAN)

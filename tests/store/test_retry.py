@@ -105,7 +105,7 @@ def test_what_is_not_in_the_table_is_raised_at_once(
     assert store.time.waited == []
 
 
-def test_an_answer_that_stays_too_short_is_told_after_a_few_tries() -> None:
+def test_an_answer_that_stays_too_short_is_an_error_after_a_few_tries() -> None:
     store = Failing([TruncatedRead(f"cut {i}", shard=URL, offset=7) for i in range(99)])
 
     with pytest.raises(TruncatedRead) as raised:
@@ -120,7 +120,7 @@ def test_an_answer_that_stays_too_short_is_told_after_a_few_tries() -> None:
 
 @pytest.mark.parametrize("kind", [StoreUnavailable, StoreThrottled])
 @pytest.mark.parametrize("away_s", [5.0, 59.0])
-def test_a_store_that_is_away_is_ridden_out_however_many_attempts_it_takes(
+def test_an_outage_is_survived_with_any_number_of_attempts(
     kind: type[StoreError], away_s: float
 ) -> None:
     time = Time(chance=0.1)
@@ -142,7 +142,7 @@ def test_a_store_that_is_away_is_ridden_out_however_many_attempts_it_takes(
 
 
 @pytest.mark.parametrize("kind", [StoreUnavailable, StoreThrottled])
-def test_a_store_that_stays_away_is_told_when_the_call_has_failed_for_its_budget(
+def test_a_store_that_stays_away_is_an_error_once_the_budget_of_a_call_is_spent(
     kind: type[StoreError],
 ) -> None:
     store = Failing([kind("away", shard=URL) for _ in range(999)], cost_s=2.0)
@@ -269,7 +269,7 @@ def test_a_stream_of_a_changed_object_is_refused_before_its_first_byte() -> None
     assert store.asked == []
 
 
-def test_a_listing_that_breaks_off_is_taken_anew() -> None:
+def test_an_interrupted_listing_starts_over() -> None:
     store = Failing([StoreUnavailable("reset")])
 
     assert [info.url for info in retrying(store).list("s3://bucket/")] == [URL]

@@ -63,7 +63,7 @@ def test_a_loader_reads_shards_that_only_their_own_queries_open(
         f"id=%7e&empty=&flag&token={SECRET}~%2B%20",
     ],
 )
-def test_a_query_is_sent_as_it_is_given(server: SignedServer, stores: Stores, query: str) -> None:
+def test_a_query_is_sent_unchanged(server: SignedServer, stores: Stores, query: str) -> None:
     url = server.add(f"/folder/a%20b.bin?{query}", BODY)
 
     (info,) = expand(url, stores.connect)

@@ -194,7 +194,7 @@ def test_braces_that_do_not_close_or_explode_are_refused(pattern: str) -> None:
         ("s3://b/a[.x", ["a[.x"], ["a.x"]),
     ],
 )
-def test_globs(pattern: str, yes: list[str], no: list[str]) -> None:
+def test_globs_match_the_expected_names(pattern: str, yes: list[str], no: list[str]) -> None:
     matches = globs.compile_glob(pattern).fullmatch
 
     assert [name for name in yes if not matches(f"s3://b/{name}")] == []

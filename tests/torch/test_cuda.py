@@ -76,7 +76,7 @@ def test_a_batch_that_is_dropped_right_after_its_copy_began_arrives_whole(expect
 
 @pytest.mark.parametrize("kind", ["urls", "0", "2"])
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda")])
-def test_batches_on_the_device_are_the_hosts_own(expected, kind, device) -> None:
+def test_batches_on_the_device_equal_those_on_the_host(expected, kind, device) -> None:
     want = expected(kind)
     with loader_of(kind, device=device) as loader:
         found = list(loader)
@@ -102,7 +102,7 @@ def test_a_late_step_reads_its_own_batch_whatever_is_copied_meanwhile(expected, 
     assert [content(one) for one in results] == want
 
 
-def test_who_leaves_early_holds_no_memory_of_the_device(expected) -> None:
+def test_leaving_a_pass_early_frees_device_memory(expected) -> None:
     del expected
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

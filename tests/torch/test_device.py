@@ -28,7 +28,7 @@ def epochs(fake):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_batch_is_the_hosts_own_however_late_the_device_is(epochs, onto, seed) -> None:
+def test_every_batch_equals_the_hosts_however_late_the_device_is(epochs, onto, seed) -> None:
     device = onto(seed)
     with DataLoader(URL, SIZE, device="cuda") as loader:
         for expected in epochs:
@@ -81,7 +81,7 @@ def test_a_state_counts_what_was_yielded_and_not_what_was_copied_ahead(epochs, o
     expect_nothing_left(device)
 
 
-def test_a_pass_that_is_left_holds_nothing_and_keeps_its_place(epochs, onto) -> None:
+def test_a_pass_that_is_left_frees_its_memory_and_keeps_its_position(epochs, onto) -> None:
     device = onto()
     with DataLoader(URL, SIZE, device="cuda") as loader:
         for stop, _ in enumerate(loader):
@@ -141,7 +141,7 @@ def interrupt(_source: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
 
 
-def test_a_slab_that_is_not_here_is_waited_for_when_it_is_due(fake, onto, monkeypatch) -> None:
+def test_the_reader_waits_for_a_slab_only_when_it_is_due(fake, onto, monkeypatch) -> None:
     fake(sample_count=COUNT, hang_after=2)  # slabs of one batch and of three
     device, asked, ask = onto(), [], SlabStream.batches_from
 
@@ -212,7 +212,7 @@ def test_without_cuda_the_error_says_what_to_do(device) -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu")])
-def test_the_cpu_is_where_batches_are_anyway(fake, device) -> None:
+def test_device_cpu_leaves_batches_where_they_are(fake, device) -> None:
     fake(sample_count=8)
     assert find_target(device) is None
     with DataLoader(URL, SIZE, device=device) as loader:

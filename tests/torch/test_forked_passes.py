@@ -16,7 +16,7 @@ def positions(batches) -> list[int]:
 
 
 @pytest.mark.parametrize("taken", [0, 2])
-def test_a_forked_child_gets_none_of_its_parents_batches_and_all_of_its_own(fake, taken) -> None:
+def test_a_forked_child_reads_its_own_batches_and_none_of_its_parents(fake, taken) -> None:
     fake(sample_count=40)
     with DataLoader(URL, batch_size=4) as loader:
         iterator = iter(loader)
@@ -33,7 +33,7 @@ def test_a_forked_child_gets_none_of_its_parents_batches_and_all_of_its_own(fake
         assert positions([*first, *iterator]) == list(range(40))
 
 
-def test_the_same_of_a_dataset_for_torchs_loader(fake) -> None:
+def test_a_forked_child_cannot_continue_a_pass_of_a_dataset_for_torchs_loader(fake) -> None:
     fake(sample_count=40)
     dataset = ShardedIterableDataset(URL, batch_size=4)
     iterator = iter(dataset)

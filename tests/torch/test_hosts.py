@@ -103,7 +103,7 @@ def test_a_host_without_libjpeg_is_refused_by_a_job_that_began_with_it(
             assert len(list(second)) == 3
 
 
-def test_a_resumed_run_is_told_that_its_pixels_are_made_by_something_else(fake) -> None:
+def test_a_resumed_run_is_warned_if_other_software_makes_its_pixels(fake) -> None:
     fake(pixels="Pillow 12.2.0 ()")
     with DataLoader("/data", 10) as loader:
         next(iter(loader))

@@ -224,7 +224,7 @@ def test_decode_says_which_images_are_decoded_at_a_reduced_size(shards) -> None:
         assert found[None] == found[same]
 
 
-def test_a_rank_that_decodes_otherwise_is_refused(shards) -> None:
+def test_a_rank_with_other_image_software_is_refused(shards) -> None:
     steps = {"jpg": [Resize((8, 8))]}
     with DataLoader(shards, 5, name="decode", transforms=steps) as loader:
         len(loader)

@@ -118,7 +118,7 @@ def test_what_no_list_can_be_is_told_at_construction(options: dict[str, Any], sa
         DataLoader("s3://bucket/train/", 3, **options)
 
 
-def test_a_column_without_lists_is_told_at_opening(tmp_path: Path) -> None:
+def test_a_column_without_lists_is_reported_when_the_job_opens(tmp_path: Path) -> None:
     (tmp_path / "rows.arrow").write_bytes(arrow_bytes(ROWS, rows=4))
     with (
         DataLoader(str(tmp_path / "rows.arrow"), 3, max_length={"id": 3}) as loader,

@@ -129,7 +129,7 @@ def test_a_pass_is_an_epoch_and_one_left_early_begins_again(fake) -> None:
         assert loader.state_dict()["epoch"] == 10
 
 
-def test_a_pass_that_yielded_all_is_over_also_if_nobody_asked_for_more(fake) -> None:
+def test_a_pass_is_over_after_its_last_batch_even_without_stop_iteration(fake) -> None:
     fake(sample_count=20)
     with DataLoader(URL, batch_size=4) as loader:
         for epoch in range(3):
@@ -137,7 +137,7 @@ def test_a_pass_that_yielded_all_is_over_also_if_nobody_asked_for_more(fake) -> 
             assert [int(next(iterator)["x"][0, 3]) for _ in range(5)] == [epoch] * 5
 
 
-def test_a_pass_may_be_told_its_epoch_until_its_first_batch(fake) -> None:
+def test_set_epoch_may_change_a_pass_until_its_first_batch(fake) -> None:
     fake(sample_count=20)
     with DataLoader(URL, batch_size=4) as loader:
         next(iter(loader))
@@ -281,7 +281,7 @@ def test_any_state_is_read_or_refused(garbage) -> None:
         RunState.from_dict(garbage)
 
 
-def test_the_job_carries_what_was_asked_for(fake, monkeypatch) -> None:
+def test_the_job_has_all_options_of_the_user(fake, monkeypatch) -> None:
     node = fake()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -340,7 +340,7 @@ def test_what_is_no_url_and_no_dataset_is_refused(neither) -> None:
         DataLoader(neither)
 
 
-def test_closing_and_collecting_leave_nothing_and_say_nothing(fake) -> None:
+def test_closing_and_garbage_collection_leave_nothing_behind_and_print_nothing(fake) -> None:
     node = fake()
     loader = DataLoader(URL, batch_size=4)
     batch = next(iter(loader))

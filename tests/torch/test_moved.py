@@ -51,7 +51,9 @@ def test_a_copy_that_kept_its_modification_times_resumes(train: Path, tmp_path: 
     assert resumed(tmp_path / "bucket-2/deeper/train/part=*/0.parquet", state) == rest
 
 
-def test_a_copy_with_new_modification_times_needs_one_word(train: Path, tmp_path: Path) -> None:
+def test_a_copy_with_new_modification_times_needs_dataset_moved(
+    train: Path, tmp_path: Path
+) -> None:
     state, rest = taken(train)
     copy = shutil.copytree(train, tmp_path / "copy")
     for i, path in enumerate(copy.glob("*/*")):
@@ -70,9 +72,7 @@ def test_a_copy_with_new_modification_times_needs_one_word(train: Path, tmp_path
     dataset.close()
 
 
-def test_shards_that_were_rewritten_are_refused_in_spite_of_the_word(
-    train: Path, tmp_path: Path
-) -> None:
+def test_rewritten_shards_are_refused_even_with_dataset_moved(train: Path, tmp_path: Path) -> None:
     state, _ = taken(train)
     table = pa.table({"i": range(100)})
     pq.write_table(table, train / "part=0" / "0.parquet", row_group_size=50)

@@ -56,7 +56,7 @@ def test_a_list_of_texts_is_a_dataset(samples):
         ["/data/train-00000-of-01024"],
     ],
 )
-def test_where_it_is_not_clear_both_ways_out_are_said_and_work(given):
+def test_for_ambiguous_lists_the_error_names_both_solutions_and_both_work(given):
     with pytest.raises(ConfigError, match=r'format="parquet".*collate_fn, or a Dataset'):
         DataLoader(given)
     assert names_shards(given, for_urls=True, for_torch=False)
@@ -89,7 +89,7 @@ def test_arguments_of_urls_make_paths_shards_and_refuse_those_of_torch():
 
 
 @pytest.mark.parametrize("empty", [[], ()])
-def test_an_empty_list_does_not_train_nothing_in_silence(empty):
+def test_an_empty_list_is_an_error_and_not_an_empty_run(empty):
     with pytest.raises(ConfigError, match=r"nothing to load.*glob"):
         DataLoader(empty)
     with pytest.raises(ConfigError, match=r"nothing to load.*glob"):

@@ -251,7 +251,7 @@ def test_a_batch_size_far_above_the_dataset_takes_no_more_than_the_dataset(shard
 
 
 @pytest.mark.parametrize("form", ["arrow", "parquet"])
-def test_a_shuffled_table_is_the_same_whatever_room_its_blocks_have(
+def test_a_shuffled_table_is_the_same_with_any_arena_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     count = 24_000

@@ -72,7 +72,7 @@ def test_what_is_not_an_epoch_is_refused(fake, wrong):
         loader.set_epoch(wrong)
 
 
-def test_a_topology_may_have_any_numbers_and_nothing_else():
+def test_a_topology_accepts_integers_of_any_kind_and_nothing_else():
     given = Topology(*map(np.int64, (1, 2, 3, 8, 1, 4)))
     found = find_topology({}, explicit=given)
     assert found == Topology(1, 2, 3, 8, 1, 4)

@@ -36,13 +36,13 @@ LOADERS = pytest.mark.parametrize("loader", [DataLoader, ShardedIterableDataset]
         ("fillnull", "did you mean 'fill_null'"),
     ],
 )
-def test_the_argument_of_another_loader_says_what_to_use_here(loader, name, says):
+def test_the_error_about_an_argument_of_another_loader_says_what_to_use_here(loader, name, says):
     with pytest.raises(TypeError, match=rf"{loader.__name__}\(\) has no argument '{name}'.*{says}"):
         loader("s3://bucket/", **{name: [0.7, 0.3]})
 
 
 @LOADERS
-def test_a_name_that_nobody_knows_is_refused_as_any_function_refuses_it(loader):
+def test_an_unknown_argument_raises_a_type_error(loader):
     with pytest.raises(TypeError, match=r"has no argument 'qqqqqq'$"):
         loader("s3://bucket/", qqqqqq=1)
 

@@ -172,7 +172,7 @@ class Frozen(collections.abc.Mapping):
         return len(self.values_)
 
 
-def test_structure_is_kept_and_what_is_no_tensor_stays_the_object_it_is() -> None:
+def test_structure_is_kept_and_objects_that_are_not_tensors_stay_the_same() -> None:
     device = FakeDevice()
     texts, marks = ["a", None, 3], [{"deep": b"x"}, range(3)]
     tensor, array = torch.arange(6.0), np.arange(3)
@@ -226,7 +226,7 @@ ANY_BATCH = st.recursive(
 
 @given(ANY_BATCH)
 @settings(max_examples=60)
-def test_any_structure_comes_again_with_other_tensors_and_the_same_of_all_else(batch) -> None:
+def test_only_the_tensors_of_a_structure_are_replaced(batch) -> None:
     device = FakeDevice()
     out = sent(batch, device)
     device.finish()

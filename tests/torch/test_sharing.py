@@ -62,7 +62,7 @@ def said(process: subprocess.Popen[str], count: int) -> list[str]:
     return [process.stdout.readline().strip() for _ in range(count)]
 
 
-def test_a_leader_that_is_killed_leaves_the_others_right(shards: str) -> None:
+def test_if_the_leader_is_killed_the_other_jobs_still_get_correct_slabs(shards: str) -> None:
     with job(shards) as leader, job(shards) as other:
         first = said(leader, 5)
         assert said(other, 5) == first

@@ -171,7 +171,7 @@ def reloaded(module: ModuleType) -> None:
     (memory, torch.utils.data._utils, "pin_memory"),
     (memory, torch.storage._StorageBase, "_new_shared"),
 ])  # fmt: skip
-def test_a_torch_that_lacks_a_name_is_told_at_import(monkeypatch, module, owner, name) -> None:
+def test_a_torch_that_lacks_a_name_is_an_error_at_import(monkeypatch, module, owner, name) -> None:
     reloaded(module)
     monkeypatch.delattr(owner, name)
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_a_torch_that_lacks_a_name_is_told_at_import(monkeypatch, module, owner,
     (dataloader._SingleProcessDataLoaderIter, 0),
     (dataloader._BaseDataLoaderIter, 1),
 ])  # fmt: skip
-def test_an_iterator_that_lacks_an_attribute_is_told_when_a_pass_begins(
+def test_an_iterator_that_lacks_an_attribute_is_an_error_when_a_pass_begins(
     monkeypatch, base, worker_count
 ) -> None:
     constructor = base.__init__
@@ -252,7 +252,7 @@ def test_a_local_pass_fetches_as_torchs_does() -> None:
     assert made.next_batch().tolist() == [4]
 
 
-def test_a_loader_tells_its_kind_sampler_and_length() -> None:
+def test_the_kind_sampler_and_length_of_a_loader_are_readable() -> None:
     loader = DataLoader([3, 4, 5], 2)
     assert not iteration.is_iterable(loader)
     assert iteration.index_sampler(loader) is loader.batch_sampler
@@ -279,7 +279,7 @@ def test_a_fetcher_makes_the_batch_of_an_index(is_iterable, found) -> None:
     assert fetcher.fetch([0, 2]) == found
 
 
-def test_a_worker_is_seeded_named_and_told_as_torchs_are(monkeypatch) -> None:
+def test_a_worker_has_the_seeds_name_and_worker_info_of_torchs(monkeypatch) -> None:
     assert workers.numpy_seed(1, 2) == [307626447, 1538850434, 3092219749, 3926071173]
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
     workers.set_worker_info(1, 3, 5, "dataset")
@@ -291,7 +291,7 @@ def test_a_worker_is_seeded_named_and_told_as_torchs_are(monkeypatch) -> None:
     workers.name_thread(before)
 
 
-def test_a_watched_process_that_died_is_told_once() -> None:
+def test_a_watched_process_that_died_is_reported_once() -> None:
     process = subprocess.Popen(["sleep", "100"])
     workers.watch(process.pid, [process.pid])
     try:
@@ -348,7 +348,7 @@ def test_torch_pickles_its_types_by_the_table_that_parcels_read() -> None:
     assert memory.tensor_reducers.keys() >= {torch.Tensor, torch.UntypedStorage}
 
 
-def test_batches_are_pinned_by_whatever_pins_itself() -> None:
+def test_batches_are_pinned_by_their_own_pin_memory() -> None:
     class Pins:
         def pin_memory(self) -> str:
             return "pinned"
@@ -370,7 +370,7 @@ def test_a_build_without_cuda_has_no_contexts_to_ask_for(monkeypatch) -> None:
 @pytest.mark.skipif(
     torch.version.cuda is None and torch.version.hip is None, reason="torch is built without CUDA"
 )
-def test_a_build_with_cuda_tells_of_its_contexts() -> None:
+def test_a_build_with_cuda_reports_its_contexts() -> None:
     require(torch._C, "_cuda_hasPrimaryContext")
 
 

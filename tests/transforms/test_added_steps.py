@@ -196,7 +196,7 @@ def test_an_image_that_fails_is_named_by_its_row(
         monkeypatch.setattr(pixels, "_CHANGED_BYTES", 2 * 40 * 60 * 3)
 
 
-def test_a_worker_does_it_to_the_images_of_its_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_applies_an_added_step_to_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python, between the C that decodes and the C that delivers."""
     in_python = dataclasses.replace(random_solarize.STEP, in_c=False)
     monkeypatch.setattr(registry, "STEPS", (*registry.STEPS[:-1], in_python))

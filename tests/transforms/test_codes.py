@@ -64,7 +64,7 @@ def test_values_of_a_dictionary_that_no_row_has_need_no_code() -> None:
     assert codes_of(array, leaf, categories, -1, "url").to_pylist() == [0, -1, 1, -1]
 
 
-def test_a_value_that_was_not_counted_is_told_by_shard_and_column() -> None:
+def test_a_value_that_was_not_counted_is_reported_with_shard_and_column() -> None:
     (leaf,) = leaves_of(pa.schema([("x", pa.string())]))
     categories = pa.array([b"a"], pa.large_binary())
     with pytest.raises(CorruptShard, match=r"url: column 'x' has a value.*: new"):

@@ -53,7 +53,7 @@ def test_every_leaf_has_the_values_of_its_source(
 
 
 @given(st.integers(1, 4).flatmap(arrow_columns.batches), st.data())
-def test_chosen_leaves_come_alone_and_in_the_order_chosen(
+def test_only_chosen_leaves_are_read_and_in_the_chosen_order(
     drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], data: st.DataObject
 ) -> None:
     batch, leaves = drawn
@@ -180,7 +180,7 @@ def test_a_tensor_whose_dimensions_are_permuted_is_not_taken_for_another_tensor(
     ],
     ids=str,
 )
-def test_fixed_lists_of_what_is_no_number_are_objects(kind: pa.DataType) -> None:
+def test_fixed_lists_of_non_numbers_are_objects(kind: pa.DataType) -> None:
     (spec,) = plan_columns(pa.schema([("t", kind)])).specs
     assert (spec.kind, spec.dtype) == (Kind.OBJECT, "")
 

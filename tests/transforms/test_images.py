@@ -50,7 +50,7 @@ def test_lists_that_mean_the_same_are_equal() -> None:
     )
 
 
-def test_deterministic_geometries_are_exact_and_random_crops_fast_unless_told_otherwise() -> None:
+def test_deterministic_geometries_are_exact_and_random_crops_fast_by_default() -> None:
     steps = {"a": [Resize(9), CenterCrop(8)], "b": [Resize((8, 8))], "c": [RandomResizedCrop(8)]}
     for decode, reduced in (
         (None, [False, False, True]),
@@ -72,7 +72,7 @@ def test_a_decode_that_changes_no_pixel_changes_no_spec() -> None:
     ("decode", "transforms"),
     [("auto", {"a": [CenterCrop(8)]}), (True, {"a": [CenterCrop(8)]}), ("fast", {})],
 )
-def test_a_decode_that_means_nothing_is_refused(decode, transforms) -> None:
+def test_an_unknown_value_of_decode_is_refused(decode, transforms) -> None:
     with pytest.raises(ConfigError, match="decode") as caught:
         image_specs(transforms, decode)
     assert caught.value.field == "decode"
@@ -152,7 +152,7 @@ def allowed(steps) -> bool:
 
 
 @given(steps=st.lists(st.sampled_from(GEOMETRY + OTHERS), max_size=6))
-def test_only_the_orders_that_make_sense_are_taken(steps) -> None:
+def test_only_sensible_orders_of_image_steps_are_accepted(steps) -> None:
     if allowed(steps):
         image_spec("jpg", steps)
     else:
@@ -207,7 +207,7 @@ def test_what_means_nothing_is_refused_with_column_step_and_what_is_allowed(step
         (ColumnSpec("y", Kind.BYTES, ""), "no column of the batches.*; they have: y"),
     ],
 )
-def test_a_column_without_bytes_is_refused_with_what_it_is(spec, what) -> None:
+def test_a_column_without_bytes_is_refused_and_its_type_named(spec, what) -> None:
     with pytest.raises(ConfigError, match=what):
         delivered([spec], [image_spec("x", [CenterCrop(8)])])
 
@@ -220,7 +220,7 @@ def test_a_column_without_bytes_is_refused_with_what_it_is(spec, what) -> None:
         ("picture", ("jpg",), "'jpg'"),
     ],
 )
-def test_a_column_of_images_that_was_meant_is_suggested(given, columns, meant) -> None:
+def test_the_column_of_images_that_was_probably_meant_is_suggested(given, columns, meant) -> None:
     specs = [ColumnSpec("image.path", Kind.STRING, "")]
     specs += [ColumnSpec(name, Kind.BYTES, "") for name in columns]
     with pytest.raises(ConfigError, match=f"did you mean {meant}"):
@@ -241,7 +241,7 @@ IMAGE = image_spec("x", [Resize(9), CenterCrop(8)])
         (replace(IMAGE, mean=(0.5,), dtype="float32"),),
     ],
 )
-def test_a_node_refuses_what_no_list_can_mean(images) -> None:
+def test_a_node_refuses_columns_that_cannot_be_images(images) -> None:
     with pytest.raises(ConfigError, match="transforms"):
         delivered([ColumnSpec("x", Kind.BYTES, "")], images)
 

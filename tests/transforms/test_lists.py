@@ -40,7 +40,7 @@ def test_a_value_for_every_column_must_be_one_of_some_column() -> None:
         check_lists(SPECS[:1], column_options(max_length=3))
 
 
-def test_forms_are_those_of_lists_that_do_not_come_as_they_are() -> None:
+def test_only_lists_with_options_have_a_form() -> None:
     assert list_forms(SPECS, column_options()) == {}
     one = (1).to_bytes(4, "little")
     assert list_forms(SPECS, column_options(pad_value=1, max_length={"marks": 7})) == {

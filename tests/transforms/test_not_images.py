@@ -30,7 +30,7 @@ def test_what_lies_there_is_named(found: bytes, said: str) -> None:
 
 
 @given(st.binary(max_size=100))
-def test_of_any_bytes_it_is_one_short_printable_line(found: bytes) -> None:
+def test_any_bytes_are_described_in_one_short_printable_line(found: bytes) -> None:
     said = said_of(found)
     assert said.isprintable()
     assert len(said) < 300

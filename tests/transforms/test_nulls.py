@@ -51,7 +51,7 @@ def refusal(found: NullCounts | None, **options: object) -> str | None:
     return None
 
 
-def test_all_columns_with_nulls_are_told_at_once_with_the_fill_null_to_paste():
+def test_one_error_lists_all_columns_with_nulls_and_the_fill_null_to_paste():
     found = one(age=3, ok=1, price=5, when=2, tags=4, tag=1, text=9, box=1, n=6, x=2)
     told = refusal(found)
     assert told is not None
@@ -77,7 +77,7 @@ def test_null_floats_lists_and_texts_need_no_value_and_unknown_counts_refuse_not
     assert refusal(nulls((NEVER,) * 12)) is None
 
 
-def test_columns_that_were_not_asked_for_do_not_matter():
+def test_columns_that_were_not_chosen_do_not_matter():
     assert refusal(one(age=1, ok=1), columns=["price", "text"]) is None
     assert refusal(one(age=1, ok=1), columns=["age"], fill_null={"age": 0}) is None
 
@@ -95,7 +95,7 @@ def test_the_first_shard_with_nulls_is_named():
     assert "'age' (int64, the first in file:///2), 'ok' (bool, the first in file:///1)" in told
 
 
-def test_very_many_columns_are_told_in_a_line_that_can_be_read():
+def test_very_many_columns_are_listed_in_a_readable_line():
     schema = pa.schema([(f"c{i}", pa.int8()) for i in range(5000)])
     plan = plan_columns(schema)
     with pytest.raises(ConfigError, match=r"5000 columns: .* and 4900 more.*fill_null=0, ") as told:
@@ -117,7 +117,7 @@ def test_one_number_fills_every_column_of_which_it_is_a_value():
     ]
 
 
-def test_a_zero_for_every_column_is_not_taken_for_nothing():
+def test_a_zero_for_every_column_is_different_from_no_value():
     assert column_options(fill_null=0) == ColumnOptions(fill_null_all=0.0)
     assert column_options(fill_null=0) != column_options()
     assert column_options(fill_null={}) == column_options()
@@ -148,7 +148,7 @@ def test_what_no_column_can_hold_is_told(fill_null, says):
 
 
 @pytest.mark.parametrize("value", [1.5, float("nan"), 300])
-def test_one_number_that_fits_no_column_is_told(value):
+def test_a_number_that_fits_no_column_is_an_error(value):
     options = column_options(columns=["s.n", "ok", "text"], fill_null=value)
     with pytest.raises(ConfigError, match="not a value of any column; they hold bool, string, uin"):
         check_fills(plan_columns(SCHEMA, options))
@@ -160,7 +160,7 @@ def test_numbers_of_numpy_and_bools_are_numbers(value):
     assert column_options(fill_null=value).fill_null_all == 1.0
 
 
-def test_counts_of_shards_add_up_and_doubt_outweighs_nothing():
+def test_counts_of_shards_add_up_and_unknown_outweighs_zero():
     found = nulls((NEVER, NEVER, 0, 1, 2), (NEVER, 0, UNKNOWN, UNKNOWN, 3))
     assert found.counts.tolist() == [NEVER, 0, UNKNOWN, 1, 5]
     assert found.shards.tolist() == [-1, -1, -1, 0, 0]

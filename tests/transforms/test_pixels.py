@@ -45,7 +45,7 @@ FORMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def test_this_installation_has_all_that_makes_pixels_fast() -> None:
+def test_this_installation_has_all_fast_image_libraries() -> None:
     if FOUND.library is None and not os.environ.get("CI"):
         pytest.skip(f"made by {FOUND}: {FOUND.missing}")
     assert FOUND.missing == ""
@@ -145,7 +145,7 @@ def _lossless(image: bytes) -> bytes:
 
 
 @given(jpegs(), st.data())
-def test_whoever_makes_them_reduced_crops_are_alike(
+def test_reduced_crops_are_similar_with_all_implementations(
     jpeg: tuple[bytes, tuple[int, int]], data: st.DataObject
 ) -> None:
     image, _ = jpeg
@@ -268,7 +268,7 @@ def test_a_single_colour_stays_itself_at_any_size(colour: int) -> None:
         ({"std": (1.0, 0.0, 1.0)}, "std"),
     ],
 )
-def test_a_view_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
+def test_an_impossible_view_is_refused(changed: dict[str, Any], said: str) -> None:
     fields = {
         "height": 4,
         "width": 4,

@@ -105,7 +105,7 @@ def _outcome(call: Any) -> bytes | str:
     st.sampled_from(FORMS), st.integers(1, 200), st.integers(1, 300), st.integers(0, 400),
     st.integers(0, 1000),
 )  # fmt: skip
-def test_any_crop_after_any_others_is_what_it_is_alone(
+def test_a_crop_does_not_depend_on_earlier_crops(
     form: tuple[str, dict[str, Any]], height: int, width: int, words: int, seed: int
 ) -> None:
     image = encoded(drawn(height, width, form[0]), **form[1])
@@ -114,7 +114,7 @@ def test_any_crop_after_any_others_is_what_it_is_alone(
         assert (_over(kept, [image], [box]) == made([image], [box], [0], VIEW)).all()
 
 
-def test_crops_of_photographs_are_what_they_are_alone(data_dir: Path) -> None:
+def test_crops_of_photographs_do_not_depend_on_each_other(data_dir: Path) -> None:
     images = photographs(data_dir / "images")
     kept = Kept([len(image) // 16 // 8 * 8 for image in images])
     view = PixelView(64, 64, "HWC", "uint8", None, None)
@@ -126,7 +126,7 @@ def test_crops_of_photographs_are_what_they_are_alone(data_dir: Path) -> None:
 
 
 @given(st.integers(0, 1000), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=3))
-def test_a_broken_image_has_the_error_that_it_has_alone(
+def test_a_broken_image_has_the_same_error_in_a_batch_as_by_itself(
     seed: int, wrong: list[tuple[float, int]]
 ) -> None:
     image = bytearray(encoded(drawn(120, 160), quality=90))
@@ -142,7 +142,7 @@ def test_a_broken_image_has_the_error_that_it_has_alone(
 
 
 @given(st.binary(min_size=1, max_size=1200), st.integers(0, 99), st.integers(0, 600))
-def test_memory_that_holds_something_else_harms_nobody(fill: bytes, seed: int, count: int) -> None:
+def test_memory_with_other_content_harms_no_decode(fill: bytes, seed: int, count: int) -> None:
     image = encoded(drawn(120, 160), quality=90, subsampling="4:4:4")
     kept = Kept([1200], fill)
     kept.memory[0][:4] = np.frombuffer(np.uint32(count).tobytes(), np.uint8)
@@ -150,7 +150,7 @@ def test_memory_that_holds_something_else_harms_nobody(fill: bytes, seed: int, c
         _over(kept, [image], [_boxes(image, 1, seed)[0]])
 
 
-def test_marks_are_the_same_bytes_whoever_notes_them() -> None:
+def test_restart_indexes_are_the_same_bytes_however_crops_complete_them() -> None:
     image = encoded(drawn(300, 400), quality=90)
     height, width = sizes([image])[0].tolist()
     length = len(image) // 16 // 8 * 8
@@ -212,7 +212,7 @@ while True:
 """
 
 
-def test_who_is_killed_at_it_leaves_a_restart_index_for_others(tmp_path: Path) -> None:
+def test_a_restart_index_of_a_killed_process_is_usable_by_others(tmp_path: Path) -> None:
     image = encoded(drawn(300, 400), quality=90)
     photograph, restart_index = tmp_path / "image", tmp_path / "restart_index"
     photograph.write_bytes(image)

@@ -109,7 +109,7 @@ def as_bytes(spec: ImageSpec, found: np.ndarray[Any, Any]) -> np.ndarray[Any, An
 
 
 @pytest.mark.parametrize("kind", STEPS, ids=NAMES)
-def test_a_step_has_a_file_that_says_all_of_it(kind: StepKind[AnyStep]) -> None:
+def test_one_file_defines_all_of_an_image_step(kind: StepKind[AnyStep]) -> None:
     stem = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.name).lower()
     module = importlib.import_module(f"dataplane.transforms.steps.{stem}")
     assert module.STEP is kind
@@ -146,7 +146,7 @@ def test_a_saved_spec_stands_for_the_steps_that_it_was_made_of(kind, data) -> No
 
 
 @pytest.mark.parametrize("kind", [one for one in STEPS if one.draws and one.place], ids=DRAWING)
-def test_each_number_that_a_step_draws_counts(kind: StepKind[AnyStep]) -> None:
+def test_each_number_that_a_step_draws_changes_its_result(kind: StepKind[AnyStep]) -> None:
     count, chance = 3000, np.random.default_rng(3)
     step = kind.checked(kind.step(8) if kind.size else kind.step(), kind.name)
     # Of such images most tries do not fit, so that the last ones count.

@@ -134,7 +134,7 @@ def test_a_crash_over_an_image_names_its_row_and_column(
 
 
 @pytest.mark.parametrize("stuck", ["while True: pass", "import time; time.sleep(3600)"])
-def test_a_worker_that_does_not_come_to_an_end_is_killed_and_the_block_is_named(
+def test_a_worker_that_hangs_is_killed_and_its_block_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
 ) -> None:
     mark = tmp_path / "mark"
@@ -184,7 +184,7 @@ def test_what_a_worker_last_wrote_tells_a_crash_from_a_lack_of_memory() -> None:
     assert cause(-signal.SIGKILL, short=True) is Cause.MACHINE_SHORT
 
 
-def test_two_kills_by_somebody_say_so_and_blame_no_bytes(tmp_path: Path) -> None:
+def test_two_kills_from_outside_are_reported_as_such_and_blame_no_shard(tmp_path: Path) -> None:
     async def scene(bench: Bench) -> None:
         await bench.decode(0, ROOM)
         result = asyncio.ensure_future(bench.decode(1, ROOM))

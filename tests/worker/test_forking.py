@@ -60,7 +60,7 @@ def test_processes_share_one_parent_and_end_with_their_sockets() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_the_end_of_a_process_is_told_with_its_signal(number: signal.Signals) -> None:
+def test_the_end_of_a_process_is_reported_with_its_signal(number: signal.Signals) -> None:
     process, sock, stderr = a_process()
     told: list[int] = []
     process.on_end(told.append)
@@ -74,7 +74,7 @@ def test_the_end_of_a_process_is_told_with_its_signal(number: signal.Signals) ->
     os.close(stderr)
 
 
-def test_a_process_is_killed_that_has_not_started_yet() -> None:
+def test_a_process_can_be_killed_before_it_has_started() -> None:
     process, sock, stderr = a_process()
     process.kill()
     assert process.wait(WAIT_S)
@@ -83,7 +83,7 @@ def test_a_process_is_killed_that_has_not_started_yet() -> None:
     os.close(stderr)
 
 
-def test_a_fork_server_that_dies_takes_its_processes_along_and_is_started_again() -> None:
+def test_if_the_fork_server_dies_its_processes_end_and_it_is_started_again() -> None:
     process, sock, stderr = a_process()
     server = server_of(process)
     server.kill()
@@ -128,7 +128,7 @@ def test_what_cannot_be_started_says_why_on_its_stderr() -> None:
     os.close(stderr)
 
 
-def test_it_ends_with_the_last_who_holds_it() -> None:
+def test_the_fork_server_ends_when_its_last_holder_releases_it() -> None:
     process, sock, stderr = a_process()
     server = server_of(process)
     fork_server.acquire()
@@ -143,7 +143,7 @@ def test_it_ends_with_the_last_who_holds_it() -> None:
     os.close(stderr)
 
 
-def test_a_fork_server_that_cannot_start_ends_what_was_asked_for(
+def test_if_the_fork_server_cannot_start_requested_processes_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process, sock, stderr = a_process()

@@ -142,7 +142,7 @@ def test_the_kernel_and_numpy_write_the_same_bytes(
 
 @settings(max_examples=50)
 @given(st.data(), DRAWN, st.sampled_from(ListPolicy))
-def test_the_batches_that_fit_are_the_same_bytes_as_those_batches_alone(
+def test_batches_that_fit_have_the_same_bytes_as_in_a_slab_of_their_own(
     data: st.DataObject, drawn: tuple[pa.RecordBatch, tuple[Leaf, ...]], lists: ListPolicy
 ) -> None:
     case = Case(data, drawn, lists)

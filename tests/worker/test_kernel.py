@@ -129,7 +129,7 @@ def test_any_texts_in_any_blocks_are_taken_alike(
 
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("wrong", [(-1, 0), (2, 0), (0, -1), (0, 3), (1, 2), (2**31 - 1, 0)])
-def test_a_row_that_is_not_there_is_refused_before_anything_is_read(
+def test_a_row_outside_of_its_block_is_refused_before_anything_is_read(
     how: Open, wrong: tuple[int, int]
 ) -> None:
     blocks = [fixed_block(np.zeros((rows, 4), np.uint8)) for rows in (3, 2)]
@@ -170,7 +170,7 @@ def test_starts_that_change_while_a_slab_is_made_change_nothing(how: Open) -> No
 
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize(("put", "room"), [(-1, 3), (0, 2), (98, 3), (2**63 - 1, 3)])
-def test_a_run_that_has_no_room_is_refused(how: Open, put: int, room: int) -> None:
+def test_a_run_that_does_not_fit_is_refused(how: Open, put: int, room: int) -> None:
     rows = how([text_block([b"abc"])], np.zeros((1, 2), np.int32))
     out = np.full(100, UNTOUCHED, np.uint8)
     with pytest.raises(RowOutOfBounds):

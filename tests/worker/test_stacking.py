@@ -132,7 +132,7 @@ def test_what_is_no_stack_is_refused_before_anything_is_opened(given):
         stack_specs(given)
 
 
-def test_a_stack_takes_columns_that_were_not_chosen_otherwise_and_their_fill_values():
+def test_a_stack_may_use_columns_that_are_not_chosen_and_their_fill_values():
     batch = pa.record_batch(
         {"a": pa.array([1, None, 3]), "b": pa.array([4, 5, 6]), "c": pa.array(["x", "y", "z"])}
     )

@@ -119,7 +119,7 @@ def test_workers_do_not_outlive_a_trainer_that_is_killed_while_it_waits_for_them
 
 
 @pytest.mark.parametrize("persistent", ["no", "yes"])
-def test_a_trainer_that_ends_with_a_pass_under_way_is_quick_and_silent(persistent) -> None:
+def test_a_trainer_that_exits_in_the_middle_of_a_pass_is_quick_and_silent(persistent) -> None:
     with trainer("fork", persistent, "trainer") as process:
         workers = workers_of(process)
         assert process.wait(60) == 0
@@ -137,7 +137,7 @@ _INTERRUPTED = _TRAINER.replace(
 )
 
 
-def test_an_interrupt_is_the_trainers_to_handle() -> None:
+def test_only_the_trainer_handles_an_interrupt() -> None:
     with trainer("fork", "no", "no", code=_INTERRUPTED) as process:
         workers = workers_of(process)
         assert process.stdout is not None
@@ -209,7 +209,7 @@ def killed(worker: Any, iterator: Iterator[Any]) -> None:
     list(iterator)
 
 
-def test_a_worker_that_waits_to_be_heard_ends_at_once() -> None:
+def test_a_worker_that_waits_to_send_a_batch_ends_at_once() -> None:
     loader = DataLoader(Samples("long text", 100), None, num_workers=1, prefetch_factor=16)
     short = DataLoader(Texts(), None, num_workers=1, prefetch_factor=16)
     for each in (loader, short):
@@ -240,7 +240,7 @@ class Hangs(Samples):
         return i
 
 
-def test_a_timeout_is_kept() -> None:
+def test_a_timeout_is_respected() -> None:
     loader = DataLoader(Hangs("", 3), None, num_workers=1, timeout=2.5)
     iterator = iter(loader)
     assert next(iterator) == 0
@@ -249,7 +249,7 @@ def test_a_timeout_is_kept() -> None:
     loader.close()
 
 
-def test_a_thread_may_load() -> None:
+def test_a_loader_may_run_in_any_thread() -> None:
     seen: list[Any] = []
 
     def load() -> None:

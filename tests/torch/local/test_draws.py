@@ -119,7 +119,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "workers"), CASES)
-def test_generators_stand_as_with_torchs_loader_after_each_step(name, workers) -> None:
+def test_generators_have_the_state_of_torchs_after_each_step(name, workers) -> None:
     expected, got = (
         list(
             walked(

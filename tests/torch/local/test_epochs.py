@@ -23,7 +23,7 @@ def batches_of(loader: DataLoader, epoch: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop", [1, STEPS])
-def test_a_pass_goes_on_in_the_epoch_of_its_state_unless_it_is_told_another(
+def test_a_pass_continues_in_the_epoch_of_its_state_unless_set_epoch_changes_it(
     num_workers, stop
 ) -> None:
     with loader_of(0) as loader:
@@ -50,7 +50,7 @@ def test_a_pass_goes_on_in_the_epoch_of_its_state_unless_it_is_told_another(
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stop", [1, STEPS])
-def test_an_epoch_that_is_told_between_the_state_and_its_pass_counts(num_workers, stop) -> None:
+def test_an_epoch_set_between_the_state_and_its_pass_is_used(num_workers, stop) -> None:
     with loader_of(0) as loader:
         epochs = [batches_of(loader, epoch) for epoch in range(4)]
     with loader_of(num_workers) as loader:
@@ -69,7 +69,7 @@ def test_an_epoch_that_is_told_between_the_state_and_its_pass_counts(num_workers
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_generator_goes_on_where_the_pass_that_was_over_left_it(num_workers) -> None:
+def test_a_generator_continues_where_the_finished_pass_left_it(num_workers) -> None:
     def shuffled() -> DataLoader:
         generator = torch.Generator().manual_seed(3)
         return DataLoader(range(12), 4, shuffle=True, generator=generator, num_workers=num_workers)

@@ -132,7 +132,7 @@ def test_iterable_datasets(
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("collate_fn", [as_is, as_pair])
-def test_collate_functions_return_whatever_they_like(num_workers, collate_fn) -> None:
+def test_collate_functions_may_return_any_type(num_workers, collate_fn) -> None:
     class All(Samples):
         def __getitem__(self, i: int) -> Any:
             return {kind: make(i) for kind, make in ANYTHING.items()}
@@ -253,7 +253,7 @@ class Waits(Samples):
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_other_ways_to_start_a_worker(context) -> None:
+def test_workers_may_be_started_by_spawn_or_forkserver(context) -> None:
     def make(loader: type) -> Any:
         how = {"multiprocessing_context": context} if loader is DataLoader else {}
         return loader(Samples("drawn", 4), 2, shuffle=True, num_workers=1, **how)

@@ -84,7 +84,7 @@ def test_whatever_of_the_users_raises(given) -> None:
         list(loader)
 
 
-def test_a_depth_of_nothing_is_refused_and_not_an_empty_pass() -> None:
+def test_a_prefetch_depth_of_zero_is_refused_and_does_not_make_an_empty_pass() -> None:
     loader = DataLoader(Samples("int", 4), num_workers=1, prefetch_factor=0)
     with pytest.raises(ValueError, match="prefetch_factor=0"):
         iter(loader)

@@ -61,7 +61,7 @@ def on_the_host(num_workers: int, dataset: Any = None) -> tuple[list[list[bytes]
 
 @pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "iterable"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_and_states_are_the_hosts_own(onto, num_workers, dataset) -> None:
+def test_batches_and_states_are_the_same_as_on_the_host(onto, num_workers, dataset) -> None:
     expected, states = on_the_host(num_workers, dataset)
     device = onto(num_workers)
     with loader_of(num_workers, dataset, device="cuda") as loader:
@@ -219,7 +219,7 @@ def test_an_error_comes_when_its_batch_is_due(onto, how) -> None:
     expect_nothing_left(device)
 
 
-def test_a_worker_that_dies_is_told_of_when_its_batch_is_due(onto) -> None:
+def test_the_death_of_a_worker_is_raised_when_its_batch_is_due(onto) -> None:
     device = onto()
     with loader_of(1, device="cuda") as loader:
         batches = iter(loader)

@@ -197,7 +197,7 @@ class Collates(Blocks):
         return torch.tensor(first), batch
 
 
-def test_expanded_tensors_take_the_memory_that_they_have() -> None:
+def test_expanded_tensors_take_only_their_own_memory() -> None:
     for loader in (
         DataLoader(Expanded(6), None, num_workers=1),
         DataLoader(Blocks(6, LONG), 1, num_workers=1, collate_fn=expanded),

@@ -251,7 +251,7 @@ def test_out_of_order_nothing_is_lost_and_nothing_twice(count, stop, num_workers
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7])
-def test_a_state_that_was_loaded_is_told_again(stop) -> None:
+def test_a_loaded_state_is_returned_unchanged(stop) -> None:
     with DataLoader(Growing(20), num_workers=2) as loader:
         batches = iter(loader)
         for _ in range(stop):

@@ -363,7 +363,7 @@ def seen(kind: type, arguments: Callable[[], Arguments], walk: Walk) -> list[Any
 
 
 @pytest.mark.parametrize(("arguments", "walk"), list(cases()))
-def test_a_program_sees_the_same(arguments, walk) -> None:
+def test_a_program_sees_the_same_as_with_torch(arguments, walk) -> None:
     expected = seen(torch.utils.data.DataLoader, arguments, walk)
     got = seen(DataLoader, arguments, walk)
     for i, (one, other) in enumerate(itertools.zip_longest(got, expected)):

@@ -52,7 +52,7 @@ def slack(live: int, count: int) -> int:
     steps=st.lists(st.tuples(st.integers(1, 6 * _MIB), st.integers(0, 12)), max_size=60),
 )
 @settings(max_examples=20)
-def test_pages_are_never_more_than_was_in_use_at_once(steps) -> None:
+def test_a_segment_never_has_more_pages_than_were_in_use_at_once(steps) -> None:
     """(1), (2), whatever is taken and dies."""
     mapped, segments = pair()
     held: list[tuple[Any, int]] = []
@@ -108,7 +108,7 @@ def loaders_bytes(loader: DataLoader) -> int:
     return allocated_bytes(dict(enumerate(found)))
 
 
-def test_uneven_batches_take_what_those_that_live_together_take() -> None:
+def test_uneven_batches_take_the_memory_of_those_that_live_at_once() -> None:
     dataset = Uneven(40)
     loader = DataLoader(dataset, 1, num_workers=1, persistent_workers=True)
     # The loop has one, is given the next, and as many are asked for ahead.

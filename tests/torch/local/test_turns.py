@@ -140,7 +140,7 @@ class Interrupted(SequentialSampler):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_one_that_loses_a_batch_ends_the_pass_and_not_the_loader(persistent) -> None:
+def test_an_interrupt_that_loses_a_batch_ends_the_pass_and_not_the_loader(persistent) -> None:
     made.__dict__.clear()
     dataset = Samples("int", COUNT)
     given = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": persistent}
