@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import chain, groupby, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
+from typing import TypeVar
 
 from dataplane.errors import ConfigError, ShardNotFound
 from dataplane.model import ObjectInfo
@@ -17,8 +20,11 @@ from dataplane.store.base import Store
 from dataplane.store.urls import Url, base_of, braces, local_path, normalise
 
 Connect = Callable[[str], Store]
+T = TypeVar("T")
+R = TypeVar("R")
 
-_HEADS_IN_FLIGHT = 16
+_IN_FLIGHT = 64
+_AHEAD = 4 * _IN_FLIGHT
 _NAMES_SHOWN = 3
 
 
@@ -36,8 +42,7 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
         raise ConfigError("no shards: the list of urls is empty")
     found: dict[str, ObjectInfo] = {}
     counts: list[int] = []
-    for name in names:
-        matches = [info for pattern in _patterns(name) for info in _objects(pattern, stores)]
+    for name, matches in zip(names, _matches(names, stores), strict=True):
         # Stores list in this order. A sort of a million keeps all other threads waiting.
         if any(one.url > next_.url for one, next_ in pairwise(matches)):
             matches.sort(key=lambda info: info.url)
@@ -55,34 +60,48 @@ def expand(urls: Url | Iterable[Url], stores: Connect) -> list[ObjectInfo]:
     return list(found.values())
 
 
-def _patterns(name: Url) -> Iterator[list[str]]:
-    """The patterns of one name; literal ones together, since they are looked up together."""
+def _matches(names: Sequence[Url], stores: Connect) -> Iterator[list[ObjectInfo]]:
+    """The objects of each name. Several patterns are looked up at once, whichever names have
+    them: each is a round trip.
+    """
+    patterns = ((at, pattern) for at, name in enumerate(names) for pattern in _patterns(name))
+    found = _in_parallel(lambda each: (each[0], _objects(each[1], stores)), patterns)
+    for _, group in groupby(found, key=itemgetter(0)):
+        yield [info for _, infos in group for info in infos]
+
+
+def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """`call` of each item, in the order of the items; only a few are ahead of the caller."""
+    rest = iter(items)
+    ahead = list(islice(rest, 2))
+    if len(ahead) < 2:
+        yield from map(call, ahead)
+        return
+    with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="dataplane-list") as pool:
+        running = deque(pool.submit(call, item) for item in chain(ahead, islice(rest, _AHEAD)))
+        try:
+            while running:
+                yield running.popleft().result()
+                running.extend(pool.submit(call, item) for item in islice(rest, 1))
+        finally:
+            for each in running:
+                each.cancel()
+
+
+def _patterns(name: Url) -> Iterator[str]:
+    """The patterns of one name."""
     url = normalise(name)
     path = local_path(url)
     if path is not None and path.exists():
-        yield [url]  # whatever braces and stars its name has
-        return
-    literals: list[str] = []
-    for pattern in braces(url):
-        if globs.is_glob(pattern):
-            yield [pattern]
-        else:
-            literals.append(pattern)
-    if literals:
-        yield literals
-
-
-def _objects(patterns: Sequence[str], stores: Connect) -> Iterator[ObjectInfo]:
-    path = local_path(patterns[0])
-    is_literal = not globs.is_glob(patterns[0]) or (path is not None and path.exists())
-    if not is_literal:
-        yield from _matching(patterns[0], stores)
-    elif len(patterns) == 1:
-        yield from _named(patterns[0], stores)
+        yield url  # whatever braces and stars its name has
     else:
-        with ThreadPoolExecutor(_HEADS_IN_FLIGHT, thread_name_prefix="dataplane-head") as pool:
-            for infos in pool.map(lambda url: _named(url, stores), patterns):
-                yield from infos
+        yield from braces(url)
+
+
+def _objects(pattern: str, stores: Connect) -> list[ObjectInfo]:
+    path = local_path(pattern)
+    is_literal = not globs.is_glob(pattern) or (path is not None and path.exists())
+    return _named(pattern, stores) if is_literal else _matching(pattern, stores)
 
 
 def _named(url: str, stores: Connect) -> list[ObjectInfo]:
@@ -117,13 +136,13 @@ def _named(url: str, stores: Connect) -> list[ObjectInfo]:
     ) from missing
 
 
-def _matching(pattern: str, stores: Connect) -> Iterator[ObjectInfo]:
+def _matching(pattern: str, stores: Connect) -> list[ObjectInfo]:
     prefix = globs.literal_prefix(pattern)
     listed = list(stores(pattern).list(prefix))
     matches = globs.compile_glob(pattern).fullmatch
     found = [info for info in listed if info.url == pattern or matches(info.url)]
     if found:
-        return iter(found)
+        return found
     if not listed:
         raise ShardNotFound(
             f"no object matches {pattern}: no url starts with {prefix}{_near_file(prefix)}",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -10,6 +14,8 @@ from hypothesis import strategies as st
 from servers import S3Server
 
 from dataplane.errors import ConfigError, ShardNotFound, StoreError
+from dataplane.model import ObjectInfo
+from dataplane.store.base import Store
 from dataplane.store.connect import Stores, connect, forget
 from dataplane.store.expand import expand
 
@@ -216,3 +222,26 @@ def test_the_real_folders_expand(data_dir: Path) -> None:
 def test_an_unknown_scheme_suggests_the_nearest_one(url: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean {meant}\?"):
         expand(url, STORES.connect)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A store whose lookups wait for each other: one after the other, they would fail."""
+
+    store: Store
+    barrier: threading.Barrier
+
+    def head(self, url: str) -> ObjectInfo:
+        self.barrier.wait()
+        return self.store.head(url)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.barrier.wait()
+        return self.store.list(prefix)
+
+
+def test_the_urls_of_a_list_are_looked_up_at_once(root: Path) -> None:
+    given = [f"{root}/{name}" for name in ("valid.parquet", "train-*", "date=1/part.parquet")]
+    found = expand(given, STORES.connect)
+    barrier = threading.Barrier(3, timeout=30.0)
+    assert expand(given, lambda url: cast(Store, Meeting(connect(url), barrier))) == found
