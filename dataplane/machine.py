@@ -5,10 +5,13 @@ Everything that knows Linux's files for it is here.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import pwd
 import resource
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ _DESCRIPTORS_MAX = 1 << 16
 _DESCRIPTORS_KEPT = 256
 _CONNECTIONS_MIN = 16
 _OBJECTS_BEFORE_LOOK = 1 << 16
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,33 @@ def collect_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(_OBJECTS_BEFORE_LOOK, 20, 20)
+
+
+def thread_count() -> int:
+    """Number of threads of this process, those of libraries included.
+
+    Source: proc(5), /proc/self/task.
+    """
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def close_descriptors(keep: int) -> None:
+    """Close all descriptors of this process except the first three and that one."""
+    for fd in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        if fd > 2 and fd != keep:
+            with contextlib.suppress(OSError):  # the one that listed the folder
+                os.close(fd)
+
+
+def set_process(name: str, *, dies_with_parent: bool = False) -> None:
+    """Name this process, in 15 bytes; and let the kernel kill it when its parent ends.
+
+    Source: prctl(2).
+    """
+    libc = ctypes.CDLL(None)
+    if dies_with_parent:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(_PR_SET_NAME, name.encode())
 
 
 def kill_count_for_memory() -> int:

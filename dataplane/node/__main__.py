@@ -29,15 +29,17 @@ def main() -> int:
     parser.add_argument("--embedded", action="store_true", help="end with the last trainer")
     parser.add_argument("--stderr-fd", type=int, help="becomes stderr once the node serves")
     given = parser.parse_args()
-    if given.fork_server_fd is not None:
-        from dataplane.node.fork_server import main as be_fork_server
+    from dataplane.worker.forking import ENVIRONMENT, fork_server
 
+    # Before anything imports numpy or pyarrow.
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    from dataplane.node.fork_server import main as be_fork_server
+
+    if given.fork_server_fd is not None:
         be_fork_server(given.fork_server_fd)
         return 0
-    # It imports what workers need while this process imports what a node needs.
-    from dataplane.worker.forking import fork_server
-
-    fork_server.acquire(given.stderr_fd)
+    # All that it imports, a node imports too.
+    fork_server.acquire(given.stderr_fd, be_fork_server)
     asyncio.run(_to_the_end(given.listener_fd, given.stderr_fd))
     return 0
 

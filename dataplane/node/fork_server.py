@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -21,13 +20,12 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from dataplane import collector
+from dataplane import collector, machine
 from dataplane.errors import PeerLost
 from dataplane.index import indexer
 from dataplane.rpc import local, tasks
 from dataplane.worker import worker
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _ROLES: dict[str, Callable[[int, int], None]] = {"worker": worker.main, "indexer": indexer.main}
 
 
@@ -44,7 +42,6 @@ class _ForkServer:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._numbers: dict[int, int] = {}  # by process id
-        self._libc = ctypes.CDLL(None)
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
@@ -103,8 +100,7 @@ class _ForkServer:
             return pid
         status = 1
         try:
-            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            self._libc.prctl(_PR_SET_NAME, f"dp-{order.role}".encode())
+            machine.set_process(f"dp-{order.role}", dies_with_parent=True)
             os.dup2(stderr_fd, 2)
             os.close(stderr_fd)
             signal.set_wakeup_fd(-1)

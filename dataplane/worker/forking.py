@@ -1,6 +1,8 @@
 """Processes that parse foreign bytes, each forked by this process's fork server.
 
-The fork server is node/fork_server.py; this module is the side that requests processes.
+The fork server is node/fork_server.py; this module is the side that requests processes. A new
+interpreter runs it, or, in an embedded node that has just started, a fork of the node: what both
+need is then imported once.
 
 Invariants:
 1. A process has one fork server. The first holder starts it and the last one ends it; one that died
@@ -21,18 +23,22 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 from dataplane import machine
 
 # Arrow's allocator would reserve a GiB and use it slowly, and a memory limit counts reservations.
 # A process with a second thread must not fork, and jemalloc has one even if it is not used.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MIMALLOC_ARENA_EAGER_COMMIT": "0",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 _MODULE = "dataplane.node"
+Main = Callable[[int], None]
 _PAUSE_S, _PAUSE_S_MAX = 0.001, 0.5
 _CLOSE_S = 5.0
 
@@ -95,26 +101,45 @@ class ForkedProcess:
             call(status)
 
 
+class _Process(Protocol):
+    """The process of a fork server."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """A child that was forked from this process, and not waited for yet."""
+
+    pid: int
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its exit status; waits for it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 class _Server:
     """One fork server, and the thread that receives its messages."""
 
-    def __init__(self, stderr_fd: int | None) -> None:
+    def __init__(self, stderr_fd: int | None, main: Main | None = None) -> None:
         self.is_lost = False
         self._changing = threading.Lock()
         self._processes: dict[int, ForkedProcess] = {}
         self._numbers = itertools.count(1)
         # Same as rpc.local.pair(); rpc is imported while the fork server starts.
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-m", _MODULE]
-        command += ["--fork-server-fd", str(theirs.fileno())]
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stderr=stderr_fd,
-                    pass_fds=(theirs.fileno(),),
-                    env={**_ENVIRONMENT, **os.environ},
+                self._process: _Process = (
+                    _executed(theirs, stderr_fd)
+                    if main is None or machine.thread_count() > 1
+                    else _forked(theirs, stderr_fd, main)
                 )
             except BaseException:
                 self._sock.close()
@@ -197,6 +222,37 @@ class _Server:
             process.ended(-signal.SIGKILL)
 
 
+def _executed(sock: socket.socket, stderr_fd: int | None) -> subprocess.Popen[bytes]:
+    """A fork server in a new interpreter."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _MODULE, "--fork-server-fd", str(sock.fileno())],
+        stdin=subprocess.DEVNULL,
+        stderr=stderr_fd,
+        pass_fds=(sock.fileno(),),
+        env={**ENVIRONMENT, **os.environ},
+    )
+
+
+def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
+    """A fork server in a fork of this process, which has one thread."""
+    pid = os.fork()
+    if pid:
+        return _Fork(pid)
+    status = 1
+    try:
+        machine.set_process("dp-fork-server")
+        if stderr_fd is not None:
+            os.dup2(stderr_fd, 2)
+        machine.close_descriptors(keep=sock.fileno())
+        main(sock.detach())
+        status = 0
+    except BaseException:  # noqa: BLE001 - it must not go on as a second node
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
 class _Shared:
     """The fork server of this process, shared by all holders."""
 
@@ -206,13 +262,15 @@ class _Shared:
         self._stderr_fd: int | None = None
         self._server: _Server | None = None
 
-    def acquire(self, stderr_fd: int | None = None) -> None:
-        """Hold it; the first holder starts it, with this stderr."""
+    def acquire(self, stderr_fd: int | None = None, main: Main | None = None) -> None:
+        """Hold it; the first holder starts it, with this stderr. With `main`, which runs a fork
+        server on an inherited socket, it is forked from this process, if that has one thread.
+        """
         with self._changing:
             self._holder_count += 1
             if self._server is None:
                 self._stderr_fd = stderr_fd
-                self._server = _Server(stderr_fd)
+                self._server = _Server(stderr_fd, main)
 
     def release(self) -> None:
         """Release it; the last holder ends it."""

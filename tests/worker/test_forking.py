@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -162,3 +164,52 @@ def test_if_the_fork_server_cannot_start_requested_processes_end(
 
 def _is_zombie(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+_YOUNG = """
+import os, signal, socket, sys
+import psutil
+from dataplane.node.fork_server import main
+from dataplane.rpc import local
+from dataplane.worker.forking import fork_server
+
+def a_process():
+    ours, theirs = local.pair()
+    with theirs:
+        return fork_server.start("worker", theirs, 2, 1 << 30), ours
+
+kept = open(os.devnull)
+fork_server.acquire(None, main)
+first, sock = a_process()
+server = psutil.Process(first.pid).parent()
+print(server.name(), server.num_threads(), server.ppid() == os.getpid(), server.cmdline()[1])
+print(kept.name in {each.path for each in server.open_files()})
+server.kill()
+print(first.status())
+again, other = a_process()
+print(psutil.Process(again.pid).parent().cmdline()[3], flush=True)
+other.close()
+print(again.status())
+fork_server.release()
+print(psutil.Process().children())
+"""
+
+
+def test_a_process_that_has_just_started_forks_its_fork_server() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _YOUNG],
+        env={**os.environ, **forking.ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "dp-fork-server 1 True -c",
+        "False",
+        "-9",
+        "dataplane.node",  # a new one is a new interpreter
+        "0",
+        "[]",
+    ]
