@@ -70,19 +70,19 @@ def _matches(names: Sequence[Url], stores: Connect) -> Iterator[list[ObjectInfo]
         yield [info for _, infos in group for info in infos]
 
 
-def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`call` of each item, in the order of the items; only a few are ahead of the caller."""
-    rest = iter(items)
+def _in_parallel(call: Callable[[T], R], given: Iterable[T]) -> Iterator[R]:
+    """`call` of each one, in the order of the given; only a few are ahead of the caller."""
+    rest = iter(given)
     ahead = list(islice(rest, 2))
     if len(ahead) < 2:
         yield from map(call, ahead)
         return
     with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="dataplane-list") as pool:
-        running = deque(pool.submit(call, item) for item in chain(ahead, islice(rest, _AHEAD)))
+        running = deque(pool.submit(call, one) for one in chain(ahead, islice(rest, _AHEAD)))
         try:
             while running:
                 yield running.popleft().result()
-                running.extend(pool.submit(call, item) for item in islice(rest, 1))
+                running.extend(pool.submit(call, one) for one in islice(rest, 1))
         finally:
             for each in running:
                 each.cancel()
