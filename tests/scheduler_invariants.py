@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+from scheduler_times import Times
 from scheduler_world import PAGE, World
 
 from dataplane.scheduler.block import BlockPhase
 from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.shared import _key
+
+PLANNED_AHEAD = 16
+"""Slabs planned for each stream, beside those that may have slots."""
 
 _Pins = dict[int, Counter[int]]
 _Used = dict[int, list[int]]
@@ -22,8 +26,9 @@ _Used = dict[int, list[int]]
 class Invariants:
     """Those of one scheduler, over all of the datasets that it has seen."""
 
-    def __init__(self, scheduler: Scheduler, worlds: list[World]) -> None:
+    def __init__(self, scheduler: Scheduler, worlds: list[World], times: Times) -> None:
         self._scheduler = scheduler
+        self._times = times
         self._worlds = worlds
         self._needs: dict[int, tuple[object, list[int]]] = {}
 
@@ -127,6 +132,7 @@ class Invariants:
             ready = [key for each in datasets.datasets for key in keys[each.dataset_id]]
             slots, step = used[stream.delivery.delivery_id], None
             for task in stream.tasks:
+                self._times.task(task)
                 batches = task.plan.batches
                 assert step in {None, batches[0].step}, "slab_tasks 3: a batch is missing"
                 step = batches[-1].step + stride
@@ -148,10 +154,28 @@ class Invariants:
                         self._count_pins(pins, task)
                 elif task.phase is SlabPhase.FAILED:
                     assert not len(task.pinned), "slab_tasks 1: pins of what has failed"
-            if stream.requests and stream.tasks and scheduler.is_settled:
-                self._check_first(stream)
+            if scheduler.is_settled:
+                self._check_ahead(stream)
+                if stream.requests and stream.tasks:
+                    self._check_first(stream)
         found = sum(map(len, scheduler._tasks._waiting.values()))
         assert found == waiting_count, "slab_tasks 4: what is gone still waits"
+
+    def _check_ahead(self, stream: StreamState) -> None:
+        """Every stream is planned ahead, and a free slot is used by who has a right to it."""
+        layout, tasks = stream.delivery.slots.layout, stream.tasks
+        if not stream.planning and not stream.planned_all:
+            assert len(tasks) + planned_together(len(tasks)) > PLANNED_AHEAD + layout.ahead_slots
+        if not stream.delivery.slots.free_count:
+            return
+        for task in tasks:
+            if task.phase is SlabPhase.WAITING and not task.oversize:
+                slab = self._scheduler._shared.find(task)
+                if slab is None and not task.missing or slab is not None and slab.made is not None:
+                    is_first = task is tasks[0] and not stream.is_ahead
+                    has_all = count_of_slots(stream) >= share_of_slots(stream)
+                    assert has_all and not is_first, "slab_tasks 5: a slot is free"
+                    return
 
     def _check_first(self, stream: StreamState) -> None:
         """scheduler 1 and 3, slab_tasks 5: what a consumer waits for is made as soon as it can be."""
@@ -182,3 +206,22 @@ class Invariants:
             assert len(set(mine)) == len(mine), "slab_tasks 2: two slabs in one slot"
             count = slots.layout.slot_count - slots.free_count + (not slots.zone_is_free)
             assert count == len(mine), "slab_tasks 2: a slot that nobody has"
+
+
+def planned_together(task_count: int) -> int:
+    """How many plans a stream with so many tasks asks for at once."""
+    return min(max(task_count, 1), 8)
+
+
+def count_of_slots(stream: StreamState) -> int:
+    """Slots of slabs that the consumer of a stream has not got yet."""
+    count = sum(task.slot is not None for task in stream.tasks)
+    if stream.is_ahead and stream.after is not None:
+        count += sum(task.slot is not None for task in stream.after.tasks)
+    return count
+
+
+def share_of_slots(stream: StreamState) -> int:
+    """How many of them a stream may have, if its first slab is among them."""
+    sharing = [each for each in stream.delivery.streams if not each.is_ahead]
+    return max(1, stream.delivery.slots.layout.ahead_slots // max(len(sharing), 1))

@@ -69,8 +69,8 @@ class Run:
         self.outside.locate = self._locate
         self.outside.restart_indexes_of = lambda key: self.scheduler.block(key).restart_indexes
         worlds = [*self.worlds.values()]
-        self.invariants = Invariants(self.scheduler, worlds)
-        self.traffic = Traffic(self.scheduler, fetches)
+        self.traffic = Traffic(self.scheduler, fetches, stall_s)
+        self.invariants = Invariants(self.scheduler, worlds, self.traffic.times)
         self.now = 0.0
         self.acts = 0
         self.places: list[Place] = []
@@ -100,9 +100,9 @@ class Run:
         """Something has happened: whatever follows from it is done."""
         self.now += 0.001
         self.outside.now = self.now
-        before = self.traffic.before(event)
+        before = self.traffic.before(event, self.now)
         effects = self.scheduler.decide(event, self.now)
-        self.traffic.after(before, effects)
+        self.traffic.after(event, before, effects)
         for effect in effects:
             match effect:
                 case events.Send():
@@ -357,6 +357,7 @@ class Run:
         left = [world.blocks.account for world in self.worlds.values()]
         untold = np.array([[each.read_bytes, each.disk_us] for each in left]).sum(0)
         assert (self.traffic.told + untold == self.outside.done).all(), "account: told once"
+        self.traffic.times.check_end(left)
         for delivery in deliveries:
             assert delivery.slots.free_count == delivery.slots.layout.slot_count
             assert delivery.slots.zone_is_free

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler_invariants import PLANNED_AHEAD, planned_together
+from scheduler_times import Times
+
 from dataplane.model import Region
 from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
@@ -23,18 +26,21 @@ _WORKERS, _WORKERS_MAX = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What could be evicted before an event, and how far each walk had come."""
+    """What could be evicted before an event. `is_alone`: no slab is kept, which would change how
+    far a walk has come while it is decided.
+    """
 
     evictable: dict[int, CachedBlock]
-    walks: list[tuple[DatasetLookup, SampleOrder, int]]
+    is_alone: bool
     emptied_for: SlabTask | None
 
 
 class Traffic:
     """Everything that was asked of the outside and has not ended, and what was lent."""
 
-    def __init__(self, scheduler: Scheduler, fetch_count: int) -> None:
+    def __init__(self, scheduler: Scheduler, fetch_count: int, stall_s: float) -> None:
         self._scheduler = scheduler
+        self._stall_s = stall_s
         self._workers = _WORKERS
         self._fetches_max = SMALL_FETCHES * fetch_count
         self._blocks: dict[int, tuple[int, int]] = {}
@@ -46,6 +52,7 @@ class Traffic:
         self._planning: set[int] = set()
         self.told = np.zeros(2, np.int64)
         """Bytes that were read, and microseconds of disk, as the times of slabs tell."""
+        self.times = Times()
         self._is_settling = False
         self._making: dict[int, int] = {}
         self._in_use: Counter[int] = Counter()
@@ -60,8 +67,9 @@ class Traffic:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def before(self, event: events.Event) -> _Before | None:
+    def before(self, event: events.Event, now: float) -> _Before | None:
         """To be asked before each event; the answer goes to `after`."""
+        self.times.before(event, now)
         self._is_settling = isinstance(event, events.Settled)
         match event:
             case events.DeliveryOpened():
@@ -111,30 +119,53 @@ class Traffic:
         del self._busy["block", key]
 
     def _snapshot(self) -> _Before | None:
-        """What blocks 3 needs, where no slab is kept: those change positions while it is decided."""
+        """What blocks 3 needs."""
         emptied_for = self._scheduler._emptied_for
         if self._scheduler._groups:
-            return None if emptied_for is None else _Before({}, [], emptied_for)
+            return None if emptied_for is None else _Before({}, False, emptied_for)
         blocks = self._scheduler._blocks._by_key
         evictable = {key: block for key, block in blocks.items() if block.is_evictable}
-        walks = [
-            (s.delivery.datasets, s.walk.order, s.position)
-            for s in self._scheduler._streams._streams.values()
-        ]
-        return _Before({k: b for k, b in evictable.items() if b.regions}, walks, emptied_for)
+        return _Before({k: b for k, b in evictable.items() if b.regions}, True, emptied_for)
 
     # -- effects ---------------------------------------------------------------------------------
 
-    def after(self, before: _Before | None, effects: list[events.Effect]) -> None:
+    def after(
+        self, event: events.Event, before: _Before | None, effects: list[events.Effect]
+    ) -> None:
         """To be told what each event has led to.
 
         Raises:  AssertionError: names the invariant.
         """
+        self._effects(before, effects)
+        match event:
+            case events.Requested():
+                self._check_answered(event.stream_id)
+            case events.Ticked():
+                for stream_id, asked in self._requests.items():
+                    waits = [i for i in asked if self.times.waited_s(stream_id, i) > self._stall_s]
+                    assert not waits, "a request waits, and nobody is told"
+
+    def _check_answered(self, stream_id: int) -> None:
+        stream = self._scheduler._streams.find(stream_id)
+        if stream is not None and stream.requests and stream.tasks:
+            is_made = stream.tasks[0].phase in {SlabPhase.READY, SlabPhase.FAILED}
+            assert not is_made, "what is made is not handed over at once"
+
+    def _plan(self, effect: events.PlanSteps) -> None:
+        assert effect.stream_id not in self._planning, "scheduler 6"
+        self._planning.add(effect.stream_id)
+        stream = self._scheduler._streams._streams[effect.stream_id]
+        count = len(stream.tasks)
+        assert effect.count == planned_together(count)
+        assert count + effect.count <= PLANNED_AHEAD + stream.delivery.slots.layout.ahead_slots
+
+    def _effects(self, before: _Before | None, effects: list[events.Effect]) -> None:
         gone: list[int] = []
         for effect in effects:
+            self.times.effect(effect, self._lent_by(effect))
             match effect:
                 case events.Fetch() | events.DecodeBlock():
-                    if before is not None and before.walks and gone:
+                    if before is not None and before.is_alone and gone:
                         self._check_evicted(before, gone, effect)
                     if before is not None and before.emptied_for is not None:
                         self._check_emptied(before.emptied_for, effect)
@@ -149,8 +180,7 @@ class Traffic:
                     self._forget(effect.key)
                     gone.append(effect.key)
                 case events.PlanSteps():
-                    assert effect.stream_id not in self._planning, "scheduler 6"
-                    self._planning.add(effect.stream_id)
+                    self._plan(effect)
                 case events.AssembleSlab() | events.CopyKept():
                     gone = []
                     self._make(effect)
@@ -162,6 +192,12 @@ class Traffic:
                     assert 1 <= effect.count <= _WORKERS_MAX, "autoscaler 1"
                     assert effect.count != self._workers, "autoscaler: as many as there are"
                     self._workers = effect.count
+
+    def _lent_by(self, effect: events.Effect) -> SlabTask | None:
+        if not isinstance(effect, events.Send) or not isinstance(effect.body, messages.Slab):
+            return None
+        delivery = self._scheduler._deliveries[self._streams[effect.stream_id].delivery_id]
+        return delivery.lent[effect.body.slab_id].task
 
     def _load(self, effect: events.Fetch | events.DecodeBlock) -> None:
         key, block = effect.key, (effect.dataset_id, effect.block)
@@ -211,6 +247,7 @@ class Traffic:
         assert asked, "scheduler 1: an answer that nobody waits for"
         assert asked.popleft() == effect.request_id, "scheduler 1: not the request that is next"
         if isinstance(effect, events.Stalled):
+            assert effect.waited_s > self._stall_s
             self._check_stage(effect)
             return
         if not isinstance(effect.body, messages.Slab):
@@ -226,7 +263,6 @@ class Traffic:
         stages = (times.fetch, times.decode, times.room, times.queue, times.assemble, times.ready)
         assert min(stages) >= 0, "account: a stage that took less than no time"
         self.told += [times.read_bytes, times.disk]
-        assert times.decoding == 0, "account: these workers tell no time"
 
     def _check_stage(self, effect: events.Stalled) -> None:
         """A rank that waits too long is told what its next slab waits for."""
@@ -277,13 +313,13 @@ class Traffic:
         """blocks 3: what went for this block is needed last; and later than it, unless it is the
         head's.
         """
-        mine = self._use(before, effect.dataset_id, effect.block)
-        going = [self._use(before, *self._blocks[key]) for key in gone if key in self._blocks]
+        mine = self._use(effect.dataset_id, effect.block)
+        going = [self._use(*self._blocks[key]) for key in gone if key in self._blocks]
         head = self._scheduler._head
         if head is None or not _is_of(head, effect):
             assert all(use > mine or use == _NEVER for use in going), "blocks 3: needed sooner"
         staying = [
-            self._use(before, block.dataset.dataset_id, block.index)
+            self._use(block.dataset.dataset_id, block.index)
             for key, block in before.evictable.items()
             if key not in self._forgotten and key != effect.key and block.is_evictable
         ]
@@ -291,13 +327,16 @@ class Traffic:
             "blocks 3: another is needed later"
         )
 
-    def _use(self, before: _Before, dataset_id: int, block: int) -> int:
-        """How far away the block is needed again, at the soonest."""
+    def _use(self, dataset_id: int, block: int) -> int:
+        """How far away the block is needed again, at the soonest. Slabs are handed over before
+        anything is evicted.
+        """
         soonest = _NEVER
-        for datasets, order, position in before.walks:
+        for stream in self._scheduler._streams._streams.values():
+            datasets, position = stream.delivery.datasets, stream.position
             number = _number(datasets, dataset_id, block)
             if number is not None:
-                first, last = self._span(order, int(datasets.starts[-1]))
+                first, last = self._span(stream.walk.order, int(datasets.starts[-1]))
                 if last[number] >= position:
                     soonest = min(soonest, max(first[number] - position, 0))
         return soonest

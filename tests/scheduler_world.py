@@ -219,7 +219,17 @@ class Outside:
         took = self.chance.uniform(*self.pace.get(type(effect), (0.0, 1.0)))
         # One in many takes much longer.
         took *= 20.0 if self.chance.random() < 0.05 else 1.0
-        self.pending.append((self.now + took, end))
+        asked = self.now
+
+        def ended() -> events.Event:
+            event = end()
+            if not isinstance(event, events.BlockDecoded | events.SlabAssembled):
+                return event
+            # A worker that has failed may not tell when it began.
+            is_told = self.chance.random() < 0.9
+            return replace(event, started=self.chance.uniform(asked, self.now) if is_told else 0.0)
+
+        self.pending.append((self.now + took, ended))
 
     def ask(self, effect: events.Effect) -> None:
         """Have an effect carried out, now or later."""

@@ -167,7 +167,6 @@ class Scheduler:
             after=self._streams.find(event.after),
         )
         self._streams.add(stream)
-        self._plan_more(stream)
 
     def _adopt_stream(self, event: events.StreamAdopted) -> None:
         stream = self._streams.find(event.stream_id)
@@ -220,7 +219,6 @@ class Scheduler:
         stream.planned_to = stream.walk.position
         if stream.planned_all:
             self._do(events.AllPlanned(stream.stream_id, has_failed=event.error is not None))
-        self._plan_more(stream)
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -260,6 +258,8 @@ class Scheduler:
     # -- what comes next -------------------------------------------------------------------------
 
     def _settle(self, _event: events.Settled) -> None:
+        for stream in self._streams:
+            self._deliver(stream)  # first: a slab that was handed over makes way for the next
         lacking, full = list[SlabTask](), set[int]()
         for task in self._in_order():
             is_full = task.stream.stream_id in full
@@ -345,7 +345,7 @@ class Scheduler:
     def _deliver(self, stream: StreamState) -> None:
         while stream.requests:
             if not stream.tasks:
-                if stream.planning or not stream.planned_all:
+                if not stream.planned_all:
                     return
                 request_id, _ = stream.requests.popleft()
                 end = stream.error or messages.EndOfStream(stream.stream_id)
@@ -367,8 +367,6 @@ class Scheduler:
         slab_id, now = next(self._slab_ids), self._time.now
         stream.tasks.popleft()
         request_id, _ = stream.requests.popleft()
-        if stream.requests:
-            self.is_settled = False  # the task after it is awaited from now on
         accounts = [dataset.account for dataset in task.datasets.datasets]
         task.delivery.lent[slab_id] = Loan(task, stream.holder)
         slab = messages.Slab(
