@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scheduler_world import World, slab_bytes
 
+from dataplane.arena.slab_layout import row_index_bytes
 from dataplane.config import JobSpec
-from dataplane.errors import DataplaneError
+from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Stream
 from dataplane.plan.slices import Slice
 from dataplane.rpc import messages
@@ -113,6 +114,8 @@ class Consumer:
         body = effect.body
         if isinstance(body, DataplaneError):
             self.error = body
+            if isinstance(body, BudgetTooSmall) and "its slab has" in str(body):
+                self._check_size(body)
         elif isinstance(body, messages.EndOfStream):
             assert self.next_step >= self.walk.step_count, "scheduler 1: the end comes too early"
             assert self.planned
@@ -124,6 +127,17 @@ class Consumer:
             content = bytes([body.slab_id % 251]) * body.region.length
             self.memory(body)[:] = content
             self.held.append((body, content))
+
+    def _check_size(self, error: BudgetTooSmall) -> None:
+        """A batch is too large only if neither a slot nor the zone has room for it."""
+        rows, _, _ = self._steps[self.next_step]
+        layout, batch = self.run.layout, messages.Batch(self.next_step, rows, 0)
+        if layout.slot_bytes <= row_index_bytes(rows):
+            return  # it has not even room for the row index
+        need = slab_bytes(batch, self.row_bytes) + row_index_bytes(rows)
+        assert str(error).startswith(f"the batch of step {self.next_step} takes {need} bytes")
+        assert (error.needed, error.budget) == (need, layout.zone_bytes)
+        assert need > max(layout.slot_bytes, layout.zone_bytes)
 
     def memory(self, slab: messages.Slab) -> memoryview:
         return self.place.memory[slab.region.offset : slab.region.offset + slab.region.length]

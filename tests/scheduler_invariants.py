@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from scheduler_shares import (
+    PLANNED_AHEAD,
+    count_of_slots,
+    planned_together,
+    share_of_slots,
+)
 from scheduler_times import Times
 from scheduler_world import PAGE, World
 
@@ -15,9 +21,6 @@ from dataplane.scheduler.block import BlockPhase
 from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.shared import _key
-
-PLANNED_AHEAD = 16
-"""Slabs planned for each stream, beside those that may have slots."""
 
 _Pins = dict[int, Counter[int]]
 _Used = dict[int, list[int]]
@@ -31,6 +34,8 @@ class Invariants:
         self._times = times
         self._worlds = worlds
         self._needs: dict[int, tuple[object, list[int]]] = {}
+        self._emptied: tuple[SlabTask | None, int] = None, 0
+        assert scheduler.is_settled
 
     def check(self) -> None:
         """Raises:  AssertionError: names the invariant."""
@@ -41,6 +46,7 @@ class Invariants:
         self._check_assembling(pins, used)
         self._check_tasks(keys, pins, used)
         self._check_slots(used)
+        self._check_emptied()
         for world in self._worlds:
             found, expected = world.blocks.marks.pins.tolist(), pins[world.dataset_id]
             assert found == [expected[i] for i in range(len(found))], "scheduler 2: pins"
@@ -116,6 +122,19 @@ class Invariants:
             assert slab.readers == readers[slab.number], "shared 3"
             assert slab.made is not None or making.get(name) == 1, "shared 1"
 
+    def _check_emptied(self) -> None:
+        """scheduler 2: the arena is emptied for what one task needs, and for nothing less."""
+        head = self._scheduler._emptied_for
+        assert self._scheduler._blocks.is_short == (head is not None), "blocks 5"
+        batch_count = 0 if head is None else len(head.plan.batches)
+        former, former_count = self._emptied
+        self._emptied = head, batch_count
+        if head is not None:
+            assert head is not former or batch_count == former_count, "scheduler 2: it was cut"
+            if self._scheduler.is_settled:
+                assert head is self._scheduler._head, "scheduler 2: emptied for another task"
+                assert head.missing, "scheduler 2: emptied for a task that has its blocks"
+
     def _count_pins(self, pins: _Pins, task: SlabTask) -> None:
         for dataset, blocks in task.datasets.parts(task.pinned):
             pins[dataset.dataset_id].update(blocks.tolist())
@@ -171,10 +190,13 @@ class Invariants:
         for task in tasks:
             if task.phase is SlabPhase.WAITING and not task.oversize:
                 slab = self._scheduler._shared.find(task)
-                if slab is None and not task.missing or slab is not None and slab.made is not None:
+                if (slab is None and not task.missing) or (
+                    slab is not None and slab.made is not None
+                ):
                     is_first = task is tasks[0] and not stream.is_ahead
                     has_all = count_of_slots(stream) >= share_of_slots(stream)
-                    assert has_all and not is_first, "slab_tasks 5: a slot is free"
+                    assert has_all, "slab_tasks 5: a slot is free"
+                    assert not is_first, "slab_tasks 5: a slot is free"
                     return
 
     def _check_first(self, stream: StreamState) -> None:
@@ -206,22 +228,3 @@ class Invariants:
             assert len(set(mine)) == len(mine), "slab_tasks 2: two slabs in one slot"
             count = slots.layout.slot_count - slots.free_count + (not slots.zone_is_free)
             assert count == len(mine), "slab_tasks 2: a slot that nobody has"
-
-
-def planned_together(task_count: int) -> int:
-    """How many plans a stream with so many tasks asks for at once."""
-    return min(max(task_count, 1), 8)
-
-
-def count_of_slots(stream: StreamState) -> int:
-    """Slots of slabs that the consumer of a stream has not got yet."""
-    count = sum(task.slot is not None for task in stream.tasks)
-    if stream.is_ahead and stream.after is not None:
-        count += sum(task.slot is not None for task in stream.after.tasks)
-    return count
-
-
-def share_of_slots(stream: StreamState) -> int:
-    """How many of them a stream may have, if its first slab is among them."""
-    sharing = [each for each in stream.delivery.streams if not each.is_ahead]
-    return max(1, stream.delivery.slots.layout.ahead_slots // max(len(sharing), 1))

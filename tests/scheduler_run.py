@@ -83,6 +83,11 @@ class Run:
         block = self.scheduler.block(key)
         return block.dataset, block.index
 
+    def narrow(self) -> None:
+        """There may be batches that fit into no slot, nor into the zone."""
+        size = self.chance.choice([256, 512, 2048, PAGE])
+        self.layout = SlotLayout(size, self.layout.slot_count, self.chance.choice([1, 2, 4]) * size)
+
     def _layout(self) -> SlotLayout:
         largest = slab_bytes(messages.Batch(3, BATCH_MAX, 0), self.row_bytes)
         layout = plan_slots(0, self.chance.choice([512, PAGE]))
@@ -117,6 +122,7 @@ class Run:
                     self._consumer(effect.stream_id).planned = True
                 case events.Note():
                     self.notes.append(effect)
+                    assert effect.is_failure == effect.event.startswith("blocks are read again")
                 case events.ResizePool():
                     self.sizes.append(effect.count)
                 case events.ClearRestartIndexes():
@@ -179,7 +185,8 @@ class Run:
         is_aligned = place.group is not None
         sizes = SlabSizes(4 if is_aligned else most, 16, 0)
         walk = Walk(spec, order, at, sizes, is_ahead=after is not None, is_aligned=is_aligned)
-        walk.crops = any(one.keeps_restart_indexes for one in place.world.datasets.datasets)
+        is_worth = any(one.keeps_restart_indexes for one in place.world.datasets.datasets)
+        walk.crops = chance.random() < (0.8 if is_worth else 0.2)
         patience = 10**6 if self.hoard else chance.choice([0, 0, 1, 3, 10**6])
         number = len(self.consumers) + 1
         consumer = Consumer(self, number, place, at, walk, patience, self.row_bytes, after)
@@ -306,7 +313,7 @@ class Run:
         ]
         for consumer in self.consumers:
             if consumer.place in places:
-                consumer.leave()
+                self.chance.choice((consumer.leave, consumer.close))()
         for place in places:
             place.is_open = False
             self.tell(events.DeliveryClosed(place.delivery_id))
@@ -339,13 +346,11 @@ class Run:
             if self.chance.random() < 0.5:
                 while consumer.held and consumer.place.is_open:
                     consumer.release()
-            consumer.leave()
+            self.chance.choice((consumer.leave, consumer.close))()
         deliveries: list[Delivery] = []
         for place in self.places:
             if place.is_open:
-                delivery = self.scheduler._deliveries[place.delivery_id]
-                assert not delivery.lent
-                deliveries.append(delivery)
+                deliveries.append(self.scheduler._deliveries[place.delivery_id])
                 self.tell(events.DeliveryClosed(place.delivery_id))
         for world in self.worlds.values():
             self.tell(events.DatasetForgotten(world.blocks))
@@ -367,6 +372,10 @@ class Run:
         assert blocks._allocator.free_bytes == blocks._allocator.size_bytes
         assert not blocks._blocks
         assert not blocks._by_key
+        assert not blocks._uses_of
+        assert not blocks._again._counts
+        assert not blocks._uses._residents
+        assert not blocks._direct._residents
         assert not blocks.in_flight_count
         assert not self.scheduler._tasks._waiting
         assert not self.scheduler._tasks.assembling_count

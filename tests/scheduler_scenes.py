@@ -65,6 +65,10 @@ def history(seed: int) -> Run:
     )
     allowed: list[type[DataplaneError]] = []
     allowed += [BudgetTooSmall] * is_tight + [LeaseFenced] * (run.restless > 0)
+    is_narrow = chance.random() < 0.15
+    if is_narrow:
+        run.narrow()
+        allowed.append(BudgetTooSmall)
     scene = chance.choice((several, several, jobs, alike))
     (mixed if is_mixed else scene)(run)
     if chance.random() < 0.2:

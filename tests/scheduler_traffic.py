@@ -6,8 +6,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 import numpy as np
-
-from scheduler_invariants import PLANNED_AHEAD, planned_together
+from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
 from scheduler_times import Times
 
 from dataplane.model import Region
@@ -15,13 +14,14 @@ from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.block import CachedBlock
-from dataplane.scheduler.blocks import SMALL_FETCHES
 from dataplane.scheduler.dataset import DatasetLookup
 from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
+from dataplane.transforms.restart_indexes import restart_index_bytes
 
 _NEVER = 1 << 62
 _WORKERS, _WORKERS_MAX = 2, 4
+_SMALL_FETCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Traffic:
         self._scheduler = scheduler
         self._stall_s = stall_s
         self._workers = _WORKERS
-        self._fetches_max = SMALL_FETCHES * fetch_count
+        self._fetches_max = _SMALL_FETCHES * fetch_count
         self._blocks: dict[int, tuple[int, int]] = {}
         self._forgotten: set[int] = set()
         self._nowhere: set[int] = set()
@@ -138,6 +138,10 @@ class Traffic:
         """
         self._effects(before, effects)
         match event:
+            case events.Planned():
+                check_fits(self._scheduler, event, self.times.now)
+            case events.Settled():
+                check_makes(self._scheduler, effects)
             case events.Requested():
                 self._check_answered(event.stream_id)
             case events.Ticked():
@@ -175,7 +179,7 @@ class Traffic:
                     assert not gone, "blocks 5: something was evicted for restart indexes"
                     is_short = self._scheduler._emptied_for is not None and not self._is_settling
                     assert not is_short, "blocks 5: restart indexes while one task needs all"
-                    self._check_free(effect.region)
+                    self._check_restart_indexes(effect)
                 case events.ForgetBlock():
                     self._forget(effect.key)
                     gone.append(effect.key)
@@ -198,6 +202,18 @@ class Traffic:
             return None
         delivery = self._scheduler._deliveries[self._streams[effect.stream_id].delivery_id]
         return delivery.lent[effect.body.slab_id].task
+
+    def _check_restart_indexes(self, effect: events.ClearRestartIndexes) -> None:
+        self._check_free(effect.region)
+        block = self._scheduler._blocks._by_key.get(effect.key)
+        if block is None:
+            return  # it went at once
+        place = block.decoded or block.raw
+        length = place.length if place is not None else int(block.dataset.stored[block.index])
+        assert effect.region.length == restart_index_bytes(length)
+        assert block.dataset.keeps_restart_indexes
+        streams = self._scheduler._streams._streams.values()
+        assert any(s.walk.crops and block.dataset in s.delivery.datasets for s in streams)
 
     def _load(self, effect: events.Fetch | events.DecodeBlock) -> None:
         key, block = effect.key, (effect.dataset_id, effect.block)

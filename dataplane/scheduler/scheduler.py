@@ -198,7 +198,7 @@ class Scheduler:
 
     def _plan_more(self, stream: StreamState) -> None:
         room = _PLANS_AHEAD + stream.delivery.slots.layout.ahead_slots - len(stream.tasks)
-        if stream.planning or stream.planned_all or stream.closed:
+        if stream.planning or stream.planned_all:
             return
         # Several plans per call, since each call wakes two threads; the first plans one by one, so
         # that the first batch is early.
@@ -262,15 +262,12 @@ class Scheduler:
             self._deliver(stream)  # first: a slab that was handed over makes way for the next
         lacking, full = list[SlabTask](), set[int]()
         for task in self._in_order():
-            is_full = task.stream.stream_id in full
-            if is_full and not task.missing:
-                continue
             slab = self._shared.find(task)
             if slab is not None and slab.made is None:
                 continue
             if task.missing and slab is None:
                 lacking.append(task)
-            elif not is_full:
+            elif task.stream.stream_id not in full:
                 if not self._tasks.assemble(task, slab) and not task.oversize:
                     # Later tasks of its stream have no slot either; the zone is separate.
                     full.add(task.stream.stream_id)

@@ -30,7 +30,14 @@ IN_ORDER = JobSpec("f", shuffle=False, global_batch=2)
 class Table:
     """A block table over one dataset, whose blocks take a page each; one reader in order."""
 
-    def __init__(self, pages: int, *, position: int = 0, is_remote: bool = True) -> None:
+    def __init__(
+        self,
+        pages: int,
+        *,
+        position: int = 0,
+        is_remote: bool = True,
+        spec: JobSpec = IN_ORDER,
+    ) -> None:
         raw = np.full(COUNT, GRANULE_BYTES if is_remote else 0, np.int64)
         marks = Marks.of(raw, np.zeros(COUNT, np.int64), np.full(COUNT, is_remote))
         self.dataset = DatasetBlocks(1, "d", marks, raw, url=str)
@@ -40,9 +47,8 @@ class Table:
         self.blocks = BlockTable(self.allocator, 4, self.shared, self.effects.append, moment)
         self.group = Group("g", is_declared=True)
         delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)
-        walk = Walk(
-            IN_ORDER, Order(ROWS, 0, False, 1, 1, 0), Stream(0, 0, 0, 1), SlabSizes(1, 1, 0)
-        )
+        order = Order(ROWS, 0, spec.shuffle, spec.lanes, spec.window, 0)
+        walk = Walk(spec, order, Stream(0, 0, 0, 1), SlabSizes(1, 1, 0))
         self.stream = StreamState(1, delivery, walk, 1, position)
         streams.add(self.stream)
 
@@ -119,3 +125,19 @@ def test_too_many_mapped_blocks_forget_the_one_that_is_needed_last(
     table.blocks.pin(table.dataset, np.array([1, 2, 4]))
     assert table.load(0)  # however many there are, whoever is waited for comes in
     assert table.resident == [0, 1, 2, 4]
+
+
+def test_in_open_windows_the_least_recently_used_block_is_evicted_first() -> None:
+    table = Table(3, spec=JobSpec("f", shuffle=True, lanes=1, window=1000, global_batch=2))
+    assert table.load(2)
+    assert table.load(6)
+    for index in (2, 6, 2):
+        table.blocks.pin(table.dataset, np.array([index]))
+        table.blocks.unpin(table.dataset, np.array([index]))
+    assert table.load(9)
+    assert table.load(0, greedy=True)
+    assert table.resident == [0, 2, 9]
+    assert table.load(1, greedy=True)
+    assert table.resident == [0, 1, 9]
+    assert table.load(3, greedy=True)
+    assert table.resident == [0, 1, 3]

@@ -15,13 +15,15 @@ from dataplane.model import Region
 from dataplane.node.dataset import dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.shard import Shard
-from dataplane.scheduler.blocks import FETCH_BYTES_MIN, SMALL_FETCHES, BlockTable
+from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.events import BlockFetched, Effect, Fetch
 from dataplane.scheduler.records import Moment
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.streams import StreamTable
 
 FETCHES = 4
+FETCH_BYTES_MIN = 2 << 20
+SMALL_FETCHES = 4
 
 
 def _manifest(lengths: Iterable[int]) -> Manifest:

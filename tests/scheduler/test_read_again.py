@@ -27,10 +27,19 @@ def test_a_line_comes_less_and_less_often() -> None:
         again.note([block(index=0), block(index=1)], float(second))
     lines = [note.facts for note in notes]
     assert [line["seconds"] for line in lines] == [10, 60, 120, 240, 480, 960]
-    assert lines[1]["blocks"] == 120
+    assert [line["blocks"] for line in lines[:2]] == [21, 120]
+    assert lines[0]["bytes"] == 10 * 16 + 7
     assert lines[1]["bytes"] == 60 * 16
     assert lines[0]["block_arena_bytes"] == 1 << 20
     assert lines[0]["dataset"] == "lab"
+
+
+def test_repeated_reads_are_logged_at_least_every_hour() -> None:
+    notes: list[Note] = []
+    again = ReadAgain(1 << 20, notes.append)
+    for minute in range(24 * 60):
+        again.note([block()], 60.0 * minute)
+    assert [note.facts["seconds"] for note in notes][-3:] == [3600] * 3
 
 
 def test_a_few_repeated_reads_are_not_logged_and_a_closed_dataset_is_forgotten() -> None:

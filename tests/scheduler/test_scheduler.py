@@ -8,9 +8,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_consumers import Consumer
 from scheduler_run import STALL_S, Run, simulate
 from scheduler_scenes import several
 
+from dataplane.arena.slots import SlotLayout
 from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.scheduler import events
 from dataplane.scheduler.autoscaler import HUNGRY_LOOKS
@@ -150,11 +152,44 @@ def test_slabs_are_made_ahead_of_a_consumer_as_far_as_slots_allow() -> None:
         run.drain()
         stream = run.scheduler._streams.find(1)
         assert stream is not None
+        assert not any(task.missing for task in stream.tasks), "whatever is planned is loaded"
         ready = sum(task.phase is SlabPhase.READY for task in stream.tasks)
         assert ready == min(run.layout.ahead_slots, len(stream.tasks))
         most = max(most, ready)
         run.end()
     assert most == run.layout.ahead_slots
+
+
+def _single_rows(layout: SlotLayout) -> Consumer:
+    """A consumer of batches of one row of 400 bytes, and of 2,400 in step 3."""
+    run = Run(random.Random(3), tight=False, factor=200)
+    run.row_bytes = run.outside.row_bytes = 400
+    run.layout = layout
+    spec = dataclasses.replace(run.worlds[1].spec, global_batch=1)
+    consumer = run.consume(run.deliver_to(run.worlds[1], spec=spec), 0, 1, steps=(0, 1))
+    while not consumer.is_done:
+        consumer.ask()
+        run.drain()
+    run.end()
+    return consumer
+
+
+def test_a_batch_as_large_as_the_zone_is_sent_and_a_larger_one_is_refused() -> None:
+    batch, larger, index = 16 + 416, 16 + 2416, 64
+    consumer = _single_rows(SlotLayout(256, 6, batch + index))
+    assert consumer.next_step == 3
+    assert isinstance(consumer.error, BudgetTooSmall)
+    assert consumer.error.needed == larger + index
+    assert consumer.error.budget == batch + index
+    assert _single_rows(SlotLayout(256, 6, batch + index - 1)).next_step == 0
+    assert _single_rows(SlotLayout(256, 6, larger + index)).ended
+
+
+def test_a_slot_with_room_for_nothing_but_the_row_index_is_an_error() -> None:
+    consumer = _single_rows(SlotLayout(64, 6, 4096))
+    assert isinstance(consumer.error, BudgetTooSmall)
+    assert (consumer.error.needed, consumer.error.budget) == (64, 64)
+    assert consumer.next_step == 0
 
 
 def test_there_are_more_workers_when_all_are_at_work_and_a_trainer_waits() -> None:

@@ -18,7 +18,7 @@ from dataplane.errors import BudgetTooSmall, StoreDenied
 from dataplane.model import Region, Stream
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.records import Group, Moment, SharedSlab
-from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.shared import SharedSlabs, _Behind, _distance
 
 SEEDS = st.integers(0, 10**9)
 
@@ -184,3 +184,136 @@ def test_a_slab_is_found_by_a_task_of_the_same_steps_and_by_no_other() -> None:
     others = [(0, 40, 2, 3), (1, 46, 2, 3), (1, 40, 1, 3), (1, 40, 2, 2)]
     assert not [each for each in others if shared.find(task(*each, group)) is not None]
     assert shared.find(task(1, 40, 2, 3, Group("another", is_declared=True))) is None
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_consumer_needs_exactly_the_steps_that_it_has_not_reached(
+    data: st.DataObject,
+) -> None:
+    batch, stride = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    first, epoch = data.draw(st.integers(0, stride)), data.draw(st.integers(1, 3))
+    cursor, goes_on = data.draw(st.integers(0, 9)), data.draw(st.booleans())
+    count = 60
+    mine = range(cursor + first * batch, count, stride * batch)
+    wanted = data.draw(st.sampled_from([*mine, count]))
+    walk = SimpleNamespace(
+        stream=Stream(epoch, cursor, 0, 1, first, stride),
+        global_batch=batch,
+        order=SimpleNamespace(sample_count=count),
+    )
+    stream: Any = SimpleNamespace(walk=walk, wanted_position=wanted)
+    behind = _Behind.of(stream, goes_on=goes_on)
+    later = range(first % stride * batch, count, stride * batch)
+    for position in range(count):
+        assert behind.comes_to(epoch, position, stride) == (position in mine and position >= wanted)
+        assert behind.comes_to(epoch + 1, position, stride) == (goes_on and position in later)
+        assert not behind.comes_to(epoch - 1, position, stride)
+        assert not behind.comes_to(epoch, position, stride + 1)
+
+
+def test_the_distance_of_a_slab_is_measured_from_its_nearest_consumer_across_epochs() -> None:
+    def behind(epoch: int, position: int) -> _Behind:
+        return _Behind(epoch, position, 0, 0, 1, 1, sample_count=100, goes_on=True)
+
+    def away(epoch: int, position: int, *behinds: _Behind) -> int | None:
+        group = Group("group")
+        return _distance(SharedSlab(group, (epoch, position, 1, 1), 1, Region(0, 1)), behinds)
+
+    assert away(2, 30, behind(2, 10)) == 20
+    assert away(3, 30, behind(1, 90)) == 140
+    assert away(2, 30, behind(2, 10), behind(2, 25), behind(2, 31), behind(1, 99)) == 5
+    assert away(2, 30, behind(2, 31), behind(3, 0)) is None
+
+
+class _Nobody:
+    def of_group(self, _group: Group) -> list[Any]:
+        return []
+
+
+def _kept(shared: SharedSlabs, allocator: Allocator, slab: SharedSlab, length: int) -> SharedSlab:
+    offset = allocator.allocate(length)
+    assert offset is not None
+    shared.begin(slab, Region(offset, length))
+    slab.made = Assembled(1, bytes_used=length)
+    return slab
+
+
+def test_kept_slabs_take_half_of_the_arena_and_those_without_a_consumer_a_sixteenth() -> None:
+    allocator, group = Allocator(64 * PAGE), Group("group", is_declared=True)
+    streams: Any = _Nobody()
+    shared = SharedSlabs(allocator, streams, Moment())
+
+    def slab(number: int, pages: int = 1) -> SharedSlab:
+        return SharedSlab(group, (0, number, 1, 1), number, Region(0, pages * PAGE))
+
+    for number in range(1, 5):
+        _kept(shared, allocator, slab(number), PAGE)
+    assert [each.number for each in shared.make_way(slab(5)) or ()] == [1, 2, 3, 4]
+    for number in (5, 6):
+        _kept(shared, allocator, slab(number), PAGE)
+    assert [each.number for each in shared.make_way(slab(7)) or ()] == [3, 4, 5, 6]
+    assert shared.make_way(slab(8, pages=29)) == [shared.spare()[0], *shared.spare()[1:]]
+    assert [each.number for each in shared.spare()] == [4, 5, 6]
+    assert shared.make_way(slab(9, pages=32)) == []
+    assert shared.spare() == []
+    assert shared.make_way(slab(10, pages=33)) is None
+
+
+def test_a_slab_that_is_being_made_or_copied_is_not_evicted() -> None:
+    allocator, group = Allocator(64 * PAGE), Group("group", is_declared=True)
+    streams: Any = _Nobody()
+    shared = SharedSlabs(allocator, streams, Moment())
+
+    def slab(number: int) -> SharedSlab:
+        return SharedSlab(group, (0, number, 1, 1), number, Region(0, 8 * PAGE))
+
+    for number in range(1, 5):
+        _kept(shared, allocator, slab(number), 8 * PAGE)
+    first, second, *_ = shared.spare()
+    shared.begin_copy(first)
+    second.made = None
+    assert [each.number for each in shared.spare()] == [3, 4]
+    assert shared.make_way(slab(5)) == []
+    assert [each.number for each in shared.spare()] == []
+    assert shared.ended(first, BudgetTooSmall("no memory"), is_kept=True) is not None
+    assert [each.number for each in shared.spare()] == [1]
+
+
+def test_a_kept_slab_reserves_its_expected_size_until_one_is_larger() -> None:
+    allocator, group = Allocator(64 * PAGE), Group("group", is_declared=True)
+    shared = SharedSlabs(allocator, cast("Any", _Nobody()), Moment())
+
+    def wanted(position: int, batch_bytes: int) -> SharedSlab:
+        walk = SimpleNamespace(
+            stream=Stream(0, 0, 0, 1),
+            sizes=SimpleNamespace(batch_bytes=batch_bytes),
+            position_of=lambda _plan: position,
+        )
+        plan = SimpleNamespace(batches=(None,) * 3)
+        delivery = SimpleNamespace(group=group)
+        stream: Any = SimpleNamespace(walk=walk, delivery=delivery)
+        task: Any = SimpleNamespace(stream=stream, delivery=delivery, plan=plan, oversize=False)
+        slab = shared.wanted(task, 8 * PAGE)
+        assert slab is not None
+        return slab
+
+    def make(slab: SharedSlab, used: int) -> bool:
+        offset = allocator.allocate(slab.region.length)
+        assert offset is not None
+        shared.begin(slab, Region(offset, slab.region.length))
+        shared.ended(slab, Assembled(3, bytes_used=used), is_kept=True)
+        return slab in shared.spare()
+
+    assert wanted(0, 0).region.length == 8 * PAGE
+    assert wanted(0, 4 * PAGE).region.length == 8 * PAGE
+    assert wanted(1, PAGE).region.length == 3 * PAGE
+    assert make(wanted(1, PAGE), 3 * PAGE)
+    assert not group.is_whole
+    assert make(wanted(2, PAGE), 2 * PAGE + 1)
+    assert sum(each.region.length for each in shared.spare()) == 5 * PAGE + 1
+    assert not make(wanted(3, PAGE), 3 * PAGE + 1)
+    assert group.is_whole, "a larger one has come: from now on each gets all of the room"
+    assert wanted(4, PAGE).region.length == 8 * PAGE
+    assert make(wanted(4, PAGE), 3 * PAGE + 1)
+    assert allocator.free_bytes == (64 - 3 - 3 - 4) * PAGE

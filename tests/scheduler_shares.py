@@ -1,0 +1,86 @@
+"""What each stream of a scheduler may have: how far it is planned, how many slots, how much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dataplane.scheduler import events
+from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
+from dataplane.scheduler.scheduler import Scheduler
+
+PLANNED_AHEAD = 16
+"""Slabs planned for each stream, beside those that may have slots."""
+_MEMORY_SHARE = 0.9
+
+
+def planned_together(task_count: int) -> int:
+    """How many plans a stream with so many tasks asks for at once."""
+    return min(max(task_count, 1), 8)
+
+
+def count_of_slots(stream: StreamState) -> int:
+    """Slots of slabs that the consumer of a stream has not got yet."""
+    count = sum(task.slot is not None for task in stream.tasks)
+    if stream.is_ahead and stream.after is not None:
+        count += sum(task.slot is not None for task in stream.after.tasks)
+    return count
+
+
+def share_of_slots(stream: StreamState) -> int:
+    """How many of them a stream may have, if its first slab is among them."""
+    sharing = [each for each in stream.delivery.streams if not each.is_ahead]
+    return max(1, stream.delivery.slots.layout.ahead_slots // max(len(sharing), 1))
+
+
+def memory_needed(task: SlabTask) -> int:
+    """Bytes that the blocks of a task take while the last of them is decoded."""
+    blocks = [task.datasets.find(number) for number in task.plan.blocks.tolist()]
+    raw = [int(dataset.marks.raw[block]) for dataset, block in blocks]
+    decoded = [int(dataset.marks.decoded[block]) for dataset, block in blocks]
+    on_the_way = [a for a, b in zip(raw, decoded, strict=True) if b]
+    return sum(b or a for a, b in zip(raw, decoded, strict=True)) + max(on_the_way, default=0)
+
+
+def depth_of(task: SlabTask) -> tuple[int, int]:
+    """How many slabs its consumer reads before it; of equals, the older comes first."""
+    stream = task.stream
+    before = len(stream.after.tasks) if stream.after is not None else 0
+    return before + stream.tasks.index(task), task.number
+
+
+def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:
+    """Plans are split if the arena could not hold their blocks, and for nothing else.
+
+    Raises:  AssertionError: one was not split, or was.
+    """
+    stream = scheduler._streams.find(event.stream_id)
+    if stream is None:
+        return
+    arena_bytes = scheduler._blocks.arena_bytes
+    new = [each for each in stream.tasks if each.stamps.planned == now]
+    for task in new:
+        need, is_one = memory_needed(task), len(task.plan.batches) == 1
+        assert (task.phase is SlabPhase.FAILED) == (is_one and need > arena_bytes)
+        assert is_one or need <= _MEMORY_SHARE * arena_bytes, "a plan that the arena cannot hold"
+    whole = {each.batches for each in event.plans}
+    split = [each for each in new if each.plan.batches not in whole]
+    needs = [memory_needed(replace(each, plan=plan)) for each in split[:1] for plan in event.plans]
+    assert not split or max(needs) > _MEMORY_SHARE * arena_bytes, "a plan was split for nothing"
+
+
+def check_makes(scheduler: Scheduler, effects: Sequence[events.Effect]) -> None:
+    """What is needed first is made first, and nobody takes more slots than are theirs.
+
+    Raises:  AssertionError: somebody does.
+    """
+    making = scheduler._tasks._assembling
+    makes = [e for e in effects if isinstance(e, events.AssembleSlab | events.CopyKept)]
+    tasks = [making[each.number] for each in makes]
+    depths = [depth_of(task) for task in tasks]
+    assert depths == sorted(depths), "what is needed later is made first"
+    for task in tasks:
+        stream = task.stream
+        is_first = task is stream.tasks[0] and not stream.is_ahead
+        if stream.after is None or not stream.after.is_ahead:
+            assert is_first or count_of_slots(stream) <= share_of_slots(stream)
