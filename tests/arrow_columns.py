@@ -1,5 +1,5 @@
-"""Columns of any Arrow type, drawn beside what they mean: arrays whose reading is known by
-construction, not asked of the code under test.
+"""Random columns of any Arrow type, each with its expected values, which are known by construction
+and not computed by the code under test.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf as it should arrive. `values` are Python's, with None for every null; numbers of a
-    FIXED column with a shape are nested lists, and None may stand for a whole list.
+    """One leaf as it should arrive. `values` are Python values, with None for every null; in a
+    FIXED column with a shape they are nested lists, and None may replace a whole list.
     """
 
     name: str
@@ -130,7 +130,7 @@ def texts(draw: Callable[..., Any], count: int) -> Column:
 
 @st.composite
 def objects(draw: Callable[..., Any], count: int) -> Column:
-    """Whatever has no tensor form."""
+    """Types that have no tensor form."""
     kind, choices = draw(st.sampled_from(_OBJECTS))
     values = draw(st.lists(st.sampled_from(choices), min_size=count, max_size=count))
     array = pa.array(values, kind)
@@ -224,7 +224,7 @@ def structs(draw: Callable[..., Any], count: int, depth: int = 2) -> Column:
 
 
 def columns(count: int, depth: int = 2) -> st.SearchStrategy[Column]:
-    """Any column of so many rows."""
+    """Any column with this many rows."""
     flat = st.one_of(numbers(count), texts(count), objects(count), lists(count), fixed_lists(count))
     return flat | structs(count, depth) if depth else flat
 
@@ -271,7 +271,7 @@ def canonical_values(leaf: Leaf, fill: float | None) -> Values | None:
 
 
 def flattened(value: Any, shape: tuple[int, ...]) -> Values:
-    """Nested lists as one; a null list is a list of nulls."""
+    """Flatten nested lists; a null list is a list of nulls."""
     if not shape:
         return [value]
     inner = [None] * shape[0] if value is None else value

@@ -111,4 +111,4 @@ def cases() -> Iterator[tuple[str, list[pa.Array]]]:
             try:
                 yield f"{parent}/{name}", [wrap(make(0)), wrap(make(1))]
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-                continue  # Arrow has no such thing
+                continue  # Arrow has no such type

@@ -33,7 +33,7 @@ class Proxy:
     """Listens on `endpoint` while it is not REFUSED. Everything that hangs ends with `close`."""
 
     def __init__(self, port: int, way: Away = Away.WELL) -> None:
-        # Of a host of its own in 127.0.0.0/8, so that nobody takes the port while it is closed.
+        # On a separate host in 127.0.0.0/8, so that no process takes the port while it is closed.
         self.host = ".".join(map(str, (127, *os.urandom(2), 1)))
         self._server_port = port
         self._changed = threading.Condition()
@@ -52,7 +52,7 @@ class Proxy:
         return f"http://{self.host}:{self.port}"
 
     def be(self, way: Away, after_requests: int = 0) -> None:
-        """Be reached so from now on, or once so many more requests have passed."""
+        """Behave this way from now on, or after this many more requests."""
         with self._changed:
             self._then, self._requests_left = way, after_requests
         if not after_requests:
@@ -75,7 +75,7 @@ class Proxy:
         with self._changed:
             before, self._way = self._way, way
             listening = self._listening
-            # What hangs goes on hanging, as connections do that a firewall has forgotten.
+            # Hanging connections stay so, like connections that a firewall has forgotten.
             ended = [] if Away.HANG in (before, way) and not self._closed else list(self._open)
             if way is Away.REFUSED and listening is not None:
                 self._listening = None
@@ -179,7 +179,7 @@ class Names:
         self._hosts.write_text(f"{address} {self.HOST}\n", encoding="utf-8")
 
     def forget(self) -> None:
-        """The name has no address."""
+        """Make the name resolve to no address."""
         self._hosts.write_text("", encoding="utf-8")
 
 
@@ -199,7 +199,7 @@ def _end(sock: socket.socket) -> None:
 
 
 def _reset(sock: socket.socket) -> None:
-    """RST instead of FIN; whoever waits in a call on the socket wakes up."""
+    """Send RST instead of FIN, and wake threads that wait for the socket."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     _end(sock)

@@ -1,4 +1,4 @@
-"""A loader that does whatever a test tells it to, in its settings: {"does": "hang in open"}."""
+"""A loader that a test scripts in its settings: {"does": "hang in open"}."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _read():
 
 
 def _daemon(task: Any):
-    """A process that nobody waits for, in a session of its own, with an ear for nothing."""
+    """A process in its own session, which no process waits for and which ignores all signals."""
     if os.fork():
         return
     os.setsid()

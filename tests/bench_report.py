@@ -53,7 +53,7 @@ def workload(name="tokens", **changes):
 
 
 def trials(figure: str, values: Iterable[float | None], **others: object) -> tuple[dict, ...]:
-    """A trial a round; a round whose value is None has no trial."""
+    """One trial per round; a round whose value is None has no trial."""
     return tuple(
         {"round": at, figure: value, **others}
         for at, value in enumerate(values)

@@ -1,4 +1,4 @@
-"""Small shards that take hundreds of megabytes to decode, each beside a sound one of its schema."""
+"""Small shards that decode to hundreds of megabytes, each with a sound one of the same schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS = 600
 
 
 def _repeated(value: str, count: int) -> pa.DictionaryArray:
-    """One value so many times; Arrow keeps it once."""
+    """One value repeated this many times; Arrow stores it once."""
     return pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), pa.array([value]))
 
 

@@ -1,4 +1,4 @@
-"""A real browser, without a window: opens a page, lets its scripts run, and tells what became of it."""
+"""A real headless browser: opens a page, lets its scripts run, and returns the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = (
     "--disable-component-update",
     "--disable-sync",
     "--host-resolver-rules=MAP * ~NOTFOUND",
-    # Time is virtual: it goes on only when there is nothing to do, so nothing is cut off.
+    # Time is virtual: it advances only when the page is idle, so no script is cut off.
     "--virtual-time-budget=30000",
     "--enable-logging=stderr",
 )
@@ -94,7 +94,7 @@ class _Builder(HTMLParser):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A page that was opened. `said` is what it and its scripts wrote to the console."""
+    """An opened page. `said` is the console output of the page and its scripts."""
 
     page: Element
     said: list[str]
@@ -113,7 +113,7 @@ def browser() -> str:
 
 
 def open_page(path: Path, width: int = 1280, *, is_dark: bool = False) -> Opened:
-    """What the browser writes goes to a folder of its own, which is removed with its processes."""
+    """Run the browser with a folder of its own, which is removed with its processes."""
     schemes = ("--blink-settings=preferredColorScheme=0",) if is_dark else ()
     # Short, since it has a Unix socket below it, whose path has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="web-", ignore_cleanup_errors=True) as folder:

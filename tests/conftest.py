@@ -54,9 +54,10 @@ def expect_no_hold(test: pytest.Item, report: pytest.TestReport) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take all that was imported out of the garbage collector's sight.
+    """Hide all imported objects from the garbage collector.
 
-    Else each collection costs 0.3 s of CPU, and `hygiene` collects until nothing is left of a test.
+    Otherwise each collection costs 0.3 s of CPU, and `hygiene` collects until nothing is left of a
+    test.
     """
     gc.collect()
     gc.freeze()

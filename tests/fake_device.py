@@ -1,9 +1,9 @@
-"""A device that does everything as late, and in as bad an order, as a real one may.
+"""A device that does its work as late, and in as bad an order, as a real one may.
 
-Streams are queues of copies, reads and waits; what runs when is drawn from a seed. A copy reads its
-source, and a step its tensors, when they run: not when they were asked for, and nothing that they
-read is kept alive for them. Memory that dies is used again at once, but where it was recorded as in
-use. So whoever forgets a wait, a record or a source finds wrong bytes; `failures` says which.
+Streams are queues of copies, reads and waits; a seed decides what runs when. A copy reads its
+source, and a step its tensors, when it runs and not when it is submitted, and does not keep them
+alive. Freed memory is reused at once, unless it was recorded as in use. So a forgotten wait, record
+or reference leads to wrong bytes; `failures` says which.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class FakeDevice:
         return lambda: stream.done >= place
 
     def wait(self, streams: list[Stream]) -> None:
-        """As a thread that waits for what streams were given. Time passes by itself if nobody else
-        lets it pass.
+        """Wait, like a thread, for the work of the streams. Time advances by itself if no other
+        thread advances it.
         """
         with self.lock:
             marks = [self.marked(stream) for stream in streams]

@@ -1,8 +1,8 @@
 """A scripted node on a real SEQPACKET socket, with slabs in a real memfd.
 
-Its dataset is a function of the position: see `sample`. Memory that is given back, or whose trainer
-hangs up, is overwritten at once, so that whoever still reads it reads nonsense. As a process it is
-started like a node, and told what to do by FAKE_NODE in the environment.
+Its dataset is a function of the position: see `sample`. Memory that a trainer returns, or held when
+it disconnected, is overwritten at once, so that later reads are seen. As a process it is started
+like a node, and FAKE_NODE in the environment says what it does.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Script:
     die_after: int | None = None
     die_at_start: str = ""
     killed_at: str = ""  # "start", "hello", "open", "stream" or "slab"
-    killed_once: str = ""  # the file that tells later nodes that one was killed; "": each is
+    killed_once: str = ""  # the file that tells later nodes that one was killed; "": kill each node
     copy_out: bool = False
     open_error: str = ""
     salt: str = ""
@@ -163,7 +163,7 @@ class FakeNode:
         return self.slots.free_count
 
     def hang_up_on_all(self) -> None:
-        """As a node that died, seen from outside; only while nothing else goes on."""
+        """Look like a node that died; call it only while nothing else is running."""
         for peer in list(self._peers):
             peer.sock.shutdown(socket.SHUT_RDWR)
 

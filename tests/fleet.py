@@ -1,6 +1,6 @@
 """Runs of several trainer processes over a real node or service, moved step by step.
 
-Nothing here waits for a time to pass: trainers take the steps that they are told to take.
+Nothing here waits for time to pass: trainers take a step when a test says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Log:
         return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
 
     def wait_for(self, words: str, count: int = 1) -> list[str]:
-        """Until so many lines have these words."""
+        """Wait until this many lines have these words."""
         deadline = time.monotonic() + ANSWER_S
         while len(found := [line for line in self.read().splitlines() if words in line]) < count:
             assert time.monotonic() < deadline, f"no {words!r} in: {self.read()}"
@@ -71,13 +71,13 @@ class Trainer:
         return self.told
 
     def batches(self) -> list[Rows]:
-        # Whoever was killed may have been in the middle of a line.
+        # A killed process may have left a partial line.
         whole, _, _ = self.out.read_text(encoding="utf-8").rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
 
 class Run:
-    """All ranks of one launch. Use as a context: whoever is left is killed at the end."""
+    """All ranks of one launch, as a context manager that kills remaining ranks at the end."""
 
     def __init__(
         self,
@@ -144,15 +144,15 @@ class Run:
         self.kill()
 
     def go(self, steps: int) -> list[dict[str, Any]]:
-        """Every rank takes so many steps."""
+        """Let every rank take this many steps."""
         return self._all(f"go {steps}")
 
     def finish(self) -> list[dict[str, Any]]:
-        """Every rank goes on to the end of the epoch."""
+        """Let every rank continue to the end of the epoch."""
         return self._all("end")
 
     def order(self, line: str) -> None:
-        """Tell every rank; do not wait."""
+        """Send an order to every rank, without waiting."""
         for trainer in self.trainers:
             trainer.order(line)
 
@@ -231,7 +231,7 @@ def worker_processes(node: psutil.Process) -> list[psutil.Process]:
 
 
 def free_address() -> str:
-    """Free again and again: nobody else picks a port of this very host of 127.0.0.0/8."""
+    """A port that stays free: no other process uses this host of 127.0.0.0/8."""
     host = ".".join(map(str, (127, *os.urandom(2), 1)))
     with socket.socket() as sock:
         sock.bind((host, 0))

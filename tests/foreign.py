@@ -43,7 +43,7 @@ Case = tuple[str, Path, str, Path | None]
 
 
 class Reader:
-    """A process that reads files one by one, and may die of one."""
+    """A process that reads files one by one; a file may kill it."""
 
     def __init__(self, *, by_node: bool) -> None:
         self._how = "read-by-node" if by_node else "read"
@@ -148,7 +148,7 @@ def mutant_files(kinds: Iterable[str], count: int, seed: int, folder: Path) -> I
 
 
 def compare(cases: Iterable[Case], keep: Path | None, *, by_node: bool = False) -> int:
-    """Read all, print what was found; the number of faults."""
+    """Read all files, print the results, return the number of faults."""
     reader = Reader(by_node=by_node)
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     told: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -168,7 +168,7 @@ def compare(cases: Iterable[Case], keep: Path | None, *, by_node: bool = False) 
 
 
 def _kind_of(detail: str) -> str:
-    """An error without its particulars, so that alike ones are told together."""
+    """An error without its details, so that similar errors are counted together."""
     return re.sub(r"\(.*\)|'[^']*'|\d+|\S*/\S*", "…", detail)[:160]
 
 

@@ -75,8 +75,8 @@ def ours(path: Path, format_name: str = "") -> Read:
 
 
 def by_node(path: Path, format_name: str) -> Read:
-    """The same through a DataLoader and its node, which say what to pass for nulls, and which
-    columns there are beside those that are not supported.
+    """The same through a DataLoader and its node, whose errors say what to pass for nulls and how
+    to leave out unsupported columns.
     """
     columns, fills, known = None, dict[str, float](), list[str]()
     for _ in range(3):
@@ -151,13 +151,13 @@ def _raw_block(manifest: Manifest, block: int, content: memoryview) -> base.RawB
 def verdict(
     path: Path, format_name: str, original: Path | None = None, read_by: ReadBy = ours
 ) -> tuple[str, str]:
-    """How our reading compares with others' reading of the same bytes: a word, and details.
+    """How our result compares with other readers' of the same bytes: a word, and details.
 
-    RAW       not an error of ours, or one that is no sentence
-    DIFFERS   other values than others read; than those of the original, where nobody else can read
-    refused   while others read it; "refused by all" where they do not; "memory" where it ran out
-    equal     "equal to the original" of a mutant that others read otherwise; "equal but for
-              columns" of types that are not supported; "alone" where nobody else can read it
+    RAW       an error of another type, or one whose message is not a sentence
+    DIFFERS   other values than other readers find, or than the original if no other can read it
+    refused   other readers read it; "refused by all" if they do not; "memory" if it ran out
+    equal     "equal to the original" for a mutant that others read differently; "equal but for
+              columns" for columns of unsupported types; "alone" if no other reader can read it
     """
     read = read_by(path, format_name)
     if read.error is not None:
@@ -271,8 +271,8 @@ def _tar_rows(path: Path, read: Read) -> list[Any]:
 
 
 def _records(path: Path, read: Read) -> Values:
-    """TFRecord has checksums: what was written lies beside the file, and a file that was cut
-    between two records is the start of it.
+    """TFRecord has checksums: the expected values are beside the file, and a file that was cut
+    between two records has the first of them.
     """
     rows = json.loads(path.with_suffix(".written").read_text())
     count = sum(len(next(iter(batch.values()))) for batch in read.batches)

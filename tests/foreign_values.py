@@ -121,7 +121,7 @@ def _stored(kind: pa.DataType) -> pa.DataType:
 
 
 def difference(expected: Mapping[str, list[Any]], batches: Sequence[Mapping[str, Any]]) -> str:
-    """Where batches hold something else than they must, in words; "" if nowhere."""
+    """Where batches differ from the expected values, as text; "" if nowhere."""
     names = list(batches[0]) if batches else list(expected)
     if names != list(expected):
         return f"columns {names} where {list(expected)} were expected"
@@ -154,12 +154,12 @@ def rows(column: Any) -> list[Any]:
 
 
 def flat(value: Any) -> list[Any]:
-    """Nested lists as one."""
+    """Flatten nested lists."""
     return [v for each in value for v in flat(each)] if isinstance(value, list) else [value]
 
 
 def filled(wanted: Any, got: Any) -> Any:
-    """What a tensor holds of it: no nulls, and shapes laid flat."""
+    """The values as a tensor holds them: without nulls, and flattened."""
     if isinstance(got, list):
         values = flat([] if wanted is None else wanted)
         if wanted is None and got:

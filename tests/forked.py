@@ -1,4 +1,4 @@
-"""Children that are forked in the middle of a test, and tell afterwards what they can read."""
+"""Children that are forked in the middle of a test, and later report what they can read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Fails tests whose nodes held their event loop.
 
-A node tells of it on its log, which an embedded node has in common with its trainer, and so with
-the test. What counts is the processor time of the loop's own thread, and more of it than the
-watchdog's 20 ms: on a machine whose processors share caches with others it grows by half. Where several nodes of a test have told, or one several times, the longest
-hold counts.
+A node logs such a hold, and an embedded node shares its log with its trainer, and so with the test.
+The CPU time of the loop's own thread counts. The limit is above the watchdog's 20 ms, since CPU
+times grow by half on a machine whose caches are shared with others. If there are several reports,
+the longest hold counts.
 """
 
 from __future__ import annotations

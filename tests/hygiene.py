@@ -1,8 +1,8 @@
-"""What a test may leave behind: nothing. Snapshots of this process and its descendants.
+"""Checks that a test leaves nothing behind, by snapshots of this process and its descendants.
 
-Looked at before and after every test: processes, file descriptors, mapped memfds, threads,
-files in /dev/shm, and files in the test's own TMPDIR. What is new afterwards gets a grace period
-to go away by itself (sockets close asynchronously, processes take a moment to die).
+Compared before and after every test: processes, file descriptors, mapped memfds, threads, files in
+/dev/shm, and files in the test's own TMPDIR. New ones get a grace period to go away (sockets close
+asynchronously, processes take a moment to die).
 
 What may stay, with the reason:
 - eventpoll, eventfd, timerfd, io_uring: tokio, gRPC and Arrow make them once, on first use, and
@@ -93,7 +93,7 @@ def take(mark: str) -> Snapshot:
 
 
 def wait_until_clean(before: Snapshot, mark: str, scratch: Path) -> list[str]:
-    """What is left when the grace period is over; usually an empty list, and at once."""
+    """What is left after the grace period; usually an empty list, returned at once."""
     deadline = time.monotonic() + GRACE_S
     pause = threading.Event()
     left = _left(before, mark, scratch)
@@ -319,7 +319,7 @@ def _is_of(link: os.DirEntry[str], held: os.stat_result) -> bool:
 
 
 def _reap() -> None:
-    """Let the standard library, and us, forget children that nobody waits for any more."""
+    """Reap children that no code waits for any more."""
     forks.lasting_forks()
     subprocess._cleanup()  # type: ignore[attr-defined]
     if "multiprocessing" in sys.modules:

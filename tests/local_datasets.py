@@ -17,7 +17,7 @@ LONG = 3 << 14  # bytes: more than is copied with a pickle
 
 
 class Pair(NamedTuple):
-    """A named tuple, as many datasets return."""
+    """A named tuple, such as many datasets return."""
 
     x: torch.Tensor
     y: int
@@ -60,7 +60,7 @@ def _aliased(i: int) -> dict[str, torch.Tensor]:
 
 
 def _odd_strides(i: int) -> dict[str, torch.Tensor]:
-    """Dense tensors whose strides are not what their shapes say, as one object's annotations."""
+    """Dense tensors with unusual strides, such as the annotations of one object."""
     row = _full(i, 1, 5)
     return {
         "one of a column": row[:, 4],
@@ -182,7 +182,7 @@ def as_is(batch: Any) -> Any:
 
 
 def as_pair(batch: list[Any]) -> Any:
-    """A collate function with structure of its own."""
+    """A collate function that returns its own structure."""
     return Pair(x=torch.tensor([len(batch)]), y=batch), {"all": [Thing(one) for one in batch]}
 
 
@@ -211,7 +211,7 @@ def _are_same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.layout is not torch.strided:
         return torch.equal(a.detach().to_dense(), b.detach().to_dense())
-    # What is not dense is made so, the rest keeps its order.
+    # Tensors that are not dense become dense; the others keep their strides.
     return a.stride() == b.stride() and torch.equal(a.detach(), b.detach())
 
 

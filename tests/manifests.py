@@ -12,7 +12,7 @@ from dataplane.plan.shard import Shard
 
 
 def small(**change: Any) -> Manifest:
-    """Three shards, of which the second has no samples, and three blocks."""
+    """Three shards with three blocks; the second shard has no samples."""
     shards = (
         Shard("s3://b/0", 100, "e0", 2, Region(90, 10), False, (1,)),
         Shard("s3://b/1", 80, "e1", 0, Region(0, 0), True, (0,)),

@@ -128,7 +128,7 @@ def write_whole(folder: Path, kind: str) -> dict[str, Path]:
 
 
 def mutants(whole: bytes, kind: str, name: str, count: int, seed: int) -> Iterator[bytes]:
-    """So many changed copies, the same ones for the same arguments."""
+    """This many changed copies; the same arguments give the same copies."""
     for number in range(count):
         yield mutant(whole, random.Random(f"{kind}/{name}/{seed}/{number}"))
 

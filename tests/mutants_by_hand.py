@@ -1,4 +1,4 @@
-"""Faults that somebody could make: (name, file, what stands there, what would stand there)."""
+"""Plausible faults: (name, file, original text, faulty text)."""
 
 from __future__ import annotations
 

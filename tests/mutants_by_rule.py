@@ -1,8 +1,9 @@
 """All small changes of a Python module that are likely to be faults.
 
-Not changed is what decides nothing: docstrings, types, imports, `__slots__`, assertions (`strict=`
-of zip is one), the sentences of errors, and arguments that only say how (`copy`, `use_threads`). Of numbers that are chosen (in capitals) one more is no fault: they become
-sixteen times as large. What is no fault all the same stands in mutants_equal.py, with the reason.
+It changes nothing that decides nothing: docstrings, types, imports, `__slots__`, assertions
+(including `strict=` of zip), the sentences of errors, and arguments that only say how (`copy`,
+`use_threads`). Constants (in capitals) become sixteen times as large, since one more is no fault.
+mutants_equal.py lists the remaining changes that are not faults, with the reason.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _LEFT_OUT = (ast.Expr, ast.AugAssign, ast.Delete, ast.Continue, ast.Break)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change: `before` and `after` are the lines that differ, `text` is the whole module.
-    Tests that run none of `lines` cannot see it; nobody knows where there are none.
+    """One change: `before` and `after` are the lines that differ, `text` is the whole module. Only
+    tests that run one of `lines` can see it; without lines, these tests are unknown.
     """
 
     line: int

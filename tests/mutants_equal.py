@@ -1,4 +1,4 @@
-"""Changes by a rule that are no fault: (file, the line, the line after it, why nobody can tell)."""
+"""Changes by a rule that are not faults: (file, line, changed line, why nothing changes)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Damaged JPEGs through everything that makes pixels: nothing may read or write out of place.
+"""Damaged JPEGs through all code that makes pixels: no access may be out of bounds.
 
     python tests/mutated_jpegs.py --count 100000 [--first 0] [--seed 0]
 
-`make sanitize` runs this with the C code built by gcc's sanitizers, which end a process at the first
-access out of place. Mutants are numbered, and each is made of its number and the seed alone: the
-one that ends a process is named, and `--first NUMBER --count 1` makes it again.
+`make sanitize` runs this with the C code built by gcc's sanitizers, which end a process at the
+first access out of bounds. Mutants are numbered, and each depends only on its number and the seed:
+if one ends a process, its number is printed, and `--first NUMBER --count 1` makes it again.
 
 Sources are the photographs in $DATAPLANE_TEST_DATA/images as they are and as small ones in many
 encodings, and odd_jpegs.py. Each mutant goes through `sizes` and `render`: exact, reduced, with a
@@ -131,7 +131,7 @@ def pass_through(image: bytes, sound: bytes, number: int) -> Outcomes:
             height, width = sizes(_placed([image]), by)[0].tolist()
         except ImageError:
             outcomes["header refused"] += 1
-            # Whoever renders has asked for the size before; a wrong one may not harm either.
+            # Callers of render pass a size from `sizes`; a wrong size must not do harm either.
             height, width = (int(one) for one in random.integers(1, 200, 2))
         if height * width > PIXELS_MAX:
             outcomes["too large"] += 1
@@ -196,7 +196,7 @@ def sources_of(folder: Path | None) -> Sources:
 
 
 def _run_slice(first: int, count: int, seed: int, progress: Path) -> None:
-    """In a process of its own: it may be ended by what it finds."""
+    """Run in a separate process, which a fault may end."""
     if maker().library is None:
         sys.exit(f"libpixels.so is not used: {maker().missing}")
     warnings.simplefilter("ignore")  # Pillow's, of tags

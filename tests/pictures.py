@@ -27,14 +27,14 @@ class Encoded:
 
     @classmethod
     def of(cls, images: Sequence[bytes]) -> Encoded:
-        # Each ends where its memory ends: who reads on is seen by valgrind and by ASAN.
+        # Each ends where its memory ends, so that valgrind and ASAN see reads beyond it.
         memory = tuple(np.frombuffer(image, np.uint8).copy() for image in images)
         places = [(each.ctypes.data, each.nbytes) for each in memory]
         return cls(np.array(places, np.int64).reshape(-1, 2), memory)
 
 
 def drawn(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """A smooth picture with a little noise, as photographs are, that no mirroring leaves alike."""
+    """A smooth, slightly noisy picture, like a photograph; every mirror image of it differs."""
     random = np.random.default_rng(seed)
     down, right = np.mgrid[0:height, 0:width] / max(height, width, 2)
     channels = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4}[mode]

@@ -31,7 +31,7 @@ OTHER = Region(512 << 10, 64 << 10)
 
 
 def arrow_shards(folder: Path, blocks: int) -> str:
-    """So many shards of one block of four rows each; the rows are counted through."""
+    """This many shards of one block of four rows each; rows are numbered across shards."""
     schema = pa.schema([("x", pa.int64())])
     for i in range(blocks):
         with pa.ipc.new_file(str(folder / f"{i:03}.arrow"), schema) as writer:
@@ -132,7 +132,7 @@ def on_bench(
     memory_bytes: int = MEMORY_BYTES,
     task_timeout_s: float = math.inf,
 ) -> None:
-    """Play a scene with as many workers over the dataset that this url names."""
+    """Play a scene with this many workers over the dataset at this url."""
     manifest = open_dataset(url)
     dataset = dataset_of(7, manifest, JobSpec(manifest.fingerprint))
 

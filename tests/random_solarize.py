@@ -1,5 +1,5 @@
-"""A step that a stranger might add: what its file in dataplane/transforms/steps would be. Its C lies
-beside it.
+"""An image step as a contributor might add it, as a file of dataplane/transforms/steps. Its C code
+is in random_solarize.c.
 """
 
 from __future__ import annotations

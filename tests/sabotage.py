@@ -1,4 +1,4 @@
-"""Real processes in which one function of ours raises, once, when a test says so."""
+"""Real processes in which one of our functions raises once, when a test says so."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Consumer:
         self.error: DataplaneError | None = None
         self.stalled: list[events.Stalled] = []
         self.ready_at = 0.0
-        """When it goes on, where time decides what comes next."""
+        """The time at which it acts next, if time decides the order of events."""
         self.pause = (0.0, 1.0)
         self.next_step = at.first_step
         self._steps = self._expected()
@@ -123,7 +123,7 @@ class Consumer:
         else:
             assert isinstance(body, messages.Slab)
             self.check(body)
-            # Whoever has a slab may write into it: nobody else may see that.
+            # A consumer may write into its slab: no other consumer may see that.
             content = bytes([body.slab_id % 251]) * body.region.length
             self.memory(body)[:] = content
             self.held.append((body, content))
@@ -158,12 +158,12 @@ class Consumer:
     def release(self, which: int = 0) -> None:
         slab, content = self.held[which]
         del self.held[which]
-        # The tail of a slot holds the row index; nobody may write into a slab that is held.
+        # The tail of a slot holds the row index; the node must not write into a held slab.
         assert self.memory(slab) == content, "a slab was written while it was held"
         self.run.tell(events.Released(self.place.delivery_id, [slab.slab_id]))
 
     def copy_out(self) -> None:
-        """Give back at once what is not to be held."""
+        """Return at once the slabs that are not to be held."""
         for which, (slab, _) in enumerate(self.held):
             if slab.copy_out:
                 self.release(which)

@@ -58,8 +58,8 @@ class Invariants:
         return found[1]
 
     def _check_blocks(self, keys: dict[int, list[int]]) -> None:
-        """blocks 1, 2, 4, shared 2, 3: each part of the arena has one owner, and each block is
-        there once, by a key of its own, which is known where it is ready.
+        """blocks 1, 2, 4, shared 2, 3: each part of the arena has one owner, and each block is in
+        it once, under its own key, which can be looked up once the block is ready.
         """
         table, shared = self._scheduler._blocks, self._scheduler._shared
         owned = [(slab.region.offset, slab.region.length) for slab in shared._slabs.values()]
@@ -140,8 +140,8 @@ class Invariants:
             pins[dataset.dataset_id].update(blocks.tolist())
 
     def _check_tasks(self, keys: dict[int, list[int]], pins: _Pins, used: _Used) -> None:
-        """slab_tasks 3 and 4, scheduler 1 and 2: tasks follow each other, what one lacks is exactly
-        what is not ready, and of those that wait only the head has pins.
+        """slab_tasks 3 and 4, scheduler 1 and 2: tasks are in order, a task lacks exactly the
+        blocks that are not ready, and of the waiting tasks only the head has pins.
         """
         scheduler, waiting_count = self._scheduler, 0
         for delivery in scheduler._deliveries.values():

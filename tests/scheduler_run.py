@@ -29,9 +29,10 @@ _ACTS_MAX = 20_000
 
 
 class Run:
-    """Some worlds, some consumers, and chance. `is_timed`: what is due first happens first, as each
-    store, worker and consumer has its pace; else anything may happen next. `restless` is how often
-    consumers come, go and change their places. `is_mixed`: there is an order over all worlds.
+    """Some worlds and consumers, and a source of randomness. With `is_timed`, each store, worker
+    and consumer has its own speed, and events happen when they are due; otherwise in any order.
+    `restless` is how often consumers come, go and change places. With `is_mixed`, there is also an
+    order over all worlds.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Run:
     # -- what happens ----------------------------------------------------------------------------
 
     def tell(self, event: events.Event) -> None:
-        """Something has happened: whatever follows from it is done."""
+        """Pass an event to the scheduler, and perform all effects that follow."""
         self.now += 0.001
         self.outside.now = self.now
         before = self.traffic.before(event, self.now)
@@ -215,7 +216,7 @@ class Run:
         return found
 
     def _pause(self, consumer: Consumer, act: Callable[[], None]) -> None:
-        """It acts, and is busy with something else for a while."""
+        """Let a consumer act; then it is busy for a while."""
         act()
         pause = self.chance.uniform(*consumer.pause)
         consumer.ready_at = self.now + pause * (100 if self.chance.random() < 0.02 else 1)
@@ -229,7 +230,7 @@ class Run:
         self.tell(pending.pop(which)[1]())
 
     def act(self, actions: list[tuple[float, Callable[[], None]]]) -> None:
-        """One of them happens, and what comes of it."""
+        """Let one of them happen, with its consequences."""
         due, action = self.chance.choice(actions)
         if self.is_timed:
             due, action = min(actions, key=lambda each: each[0])
@@ -267,7 +268,7 @@ class Run:
         self.chance.choice((one.close, one.leave))()
 
     def move_one(self) -> None:
-        """A consumer comes back where it was, or goes on as another rank of another number."""
+        """A consumer returns to its position, or continues as another rank of another dp_size."""
         one = self.chance.choice(self.consumers)
         at, place = one.at, one.place
         if len(self.consumers) > 30 or not place.is_open:
@@ -287,7 +288,7 @@ class Run:
         self.begin(place, Stream(at.epoch, cursor, self.chance.randrange(size), size, 0, 1))
 
     def refuse_one(self) -> None:
-        """Whoever asks is told that this node is not the one any more."""
+        """Every request gets the answer that this node was replaced."""
         one = self.chance.choice(self.consumers)
         asked, error = one.asked, LeaseFenced("another member has its place")
         self.tell(events.StreamRefused(one.number, error))
@@ -325,7 +326,7 @@ class Run:
             self.consume(self.deliver_to(world, spec=world.job()), 0, 1)
 
     def drain(self) -> None:
-        """While consumers do nothing, the scheduler comes to rest: it does not load in circles."""
+        """While consumers do nothing, the scheduler comes to rest and reloads no blocks."""
         self.settle()
         ends = 0
         while self.outside.pending:
@@ -341,7 +342,7 @@ class Run:
         )
 
     def end(self) -> None:
-        """Close everything, in any order with what is under way: nothing is left."""
+        """Close everything, in any order with running work, and check that nothing is left."""
         for consumer in self.consumers:
             if self.chance.random() < 0.5:
                 while consumer.held and consumer.place.is_open:

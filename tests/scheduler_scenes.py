@@ -10,7 +10,7 @@ from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced, StoreD
 
 
 def several(run: Run) -> None:
-    """Some deliveries, with peers that share them or walk alone."""
+    """Some deliveries, with peers that share slabs or do not."""
     chance = run.chance
     for world in run.worlds.values():
         dp_size = chance.randint(1, min(3, world.spec.global_batch))
@@ -38,7 +38,7 @@ def alike(run: Run) -> None:
 
 
 def mixed(run: Run) -> None:
-    """Jobs over all datasets at once, in an order of their own, beside jobs over each of them."""
+    """Jobs over all datasets together, in one order, and jobs over each of them."""
     assert run.mixture is not None
     run.chance.choice((several, alike))(run)
     for group in run.chance.choice(((None,), (None, "mixture"))):

@@ -36,7 +36,7 @@ class _Before:
 
 
 class Traffic:
-    """Everything that was asked of the outside and has not ended, and what was lent."""
+    """All effects that have not completed, and the memory lent to them."""
 
     def __init__(self, scheduler: Scheduler, fetch_count: int, stall_s: float) -> None:
         self._scheduler = scheduler
@@ -51,7 +51,7 @@ class Traffic:
         self._busy: dict[tuple[str, int], list[Region]] = {}
         self._planning: set[int] = set()
         self.told = np.zeros(2, np.int64)
-        """Bytes that were read, and microseconds of disk, as the times of slabs tell."""
+        """Bytes read and microseconds of disk time, as reported in the times of slabs."""
         self.times = Times()
         self._is_settling = False
         self._making: dict[int, int] = {}
@@ -132,7 +132,7 @@ class Traffic:
     def after(
         self, event: events.Event, before: _Before | None, effects: list[events.Effect]
     ) -> None:
-        """To be told what each event has led to.
+        """Check the effects of each event.
 
         Raises:  AssertionError: names the invariant.
         """
@@ -281,7 +281,7 @@ class Traffic:
         self.told += [times.read_bytes, times.disk]
 
     def _check_stage(self, effect: events.Stalled) -> None:
-        """A rank that waits too long is told what its next slab waits for."""
+        """A rank that waits too long gets an error that says what its next slab waits for."""
         stream = self._scheduler._streams._streams[effect.stream_id]
         task = stream.tasks[0] if stream.tasks else None
         slab = None if task is None else self._scheduler._shared.find(task)
@@ -305,7 +305,7 @@ class Traffic:
         self._dropped.add(delivery_id)
 
     def check_end(self, pending_count: int) -> None:
-        """When all is closed and whatever was asked for has ended.
+        """Check the end, when all is closed and all requested work has ended.
 
         Raises:  AssertionError: names the invariant.
         """
@@ -317,7 +317,7 @@ class Traffic:
         assert not ready, "blocks of a forgotten dataset are still there"
 
     def _check_emptied(self, head: SlabTask, effect: events.Fetch | events.DecodeBlock) -> None:
-        """scheduler 2: an arena that was emptied for the head is filled for it alone."""
+        """scheduler 2: an arena that was emptied for the head is filled only for the head."""
         if self._scheduler._emptied_for is head:
             assert _is_of(head, effect), "scheduler 2: it was emptied for another task"
 
@@ -366,7 +366,7 @@ class Traffic:
 
 
 def _number(datasets: DatasetLookup, dataset_id: int, block: int) -> int | None:
-    """What orders over these datasets call a block, if it is of one of them."""
+    """A block's number in orders over these datasets, if it belongs to one of them."""
     for dataset in datasets.datasets:
         if dataset.dataset_id == dataset_id:
             return datasets.number(dataset, block)

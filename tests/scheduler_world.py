@@ -1,9 +1,9 @@
-"""What is outside of the scheduler in its tests: a dataset, and a store and workers that end in any
-order.
+"""The scheduler's surroundings in its tests: a dataset, and a store and workers that complete their
+work in any order.
 
-They touch memory: a fetch marks the region it was given, a decoding reads that mark and
-sets its own, and an assembly, when it ends, must still find the mark of each of its blocks. So
-memory that was given away too early is seen as a wrong batch.
+They write to memory: a fetch marks its region, a decoding reads that mark and sets its own, and an
+assembly, when it ends, must still find the mark of each of its blocks. So memory that was freed too
+early shows up as a wrong batch.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class World:
 
 
 class Mixture(World):
-    """All samples of several datasets, in one order of their own."""
+    """All samples of several datasets in one order."""
 
     def __init__(self, parts: list[World]) -> None:
         self.chance, self.dataset_id, self.parts = parts[0].chance, parts[0].dataset_id, parts
@@ -179,7 +179,7 @@ def _check_mark(view: memoryview, name: BlockName) -> None:
 
 
 class Outside:
-    """The store and the workers: what they were asked ends when the test says so, by an event."""
+    """The store and the workers: their work ends when the test says so, by an event."""
 
     def __init__(self, arena_bytes: int, worlds: dict[int, World], row_bytes: int) -> None:
         self.arena = memoryview(bytearray(arena_bytes))
@@ -191,7 +191,7 @@ class Outside:
         self.pace: dict[type, tuple[float, float]] = {}
         """Seconds that each kind of them takes, at least and at most."""
         self.known: dict[int, tuple[World, int, Region | None]] = {}
-        """Each block that was read or decoded: where it lies, None in a local file."""
+        """The place of each block that was read or decoded; None if it is in a local file."""
         self.dropped: set[int] = set()
         self.deliveries: dict[int, memoryview] = {}
         self.lookups: dict[int, DatasetLookup] = {}
@@ -201,13 +201,13 @@ class Outside:
         self.copied = 0
         self.chance = random.Random(0)
         self.done = np.zeros(2, np.int64)
-        """Bytes that were read, and microseconds of disk, as they were told."""
+        """Bytes read and microseconds of disk time, as reported."""
         self.away = 0.0
         """How many of the reads end with the store still away."""
         self.refused = 0.0
-        """For how much of what is asked the machine has no memory."""
+        """The share of requests for which the machine has no memory."""
         self.restart_indexes_of: Callable[[int], Region | None]
-        """Where the restart indexes of a block lie, which nobody here writes."""
+        """The place of a block's restart indexes, which are not written here."""
         self.locate: Callable[[int], tuple[DatasetBlocks, int]]
         """The dataset and number of a block that was never loaded, by key."""
 

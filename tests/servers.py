@@ -121,7 +121,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Pat
 
 @pytest.fixture
 def port_of_nobody() -> Iterator[int]:
-    """A port of 127.0.0.1 that refuses connections, and that nobody else can take meanwhile."""
+    """A port of 127.0.0.1 that refuses connections and that no other process can take."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

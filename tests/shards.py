@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class MemoryShard:
-    """A shard in memory that refuses what a store would refuse, and counts what is read."""
+    """A shard in memory that refuses the reads that a store would refuse, and counts reads."""
 
     def __init__(self, content: bytes, url: str = "memory://test/shard") -> None:
         self.content = content

@@ -63,7 +63,7 @@ class SmallEngine:
         return delivery
 
     def close(self) -> None:
-        """Free what it has, whatever was under way."""
+        """Free all its memory, even if work is running."""
         for delivery in self._deliveries:
             self.engine.close_delivery(delivery)
             delivery.arena.close()

@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A library, how it is loaded (path, sources -> what is missing), and what is said of it."""
+    """A library, how it is loaded (path, sources -> what is missing), and its message."""
 
     library: Library
     load: Callable[[Path, Path], str]
@@ -153,7 +153,7 @@ def test_a_build_without_a_compiler_says_so_and_has_no_library(
         assert said.replace(" ", "") in told
 
 
-# A compiler that finds no header of a library, and one whose header is of something else.
+# A compiler that finds no header of a library, and one that finds a wrong header.
 _NO_HEADER = "#!/bin/sh\necho 'jpeg.h:9:10: fatal error: jpeglib.h: No such file' >&2\nexit 1\n"
 _NO_LIBRARY = "#!/bin/sh\necho '/usr/bin/ld: cannot find -ljpeg' >&2\nexit 1\n"
 _OTHER_LIBJPEG = "#!/bin/sh\necho 'jpeg.h:14:2: error: #error \"the headers\"' >&2\nexit 1\n"

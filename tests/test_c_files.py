@@ -1,4 +1,4 @@
-"""C has no cycles, a header for each concern, and functions that Python calls as they are declared."""
+"""C files have no cycles and a header per concern, and Python calls functions as declared."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataplane import collector
 
 
 class Listed:
-    """Something that a weak reference can tell about."""
+    """An object with weak references."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
-"""An option of columns is named by its definition, its arguments, its use, and those who offer it.
+"""A column option is named only in its definition, its arguments, its use, and its user interfaces.
 
-Whoever is in between passes `ColumnOptions` on whole: clients, messages, nodes, the coordinator,
-workers and digests name none of its fields, so that one more touches none of them.
+All other code passes `ColumnOptions` on as a whole: clients, messages, nodes, the coordinator,
+workers and digests name none of its fields, so a new field touches none of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELDS = [field.name for field in dataclasses.fields(ColumnOptions)]
 DEFINITION, CHECKS = "dataplane/model.py", "dataplane/transforms/options.py"
 # What people write options into, each in its own way: a loader's arguments, flags of commands.
 OFFERS = ("loaders/dataplane_torch/options.py", "dataplane/commands/")
-# Names that mean something else as well: they count where they are said of options.
+# Names with other meanings, too: they count only where they mean options.
 AMBIGUOUS = {"columns", "lists", "stack", "nulls", "codes"}
 MAKERS = {"ColumnOptions", "column_options"}
 
@@ -73,7 +73,7 @@ def _named(tree: ast.Module) -> Iterator[str]:
 
 
 def _naming(option: str) -> set[str]:
-    """Which modules name an option; all that offer it count as one."""
+    """The modules that name an option; all user interfaces count as one."""
     names = {option} if option in AMBIGUOUS else {option, f"?{option}"}
     modules = {path for path, named in _modules().items() if not names.isdisjoint(named)}
     return {"offers" if path.startswith(OFFERS) else path for path in modules}

@@ -59,7 +59,7 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     environ |= {name: v for name, v in os.environ.items() if name.startswith("DATAPLANE_TEST_")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["HOME"] = str(tmp_path)
-    environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # else beside what is temporary
+    environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # or /tmp
     for program, text in programs(page):
         done = subprocess.run(
             program,

@@ -15,7 +15,7 @@ from dataplane.trace import LINES_A_MINUTE, Trace, configure
 
 
 class Stderr:
-    """What was written so far."""
+    """The output so far."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self._capture = capture

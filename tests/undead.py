@@ -1,7 +1,7 @@
-"""A process that was killed and does not go away, as one that sleeps in the kernel.
+"""A process that was killed and does not go away, like one that sleeps in the kernel.
 
-Whoever traces a process is told of its end before its parent is: until the tracer ends, the parent
-waits in vain.
+The kernel reports the end of a process to its tracer before its parent: until the tracer ends, the
+parent waits in vain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ else:
 
 @contextlib.contextmanager
 def undead(pid: int) -> Iterator[None]:
-    """While this lasts, nobody can collect the process, whatever it dies of."""
+    """Within this block, the process cannot be reaped, however it dies."""
     tracer = subprocess.Popen(
         [sys.executable, "-c", _TRACER, str(pid)],
         stdin=subprocess.PIPE,

@@ -1,8 +1,8 @@
-"""Python processes that have torch from the start: forked from one that imported it, once.
+"""Python processes that have torch from the start: forked from a process that imported it once.
 
-The import takes 2.5 s of CPU, and trainers of tests have often little else to do. A process of ours
-has the arguments, the environment and the streams that it is given, and ends as any Python does.
-Its parent is a process that waits for it; nothing ran in the one that it was forked from.
+The import takes 2.5 s of CPU, often more than the rest of a test's trainer. Such a process has the
+given arguments, environment and streams, and ends like any Python process. Its parent is a process
+that waits for it; the process that it was forked from has run no other code.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _orders(ours: socket.socket) -> dict[str, Any] | None:
 
 
 def _wait_for(pid: int, streams: list[int], tell: int) -> None:
-    """Tell the process id, and how it ended; does not return."""
+    """Report the process id, and how the process ended; does not return."""
     for fd in (0, 1, *streams):
         os.close(fd)
     with contextlib.suppress(BrokenPipeError):

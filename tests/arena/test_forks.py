@@ -95,4 +95,4 @@ def test_a_child_keeps_the_pages_that_it_is_told_to_and_no_descriptor():
         assert child.ask() == 0
     arena.close()
     memory.clear()
-    arena.keep_only([])  # it is not mapped any more, and whatever else is there stays
+    arena.keep_only([])  # it is no longer mapped, and all other content stays

@@ -54,7 +54,7 @@ def test_whatever_was_mapped_before_what_is_mapped_has_no_page_fault(regions: Se
     for page in range(len(pages)):
         pages[page] = 1
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-    assert faults <= 8 + len(pages) // 2  # some are of the memory of the interpreter itself
+    assert faults <= 8 + len(pages) // 2  # some addresses are in the interpreter's own memory
     assert os.fstat(arena.fd).st_blocks * 512 == SIZE
     pages.release()
     arena.close()

@@ -82,7 +82,7 @@ def test_no_other_module_says_how_slabs_are_aligned_or_how_long_a_side_is() -> N
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
             if isinstance(target, ast.Name)
         ]
-        # Of restart indexes, which have an alignment of their own.
+        # Restart indexes have a different alignment.
         is_other = path.name == "restart_indexes.py"
         assert path == own or is_other or not [name for name in assigned if "ALIGN" in name], path
         assert path == own or not re.search(r"\(.*rows \+ 1\) \* ", text), path

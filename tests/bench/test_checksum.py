@@ -1,4 +1,4 @@
-"""The checksum of an epoch: order and batching are no part of it, and everything else is."""
+"""The checksum of an epoch depends on everything but order and batching."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def digest(*batches, of=None):
 
 
 def exact(row):
-    """Told apart by bits, as the checksum does."""
+    """Compared by bits, as in the checksum."""
     return (row["id"], np.float32(row["weight"]).tobytes(), row["pair"], row["tokens"], row["text"])
 
 

@@ -36,7 +36,7 @@ TIMEOUT_S = 280
 
 @pytest.fixture
 def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Demos that a test started; whoever is left is killed."""
+    """The demos that a test started; those still running are killed."""
     demos: list[subprocess.Popen[str]] = []
     yield demos
     for demo in demos:
@@ -63,7 +63,7 @@ def no_new_sockets(before):
 
 
 def stale_sockets():
-    """SeaweedFS's sockets in /tmp that nobody listens on: left behind, by whomever."""
+    """SeaweedFS's sockets in /tmp without a listener: some process left them behind."""
     found = set()
     for path in Path("/tmp").glob("seaweedfs-*.sock"):
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as caller:

@@ -20,7 +20,7 @@ from dataplane.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch) -> None:
-    """pip finds what a test made, and nothing else."""
+    """pip finds only packages that a test made."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
 
@@ -64,7 +64,7 @@ def run(python: str | None, code: str) -> str:
 
 
 def said(_line: str) -> None:
-    """Nobody listens."""
+    """Ignore a line of progress."""
 
 
 def test_packages_of_a_peer_come_first_and_ours_are_available(tmp_path) -> None:
@@ -106,7 +106,7 @@ def test_an_environment_made_for_other_requirements_is_not_used(tmp_path) -> Non
     note = made.folder / "made.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "torch": "1.0"}))
     assert made.python is None
-    note.unlink()  # as somebody leaves it who was killed before the end
+    note.unlink()  # as left by a process that was killed before the end
     assert made.python is None
 
     newer = environment(Peer((two,)), tmp_path / "peers")

@@ -98,7 +98,7 @@ def test_a_request_waits_once_and_its_answer_does_not(tmp_path):
             connection.sendall(b"x" * 100_000)
             assert received(connection, 100_000) == b"x" * 100_000
             took.append(time.monotonic() - began)
-        # Whatever a busy machine adds, it does not add to each of them.
+        # A busy machine delays some requests, but not every one.
         assert DELAY_MS / 1000 <= min(took) < 10 * DELAY_MS / 1000
 
 
@@ -163,7 +163,7 @@ def test_the_proxy_is_no_bottleneck(tmp_path):
         return 8 * 3 * LARGE / (time.monotonic() - began)
 
     with far(large, tmp_path, 1) as (port, direct):
-        # Beside a server that does nothing but send, on a busy machine: far from what S3 delivers.
+        # Compared with a server that only sends, on a busy machine: still far above S3's rate.
         assert rate(port) > rate(direct) / 8
 
 

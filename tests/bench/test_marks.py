@@ -1,4 +1,4 @@
-"""Systems can be told apart, by everybody, on light pages and on dark ones.
+"""Readers with any colour vision can distinguish all systems, on light and on dark pages.
 
 Source: G. M. Machado et al., A Physiologically-based Model for Simulation of Color Vision
 Deficiency, 2009 (severity 1.0), and the CIE 1976 L*a*b* difference.

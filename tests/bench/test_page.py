@@ -1,4 +1,4 @@
-"""The page, opened in a real browser: its plots are there, and nothing comes from elsewhere."""
+"""The page in a real browser: it shows its plots, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_rays_files_hold_the_samples_and_give_them_back_in_any_order(tmp_path) -
     workload, table = source(tmp_path / "source", 50)
     RayData().prepare(workload, tmp_path / "ray")
     files = sorted((tmp_path / "ray").iterdir())
-    assert len(files) >= 25  # a file is what is shuffled first
+    assert len(files) >= 25  # files are shuffled first
     stored = pa.concat_tables([pq.read_table(file) for file in files])
     assert stored.schema.field("wide").type == pa.binary(24)
 
@@ -62,7 +62,7 @@ def test_rays_files_hold_the_samples_and_give_them_back_in_any_order(tmp_path) -
 
 
 def test_what_lies_behind_a_row_of_ffcv_is_no_part_of_the_batch() -> None:
-    # Buffers are used again: behind a row is what was there before.
+    # Buffers are reused: after a row come the bytes of earlier ones.
     rows = np.full((3, 16), 255, np.uint8)
     rows[0, :8] = np.array([1, 2], np.int32).view(np.uint8)
     rows[2, :4] = np.array([3], np.int32).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Trials end, whatever a loader does: with figures or with a reason, and nothing is left."""
+"""Every trial ends with figures or a reason and leaves nothing behind, whatever the loader does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def workload(tmp_path):
 
 @pytest.fixture
 def trial(tmp_path, workload):
-    """Runs one trial of the loader that does what it is told."""
+    """Runs one trial of the loader that a test scripts."""
 
     def run(mode=Mode.FIRST, system=AWRY, timing=QUICK, of=workload, settings=None, **case):
         place = DatasetPlace(tmp_path / "prepared" / "awry", str(tmp_path / "prepared" / "awry"))
@@ -245,7 +245,7 @@ def test_a_daemon_that_a_loader_leaves_counts_and_is_ended(trial, tmp_path):
 
 @pytest.mark.parametrize("does", ["die in second batch", "raise in second batch"])
 def test_a_loader_that_fails_takes_what_it_started_along(trial, does):
-    # hygiene.py looks for what is left.
+    # hygiene.py checks that nothing is left.
     told = failure(trial, does, mode=Mode.EPOCH, jobs=2)
     assert "job 1, rank 0" in told or "job 2, rank 0" in told
 

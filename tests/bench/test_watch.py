@@ -17,7 +17,7 @@ from dataplane_bench.trial import watch
 MIB = 1 << 20
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
-# Burns what it is told to, in CPU seconds, and says when it has.
+# Uses the requested CPU seconds, and says when it is done.
 BURN = """
 import json, os, resource, sys, time
 def burn(seconds):
@@ -93,7 +93,7 @@ def test_cpu_of_a_tree_is_what_its_processes_used_ended_or_not():
     with running(PARENT) as (process, hear):
         truth = hear()
         assert truth >= 0.65
-        # Of each process, running or ended, the kernel tells whole ticks.
+        # The kernel reports whole ticks for each process, running or ended.
         assert watch.cpu_s([process.pid]) == pytest.approx(truth, abs=8 * TICK_S)
 
 
@@ -178,7 +178,7 @@ sys.stdin.read()
 
 
 def test_memory_that_processes_share_counts_once():
-    # As a keeper's, what is below the root counts.
+    # As for a keeper, all descendants of the root count.
     with running(SHARING, 64 * MIB, MIB, below=BELOW_SHELL) as (shell, hear):
         hear()
         found, without_files = watch.memory([shell.pid])

@@ -1,4 +1,4 @@
-"""Generated workloads: the same rows everywhere, whole or not there, and colours that tell labels."""
+"""Generated workloads: the same rows everywhere, complete or absent; colours identify labels."""
 
 from __future__ import annotations
 

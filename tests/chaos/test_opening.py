@@ -1,4 +1,4 @@
-"""A node that is killed at any moment of a job's opening costs a run time, and nothing else."""
+"""Killing the node at any moment while a job opens costs only time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remote_epoch import OPTIONS
 from small_nodes import LAUNCHED
 
 SIZE = 2
-# A number is of requests to the store: its listing, the shards' footers, then blocks.
+# Numbers count requests to the store: the listing, the shards' footers, then blocks.
 MOMENTS = ("node runs", "workers run", *range(1, 17), "job is open", "first batches are there")
 IN_SUITE = {("embedded", 2), ("embedded", 9), ("served", "node runs"), ("served", "job is open")}
 WAIT_S = 60
@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 class Ranks:
     """All ranks of a job as threads. They stop when the job is open and after the first batch,
-    until they are told to go on.
+    until the test lets them continue.
     """
 
     def __init__(self, url: str, service: str | None, pool: ThreadPoolExecutor) -> None:

@@ -1,4 +1,4 @@
-"""A store that is away for a while costs a run time, and nothing else."""
+"""A store that is away for a while costs only time."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_store_may_go_away_before_the_first_batch(tmp_path, proxy, manifest, w
 
 
 class Scene:
-    """A run behind a proxy of its own. `way` None: the store's name has no address."""
+    """A run behind its own proxy. If `way` is None, the store's name has no address."""
 
     def __init__(
         self, folder: Path, server: S3Server, way: Away | None, stack: contextlib.ExitStack

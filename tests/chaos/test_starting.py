@@ -1,4 +1,4 @@
-"""In whatever order a service and its trainers start, and however late one of them comes."""
+"""A service and its trainers may start in any order, with any delay."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def url(tmp_path: Path) -> str:
 
 
 class Cluster:
-    """A coordinator, a node and its trainers, each started when it is told to."""
+    """A coordinator, a node and its trainers, each started when a test says so."""
 
     def __init__(
         self, folder: Path, url: str, stack: contextlib.ExitStack, trainer_count: int = 1
@@ -80,7 +80,7 @@ class Cluster:
             service.wait_ready()
 
     def finish(self) -> None:
-        """All is there: the epoch is read, and whoever waited has said so, and that it is over."""
+        """All have started: read the epoch, and check that each wait was logged with its end."""
         assert self.run is not None
         self.run.answers()
         assert self.run.stream() == WHOLE

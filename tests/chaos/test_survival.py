@@ -1,4 +1,4 @@
-"""Whatever dies, the stream of batches that a run keeps is the planned one: invariants 2, 3, 6."""
+"""A run's batches are the planned ones whichever process dies: invariants 2, 3, 6."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a user can get wrong gets an error of its own within seconds: invariant 9.
+"""Every mistake that a user can make raises its own error within seconds: invariant 9.
 
 The suite's fixture proves after each of these that nothing is left running.
 """
@@ -127,7 +127,7 @@ def test_a_setting_with_an_invalid_value_is_named(folder, monkeypatch):
 def test_a_store_that_never_answers_is_given_up_within_the_stall_timeout(monkeypatch):
     monkeypatch.setenv("DATAPLANE_STALL_TIMEOUT_S", "4")
     monkeypatch.setenv("DATAPLANE_FETCH_TIMEOUT_S", "1")
-    # Connections wait in its backlog, and nobody ever takes them out.
+    # Connections wait in its backlog, and are never accepted.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         error = wrong(f"http://127.0.0.1:{port}/x.parquet")

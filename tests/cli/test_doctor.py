@@ -19,7 +19,7 @@ from PIL import Image
 from dataplane.cli import run
 from dataplane.commands.doctor import trial
 
-LATENCY_MS = 250  # what else there is takes less, on any machine
+LATENCY_MS = 250  # all other stages take less, on any machine
 SMALL = (
     "--block-arena-bytes",
     "64MiB",

@@ -17,7 +17,7 @@ def test_slabs_that_a_forked_child_can_read_are_not_used_again(fake, session) ->
     with forking(lambda: int(held[0].memory.tobytes() != before)) as child:
         held.clear()
         step = 1
-        while slabs := stream.batches_from(step):  # what is given back is overwritten
+        while slabs := stream.batches_from(step):  # returned memory is overwritten
             step += sum(len(each.batches) for each in slabs)
             del slabs
         assert mine.mount().held_bytes > 0

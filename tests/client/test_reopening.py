@@ -34,7 +34,7 @@ def beside() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def said(monkeypatch, caplog) -> Said:
-    """Lines of the log with these words, once there are so many; a wait is told of at once."""
+    """The log's lines with these words, once there are this many; waits are logged at once."""
     monkeypatch.setattr(waiting, "TELL_AFTER_S", 0.05)
     caplog.set_level(logging.WARNING, "dataplane.client")
 

@@ -323,7 +323,7 @@ def test_ctrl_c_in_the_moment_of_receiving_costs_a_connection_and_no_batch(
         step = seen[-1] + 1
     assert seen == list(range(1, 20))
     assert mine.mount() is not mount
-    # The old connection lives for what is held of it, and goes with it.
+    # The old connection lives as long as batches of it are held.
     assert kept[0].memory.tobytes() == first_bytes
     stream.close()
     gone = weakref.ref(mount)
@@ -347,7 +347,7 @@ def test_a_fork_of_the_trainer_owns_nothing(fake, session) -> None:
         mine.close()
         os._exit(any(inode_of(fd) == inode for fd in range(256)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    stream.batches_from(4)  # a round trip: whatever the child had sent was seen by now
+    stream.batches_from(4)  # after a round trip, the node has seen all that the child sent
     assert not any(isinstance(one, Release) for one in node.seen)
     assert "gone" not in node.seen
     assert [one.memory.tobytes() for one in held] == before

@@ -80,7 +80,7 @@ def test_an_early_state_that_does_not_fit_names_what_may_differ():
     for name in ("urls", "ETags", "seed", "shuffle", "window", "columns", "stack"):
         assert name in str(error)
     assert "JobSpec" not in str(error)
-    # It cannot be told from one of another dataset, whatever the user says.
+    # It cannot be distinguished from a state of another dataset, even with dataset_moved.
     assert refusal(RunState.from_dict(OLD), job(elsewhere()), dataset_moved=True).field
 
 
@@ -156,7 +156,7 @@ def test_a_copy_with_other_etags_needs_dataset_moved():
 
 def test_another_dataset_is_refused_even_with_dataset_moved():
     grown = tuple(replace(shard, size_bytes=shard.size_bytes + 1) for shard in small().shards)
-    # Its default window is another one: what follows from the dataset is not told beside it.
+    # Its default window differs too: errors leave out what follows from the dataset.
     other = job(small(shards=grown), replace(SPEC, window=17))
     error = refusal(RunState.of(job(), 0, 0), other, dataset_moved=True)
     assert "but other shards" in str(error)

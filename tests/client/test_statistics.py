@@ -72,7 +72,7 @@ def ran(**fields: float) -> Statistics:
         # It hardly waits, although the workers are busy too.
         (ran(assemble_wait_s=0.5, assembling_s=18.0), Stage.CONSUMER, 1000 / 9),
         (ran(assemble_wait_s=9.0, assembling_s=19.0), Stage.ASSEMBLE, 1000 / 1),
-        # The last stage of a slab is what was waited for; the workers' time went elsewhere.
+        # The trainer waited for the last stage of a slab; the workers spent their time elsewhere.
         (ran(assemble_wait_s=9.0, assembling_s=4.0, decoding_s=15.0), Stage.DECODE, 1000 / 2),
         (ran(fetch_wait_s=8.0, decode_wait_s=1.0, reading_s=10.0), Stage.STORAGE, 1000 / 1),
         # The decoding of a slab's last block hides how long the read before it took.
@@ -119,4 +119,4 @@ def test_the_bottleneck_of_the_last_seconds_is_computed_again_after_them():
     loop(0.001, 5.0)
     assert recent.stage(4.0) == "storage"
     assert recent.stage(6.0) == "consumer"
-    assert recent.stage(9.0) == "consumer"  # nothing since: what is known stays
+    assert recent.stage(9.0) == "consumer"  # nothing since: the last values stay

@@ -1,4 +1,4 @@
-"""Ranks as launchers tell them, and the names that all ranks arrive at."""
+"""Ranks as launchers pass them, and the names that all ranks derive from them."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_ranks_that_one_process_starts_are_one_run_without_a_launcher() -> None:
     assert mine.startswith("siblings-")
     assert run_of_a_rank(2, rank="0") == run_of_a_rank(2, rank="1", within=WRAPPED) == mine
     assert run_of_a_rank(3) != mine
-    assert run_of_a_rank(2, within=WRAPPED) != mine  # nothing tells that shell from a launcher
+    assert run_of_a_rank(2, within=WRAPPED) != mine  # that shell looks like a launcher
     assert run_of_a_rank(1) != mine
 
 

@@ -79,7 +79,7 @@ def test_while_another_thread_receives_its_answers_are_seen(pair) -> None:
 
 
 def test_slabs_freed_before_a_wait_are_reported_before_it(pair) -> None:
-    """(5): else a node could wait for that memory, and we for the node."""
+    """(5): otherwise a node could wait for that memory while we wait for the node."""
     wire, node = pair
     seen = []
 

@@ -1,4 +1,4 @@
-"""What every format does: index, then any block alone, and never a wrong sample from bad bytes."""
+"""Every format indexes shards, decodes any single block, and never gives a wrong sample."""
 
 from __future__ import annotations
 

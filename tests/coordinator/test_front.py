@@ -1,4 +1,4 @@
-"""The coordinator in this process: what is acknowledged is on disk, whatever the disk does."""
+"""The coordinator in this process: acknowledged writes are on disk, even if the disk fails."""
 
 import asyncio
 import dataclasses

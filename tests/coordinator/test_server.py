@@ -49,7 +49,7 @@ asyncio.run(main())
 
 
 async def start_process(database, address):
-    """A coordinator in a process of its own, and the address where it answers."""
+    """A coordinator in its own process, and its address."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -71,7 +71,7 @@ async def kill(process):
 def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
     async def main():
         database = tmp_path / "c.db"
-        # Nobody else picks a port of this very host of 127.0.0.0/8 while the process is gone.
+        # No other process uses this host of 127.0.0.0/8, so the port stays free meanwhile.
         host = ".".join(map(str, (127, *os.urandom(2), 1)))
         process, address = await start_process(database, f"{host}:0")
         client = CoordinatorClient(address, patience_s=60.0)

@@ -1,4 +1,4 @@
-"""The database: what is written comes back, and what cannot be used is refused with the reason."""
+"""The database returns what was written, and an unusable one is refused with the reason."""
 
 import contextlib
 import dataclasses
@@ -159,7 +159,7 @@ def test_a_second_coordinator_on_the_same_file_is_refused(tmp_path, is_new):
     found = subprocess.run(
         [sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=60
     )
-    # Some kernels and sandboxes do not tell who has a lock.
+    # Some kernels and sandboxes do not say which process holds a lock.
     who = rf"another coordinator( \(process {os.getpid()}\))?"
     assert re.search(rf"c\.db is locked: {who} uses it", found.stdout)
     first.write([Keep(JOB)])

@@ -1,4 +1,4 @@
-"""JSON lines: a number is what was written, or its line is refused; nothing changes silently."""
+"""JSON lines: every number is exact, or its line is refused; none changes silently."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def types_of(content: bytes) -> list[pa.DataType]:
 
 
 def written(value: object) -> object:
-    """Numbers as one kind: what an integer in a column of doubles equals."""
+    """Numbers of one type, so that an integer in a column of doubles compares equal."""
     if isinstance(value, dict):
         return {name: written(one) for name, one in value.items()}
     if isinstance(value, list):

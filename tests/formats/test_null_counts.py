@@ -1,4 +1,4 @@
-"""What an index says of nulls is true, whatever the columns and whoever wrote them."""
+"""An index counts nulls correctly, for all column types and all writers."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def counter_of(*elements: list[int]) -> NullCounter:
 
 
 def told(*columns: tuple[int, int]) -> Int64:
-    """What a row group tells of its columns: entries, and nulls."""
+    """The statistics of a row group's columns: numbers of entries and of nulls."""
     table = np.zeros((len(columns), 9), np.int64)
     table[:, [VALUES, NULLS]] = columns
     return table

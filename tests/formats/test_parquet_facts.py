@@ -1,4 +1,4 @@
-"""Parquet's footers are the same, or refused alike, whether C or Python reads them."""
+"""C and Python read the same from Parquet's footers, and refuse the same ones."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ ANYTHING = st.recursive(
 
 
 def one_with(**fields: st.SearchStrategy[Value]) -> st.SearchStrategy[Value]:
-    """A structure with these fields (f1=…); now and then one is left out, or is something else,
-    and there is another field.
+    """A structure with these fields (f1=…). Now and then a field is missing, has another type, or
+    is added.
     """
 
     @st.composite
@@ -218,8 +218,8 @@ def test_any_footer_is_the_same_or_refused_by_both(
 @example(b"\x1c" * 60)  # structures within structures, too deep
 @example(b"\x29\x19" + b"\x19" * 60)  # lists within lists
 @example(b"\x1b\x7f\x99" + b"\x01\x99" * 60)  # maps within maps
-@example(b"\x29\xfc" + b"\xff" * 9 + b"\x01")  # as many structures as there can be
-@example(b"\x18" + b"\xff" * 9 + b"\x01")  # a text of as many bytes
+@example(b"\x29\xfc" + b"\xff" * 9 + b"\x01")  # the largest possible number of structures
+@example(b"\x18" + b"\xff" * 9 + b"\x01")  # a text of that many bytes
 @example(b"\x16" + b"\xff" * 9 + b"\x03")  # a number of 65 bits
 @example(b"\x16" + b"\xff" * 9 + b"\x81")  # and one of more
 @example(b"\x06" + b"\xfe" + b"\xff" * 8 + b"\x01" + b"\x02\xf6\x02\xf6\x02\0")  # fields 2**63 on
@@ -315,7 +315,7 @@ def _calls(width: int) -> Counter[str]:
         if event in {"call", "c_call"} and frame.f_code.co_filename.startswith(ours):
             found[frame.f_code.co_qualname] += 1
 
-    Parquet().index(shard)  # whatever is loaded once
+    Parquet().index(shard)  # libraries that are loaded once
     sys.setprofile(seen)
     try:
         Parquet().index(shard)

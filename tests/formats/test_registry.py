@@ -1,4 +1,4 @@
-"""Which format a name stands for."""
+"""The format that a name selects."""
 
 from __future__ import annotations
 

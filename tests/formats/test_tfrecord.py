@@ -86,7 +86,7 @@ def test_records_come_back(records: list[dict], compressed: bool) -> None:
 
 
 def unpacked(values: list[int]) -> bytes:
-    """An int64_list without row_layout, as some writers make it, with an unknown field beside it."""
+    """An unpacked int64_list, as some writers make it, and an unknown field."""
     body = b"".join(b"\x08" + bytes([value]) for value in values)
     feature = b"\x1a" + bytes([len(body)]) + body
     entry = b"\x0a\x01i\x12" + bytes([len(feature)]) + feature

@@ -48,7 +48,7 @@ def test_the_device_that_batches_come_on_is_kept(accelerator, lightnings_argumen
     kept = prepare(accelerator, loader).base_dataloader
     assert (kept.device, kept.snapshot_every_n_steps) == ("cpu", 3)
     arguments = lightnings_arguments(loader, loader.sampler)[1]
-    assert arguments["device"] == "cpu"  # Lightning's way to make a loader anew
+    assert arguments["device"] == "cpu"  # how Lightning makes a loader again
 
 
 def test_one_process_that_reads_for_all_is_refused(accelerator) -> None:

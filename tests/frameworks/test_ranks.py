@@ -1,4 +1,4 @@
-"""Two ranks of a launch under each framework: who gets what, and what a resumed run gets."""
+"""Two ranks under each framework: the samples of each rank, and those of a resumed run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def launch(python: WarmPython, script: str, out: Path, *arguments: str) -> list[
 
 
 def told(out: Path, name: str) -> list:
-    """What each rank told."""
+    """The report of each rank."""
     return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)]
 
 

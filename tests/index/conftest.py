@@ -1,4 +1,4 @@
-"""A folder of twelve small shards, and a place for what is remembered of them."""
+"""A folder of twelve small shards, and a cache folder."""
 
 from __future__ import annotations
 

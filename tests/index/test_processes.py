@@ -1,4 +1,4 @@
-"""Shards are indexed in processes of their own, with a limit on their memory."""
+"""Shards are indexed in separate processes with limited memory."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_the_manifest_is_the_one_that_indexing_here_gives(
     found = index_dataset(folder, index_shard=processes.index)
     assert found == here
     assert found.schema == here.schema
-    assert found.to_bytes() == here.to_bytes()  # also what is no part of the fingerprint
+    assert found.to_bytes() == here.to_bytes()  # fields outside of the fingerprint, too
 
 
 @pytest.mark.parametrize("kind", SHARDS)
 def test_an_indexing_process_asks_the_node_for_bytes_of_remote_shards(
     kind: str, processes: IndexProcesses
 ) -> None:
-    """The store is in the memory of this process: nobody else can read it."""
+    """The store is in the memory of this process, so no other process can read it."""
     files, folder = fsspec.filesystem("memory"), f"/indexing/{kind}"
     for name, content in SHARDS[kind].items():
         files.pipe_file(f"{folder}/{name}", content)

@@ -1,4 +1,4 @@
-"""Datasets of 90 rows whose values tell their number."""
+"""Datasets of 90 rows, each with its row number as value."""
 
 from __future__ import annotations
 

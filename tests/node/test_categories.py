@@ -44,7 +44,7 @@ def test_values_are_sorted_whatever_they_came_in() -> None:
 
 
 class Reader:
-    """A reader whose passes end when they are told to."""
+    """A reader whose passes end when a test says so."""
 
     def __init__(self, folder: Path) -> None:
         config: Any = SimpleNamespace(cache_dir=str(folder))

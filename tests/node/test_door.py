@@ -30,7 +30,7 @@ class Visitor:
 
 
 class Party:
-    """A door over a real listener, and those who were let in, in the order in which they came."""
+    """A door over a real listener, and the admitted connections in order of arrival."""
 
     def __init__(self, count_max: int) -> None:
         self.name = f"dp-door-{os.getpid()}-{time.monotonic_ns()}"

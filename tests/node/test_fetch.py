@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 class Shard:
-    """A store of one object, which notes what was read; `on_read` may wait, or fail."""
+    """A store of one object, which records reads; `on_read` may wait, or fail."""
 
     def __init__(self, on_read: Callable[[int], None] = lambda _: None) -> None:
         self.reads: Counter[int] = Counter()
@@ -126,7 +126,7 @@ def test_whatever_a_store_raises_is_reported() -> None:
         raise ZeroDivisionError
 
     (found,) = _fetched(Shard(on_read), [30])
-    assert type(found) is StoreError  # which nobody tries again: it is a bug
+    assert type(found) is StoreError  # which is not retried: it is a bug
     assert "ZeroDivisionError" in str(found)
 
 
@@ -160,7 +160,7 @@ def test_preambles_are_kept_within_their_budget(pages: int) -> None:
 
 
 def test_a_block_that_is_decoded_shares_the_preamble_of_its_shard_with_others() -> None:
-    """Nothing of it is copied: workers are told where it lies, and by which number."""
+    """It is not copied: workers receive its place and its number."""
 
     async def run() -> None:
         shard = Shard()
@@ -210,7 +210,7 @@ def test_a_preamble_stays_while_a_block_needs_it_and_its_number_never_comes_agai
 
 
 def test_an_error_is_reported_even_if_the_preamble_has_no_reader_left() -> None:
-    """What was held for the block may then be given to another."""
+    """Afterwards another block may use the memory that was held."""
     may_end, order = threading.Event(), []
 
     def on_read(offset: int) -> None:

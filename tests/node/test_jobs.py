@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 class SlowCoordinator(Coordinator):
-    """It admits whoever asks, and lets them wait for the answer."""
+    """It admits all members, and delays its answer."""
 
     def __init__(self) -> None:
         super().__init__(CoordinatorConfig(VERSION))

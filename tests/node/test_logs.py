@@ -47,7 +47,7 @@ def train(url: str, service: str = "") -> str:
         [sys.executable, "-c", TRAINER, url, service], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    # On a busy machine a node may take its time to start, and its trainer says so.
+    # On a busy machine a node may start slowly, which its trainer logs.
     lines = done.stderr.splitlines(keepends=True)
     return "".join(line for line in lines if "waiting for the node of this run" not in line)
 
@@ -59,7 +59,7 @@ def test_an_embedded_node_logs_nothing_without_a_problem(url: str) -> None:
 def test_an_embedded_node_logs_more_on_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATAPLANE_LOG_LEVEL", "info")
     monkeypatch.setenv("DATAPLANE_LOG_FORMAT", "json")
-    # The trainer, whose log is its own, may say beside these that it waits.
+    # The trainer has its own log, which may also say that it waits.
     lines = [line for line in train(url).splitlines() if line.startswith("{")]
     opened, *_, closed = map(json.loads, lines)
     assert opened["event"] == "job opened"

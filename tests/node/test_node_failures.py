@@ -1,4 +1,4 @@
-"""What goes wrong around a node is an error that says so, or is not noticed at all."""
+"""Failures around a node raise a clear error, or have no effect at all."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_shard_that_changes_during_the_run_is_an_error_and_no_sample(
         rows = rows_of(found)
         assert rows == [expected(i)[:names] for i in range(len(rows))]
         assert len(rows) <= 30
-        # The node lives, and serves what is sound.
+        # The node still lives, and serves sound shards.
         trainer.open(f"{tmp_path}/0.{form}", job="k")
         assert len(rows_of(trainer.batches("k"))) == 30
 
@@ -116,7 +116,7 @@ def test_a_mapped_file_that_ends_before_its_size_kills_no_node(tmp_path: Path) -
 
 
 class _Silent(http.server.SimpleHTTPRequestHandler):
-    """A store over the files of a folder that falls silent when it is told to."""
+    """A store over the files of a folder, which falls silent when a test says so."""
 
     protocol_version = "HTTP/1.1"
     is_silent = threading.Event()

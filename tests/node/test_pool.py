@@ -1,4 +1,4 @@
-"""Real worker processes: a task is done once, whatever dies, and nothing of a worker remains."""
+"""Real worker processes: a task is done once, whatever dies, and a worker leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_p
         assert isinstance(await result, tasks.Decoded)
         assert len(bench.reports) == 2
         assert pid not in bench.pool.pids
-        # The new worker was told all that it needs.
+        # The new worker has received all that it needs.
         found = await bench.assemble((bench.decoded(ROOM),), [(0, 3), (0, 0)], SLAB)
         assert isinstance(found, tasks.Assembled)
         assert bench.values(SLAB, 2) == [7, 4]
@@ -232,7 +232,7 @@ def test_more_workers_take_jobs_when_they_are_up_and_too_many_end_when_idle(tmp_
         for room in rooms:  # while the others start: not one of these waits for them
             await bench.decode(0, room)
         queued = [bench.decode(i % 4, room) for i, room in enumerate(rooms)]
-        pool.resize(1)  # whoever has a task ends it first
+        pool.resize(1)  # a worker with a task finishes it first
         for task in queued:
             result = await task
             assert isinstance(result, tasks.Decoded)

@@ -118,7 +118,7 @@ def cut(block: RawBlock, pieces: tuple[Region, ...]) -> RawBlock:
 
 
 def check_every_part(content: bytes, wanted: list[list[str]]) -> None:
-    """What is decoded from the pieces of these columns is what is decoded from the whole."""
+    """Decoding the pieces of these columns gives the same as decoding the whole block."""
     index: ShardIndex = Parquet().index(MemoryShard(content))
     for number, block in enumerate(index.blocks):
         places = ColumnPlaces.of([block.columns])
@@ -195,7 +195,7 @@ def test_a_job_reads_the_columns_it_asked_for_and_no_others(
         s3_server.put(bucket, {f"d/{path.name}": path.read_bytes()})
     url = f"s3://{bucket}/d/" if where == "s3" else str(tmp_path / "d")
     environment = s3_server.environment()
-    # One block alone takes a megabyte, of which a few hundred bytes are wanted.
+    # A single block has a megabyte, of which a few hundred bytes are needed.
     with (
         Node(tmp_path, block_arena_bytes="512KiB", slab_bytes="16KiB", **environment) as node,
         Trainer(node) as trainer,

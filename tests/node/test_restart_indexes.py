@@ -102,7 +102,7 @@ def test_crops_use_restart_indexes_of_other_epochs_and_columns() -> None:
 
 
 class Streams(StreamTable):
-    """Of consumers who crop, or do not."""
+    """The consumers, each of which crops or does not."""
 
     def __init__(self, *, crops: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Jobs of one group over the real protocol: what one had made is copied for the others.
+"""Jobs of one group over the real protocol: slabs made for one job are copied for the others.
 
-Once a job has read its epoch the shard is another one, so that nothing more can be made of it:
-whoever still gets its batches got copies.
+Once a job has read its epoch, the shard is replaced, so that no more slabs can be made from it:
+jobs that still receive its batches receive copies.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def alone(folder: Path, url: str, **request: Any) -> Batches:
 
 
 def overwriting(trainer: Trainer) -> Batches:
-    """As trainer.batches(), of a trainer that writes all over whatever it gets."""
+    """Like trainer.batches(), for a trainer that overwrites every batch."""
     found = []
     for slab in trainer.slabs():
         found += trainer.values(slab)
@@ -103,7 +103,7 @@ def test_if_memory_is_short_the_blocks_that_a_lagging_job_needs_first_are_kept(
     large = image_specs({"jpg": [RandomResizedCrop(64)]})
     expected = alone(tmp_path, url, transforms=large)
     # Of twenty slabs eleven are kept: those that workers write or read just now stay in any case,
-    # and they are six at most when the first is made of which the lagging job has no slab yet.
+    # and at most six when the first slab is made that the lagging job does not have yet.
     budgets = {"block_arena_bytes": "1152KiB", "delivery_bytes_per_rank": "64KiB"}
     with (
         Node(tmp_path, slab_bytes="16KiB", **budgets) as node,
@@ -116,7 +116,7 @@ def test_if_memory_is_short_the_blocks_that_a_lagging_job_needs_first_are_kept(
         found = lagging.values(lagging.call(messages.NextSlab(stream)), "b")
         assert leader.batches("a") == expected
         spoil(url)
-        # What was made ahead for it, then what was kept, then nothing can be made any more.
+        # First the slabs made ahead for it, then the kept ones; after that no slab can be made.
         with contextlib.suppress(DatasetChangedError):
             while len(found) < len(expected):
                 slab = lagging.call(messages.NextSlab(stream))

@@ -1,4 +1,4 @@
-"""How large slots are: what images become is known exactly, and what lies beside them about."""
+"""The size of slots: exact for images, an estimate for the other columns."""
 
 from __future__ import annotations
 

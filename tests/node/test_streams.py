@@ -20,7 +20,7 @@ Scene = Callable[[Engine, Streams, ServedMember], Awaitable[None]]
 
 
 def ignored(_request_id: int, _body: messages.FromNodeBody) -> None:
-    """What is sent to the trainer."""
+    """The messages to the trainer."""
 
 
 def play(scene: Scene) -> None:
@@ -46,7 +46,7 @@ async def opened(
 
 
 async def next_epoch(member: ServedMember) -> ServedStream:
-    """Once it is there: nothing tells so."""
+    """The prepared epoch, found by polling, since no event reports it."""
     while member.next_epoch is None:  # noqa: ASYNC110
         await asyncio.sleep(0)
     return member.next_epoch

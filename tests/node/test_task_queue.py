@@ -32,7 +32,7 @@ def task_of(dataset_id: int, shard: str = "a") -> PoolTask:
 
 
 class Workers:
-    """A queue, and so many workers, at a time that the test sets."""
+    """A queue and this many workers, on a clock that the test sets."""
 
     def __init__(self, count: int) -> None:
         self.queue, self.count, self.now = TaskQueue(), count, 100.0

@@ -210,9 +210,7 @@ def test_the_error_about_an_unknown_column_lists_some_that_exist() -> None:
 
 
 def test_a_table_is_planned_beside_the_event_loop(tmp_path: Path) -> None:
-    """The loop, and with it every other trainer, goes on: its own thread has nothing to do for a
-    column.
-    """
+    """The event loop keeps serving other trainers: its own thread does no work per column."""
 
     def opened(columns: int) -> Callable[[], object]:
         manifest = manifest_of(tmp_path, columns)
@@ -259,7 +257,7 @@ def test_a_table_whose_planning_failed_is_planned_again(tmp_path: Path) -> None:
 
 
 def test_a_table_with_more_columns_than_fit_a_packet_is_read(tmp_path: Path) -> None:
-    """The names of 8,000 columns alone are more than a packet has."""
+    """The names of 8,000 columns do not fit one packet."""
     wide = table(WIDE)
     path = shard_of(tmp_path / "a.arrow", wide)
     with Node(tmp_path, worker_count=1) as node, Trainer(node) as trainer:

@@ -1,4 +1,4 @@
-"""Where columns lie in their blocks: through a manifest's lists and back, and what is refused."""
+"""The places of columns in their blocks: encoding in a manifest, and what is refused."""
 
 from __future__ import annotations
 

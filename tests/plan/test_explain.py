@@ -157,8 +157,8 @@ def test_entries_of_windows_take_two_bytes_up_to_65536_samples(monkeypatch, wind
 
 def test_golden_explanations():
     """Steps, dropped, padded, lanes, window, lanes a rank, hosts, bytes of open windows, hosts per
-    block (mean, most), bytes read per host; displacement, samples looked at, blocks and shards in a
-    batch, each beside what would be perfect; quality.
+    block (mean, maximum), bytes read per host; displacement, samples examined, blocks and shards in
+    a batch, each with its ideal value; quality.
     """
     found = [
         explained(manifest_of(np.arange(1, 41), 3), 4, 20, Cluster(6, 4), 16, End.PAD),

@@ -1,4 +1,4 @@
-"""A dataset keeps its identity wherever it lies."""
+"""A dataset's identity does not depend on its location."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest's columns say what its shards said one by one."""
+"""A manifest's columns hold the values of its shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ many = st.lists(shards, min_size=1, max_size=8)
 
 
 def manifest_of(listed):
-    """With as many blocks as the shards say, and one at least."""
+    """A manifest with the shards' number of blocks, and at least one."""
     listed = [replace(listed[0], block_count=listed[0].block_count + 1), *listed[1:]]
     counts = [shard.block_count for shard in listed]
     block = np.arange(sum(counts))

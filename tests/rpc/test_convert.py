@@ -169,7 +169,7 @@ def test_a_message_that_is_larger_than_a_packet_comes_whole_with_its_descriptors
 
 
 def test_a_large_message_is_read_from_sealed_memory_alone():
-    """A read of anything else may wait, and what is not sealed may change under the reader."""
+    """Reading any other file may block, and unsealed memory may change during the read."""
     left, right = local.pair()
     said = struct.pack("<BQ", 0, 8)
     read_end, write_end = os.pipe()

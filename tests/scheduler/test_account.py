@@ -1,4 +1,4 @@
-"""Stage times: they add up, whatever came in which order, and what was done is told once."""
+"""Stage times add up for any order of events, and each piece of work is reported once."""
 
 from __future__ import annotations
 

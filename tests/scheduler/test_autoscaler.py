@@ -22,7 +22,7 @@ looks = st.builds(Utilization, st.floats(0, 70), st.floats(0, 1e9), st.booleans(
 
 
 def look_at(count: int, useful: float, demand: float) -> Utilization:
-    """Of `count` workers as many help as are `useful`; a trainer takes what `demand` of them make."""
+    """At most `useful` of `count` workers help; a trainer consumes what `demand` of them make."""
     made = min(count, useful)
     is_awaited = demand > made
     # Those that are too many are as busy, with the same memory.

@@ -123,7 +123,7 @@ def test_too_many_mapped_blocks_forget_the_one_that_is_needed_last(
     assert table.resident == [1, 2, 4]
     assert [type(effect) for effect in table.effects] == [ForgetBlock]
     table.blocks.pin(table.dataset, np.array([1, 2, 4]))
-    assert table.load(0)  # however many there are, whoever is waited for comes in
+    assert table.load(0)  # however many there are, a block that is waited for gets room
     assert table.resident == [0, 1, 2, 4]
 
 

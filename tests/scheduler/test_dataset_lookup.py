@@ -19,7 +19,7 @@ from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup,
 from dataplane.scheduler.next_use import NEVER, NextUse, WalkPosition
 from dataplane.scheduler.walk import SlabSizes, Walk
 
-# Those who make the order of a job, and what explains the lanes and windows of that very order.
+# The code that makes a job's order, and that which explains its lanes and windows.
 ORDER_MAKERS = {"plan/order.py", "plan/explain.py", "commands/plan.py", "node/streams.py",
                 "node/categories.py"}  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_a_block_is_needed_where_the_order_over_all_datasets_has_it() -> None:
     first, second = _blocks(1, 3), _blocks(2, 2)
     lookup = DatasetLookup(first, second)
     orders = [Order(np.full(n, 4), 0, False, 1, 1, 0) for n in (3, 2)]
-    order = Backwards(Concatenated(orders, [3, 2]))  # positions 0 to 7 are of the second dataset
+    order = Backwards(Concatenated(orders, [3, 2]))  # positions 0 to 7 belong to the second dataset
     uses = NextUse(lambda dataset: [WalkPosition(1, order, 5, lookup.number(dataset, 0))])
     blocks = [
         CachedBlock(*lookup.find(number), 1 + number, BlockPhase.READY) for number in range(5)

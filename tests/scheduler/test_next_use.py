@@ -47,7 +47,7 @@ def _blocks(count: int) -> DatasetBlocks:
 
 
 class Memory:
-    """Blocks in memory, and who reads them."""
+    """Blocks in memory, and their readers."""
 
     def __init__(self, rows: list[int], readings: list[WalkPosition]) -> None:
         self.dataset = _blocks(len(rows))
@@ -70,7 +70,7 @@ class Memory:
         return [(block.index, use) for block, use in self.uses.farthest()]
 
     def exact(self, index: int) -> int:
-        """The next use from lanes and windows alone, by looking at every reader."""
+        """The next use computed only from lanes and windows, by checking every reader."""
         soonest = NEVER
         for _, order, position, _ in self.readings:
             first, last = (int(each[0]) for each in order.block_span(np.array([index])))

@@ -1,4 +1,4 @@
-"""Blocks that are read again are told now and then, with how many and how large."""
+"""Repeated reads of blocks are logged now and then, with their number and size."""
 
 from __future__ import annotations
 

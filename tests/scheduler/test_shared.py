@@ -1,4 +1,4 @@
-"""Jobs of one group and peers of one rank: each slab is made once, and nobody waits for anybody."""
+"""Jobs of one group and peers of one rank: each slab is made once, and none waits for another."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_stream_whose_next_slabs_are_kept_needs_none_of_their_blocks() -> None
 
 
 class _Consumers:
-    """Of every group one, which wants whatever comes from a position on."""
+    """One consumer of every group, which reads from a position on."""
 
     def __init__(self, position: int) -> None:
         order = SimpleNamespace(sample_count=1000)
@@ -155,7 +155,7 @@ def test_keeping_a_new_slab_evicts_only_memory_that_is_needed_later() -> None:
     assert [each.number for each in shared.spare()] == [40, 30, 20, 10]
     assert [each.number for each in shared.make_way(slab(25)) or ()] == [30]
     assert [each.number for each in shared.spare()] == [30, 20, 10]
-    # Nobody comes to what was before: it goes before all others, the oldest first.
+    # No consumer reads earlier slabs again: they are evicted first, the oldest first.
     behind = slab(4)
     shared.begin(behind, Region(allocator.allocate(8 * PAGE) or 0, 8 * PAGE))
     behind.made = Assembled(1, bytes_used=8 * PAGE)

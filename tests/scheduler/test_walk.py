@@ -109,7 +109,7 @@ def test_plans_become_as_long_as_slabs_turn_out_to_have_room(first, most, batch_
         fits = max(1, min(count, slab_bytes // batch_bytes))
         walk.sizes.fitted(fits, fits * batch_bytes, slab_bytes, cut=fits < count)
     assert sum(sizes) == 1000
-    # What is left of the epoch, and the short ones of its start, apart.
+    # Except for the last slab of the epoch, and the short ones at its start.
     assert set(sizes[9:-1]) <= {min(most, slab_bytes // batch_bytes)}
 
 

@@ -106,7 +106,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(which=pick, rank=pick, differs=st.sampled_from([False, False, True]))
     def open_session(self, which, rank, spec=None, differs=False):
-        """A process of a launch starts, beside others or again; now and then with another seed."""
+        """Start a process of a launch, or start it again; now and then with another seed."""
         incarnation, own, dp_size = self.launches[which % len(self.launches)]
         spec = dataclasses.replace(own, seed=9) if differs else own
         rank %= dp_size
@@ -181,7 +181,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(which=pick)
     def coordinator_crashes(self, which):
-        """Now and then between a decision and its write: then nobody has seen the answer."""
+        """Crash now and then between a decision and its write: no member has seen the answer."""
         expected = {
             member: generation
             for member, generation in self.acknowledged.items()
@@ -198,7 +198,7 @@ class Membership(RuleBasedStateMachine):
             assert phases[member] == "joined", "5: a join was lost"
             assert job.generation == generation, "5: a join was moved"
 
-    # -- what was promised -----------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------
 
     def answer(self, event):
         self.decide(Tick())

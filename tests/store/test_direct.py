@@ -165,7 +165,7 @@ def test_a_store_that_the_collector_finds_closes_its_idle_connections_first() ->
     try:
         reads: Any = direct.DirectReads(lambda key: key, 1.0)
         reads.itself = reads
-        gc.collect(0)  # older than its connection, which comes to its end first
+        gc.collect(0)  # older than its connection, which ends first
         with socket.create_server(("127.0.0.1", 0)) as server:
             connection = http.client.HTTPConnection(*server.getsockname())
             connection.connect()

@@ -110,7 +110,7 @@ def test_during_an_outage_one_request_probes_at_a_time_the_longest_waiting_first
 
 
 class Line:
-    """Threads at a gate, and a store that fails until it is told otherwise."""
+    """Threads at a gate, and a store that fails until a test says otherwise."""
 
     def __init__(self) -> None:
         self.gate = Gate("s3://bucket", Clock(random=lambda: 0.0), lambda _: None)
@@ -216,7 +216,7 @@ def test_after_an_outage_waiting_requests_return_one_by_one() -> None:
 
     def wait(condition: threading.Condition, seconds: float) -> None:
         time.waited.append(seconds)
-        if seconds == 100.0:  # while somebody waits, the probe is answered
+        if seconds == 100.0:  # while a thread waits, the probe is answered
             condition.release()
             gate.answered(probe)
             condition.acquire()

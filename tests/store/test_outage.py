@@ -1,4 +1,4 @@
-"""Stores that are away, as one process and those that report to it see them."""
+"""Stores that are away, as seen by one process and those that report to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries with a clock that the test moves: what is tried again, for how long, and by whom."""
+"""Retries on a clock that the test moves: which errors are retried, for how long, and by whom."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ URL = "s3://bucket/key"
 
 @dataclass
 class Failing:
-    """A store that raises what it is told, one a call, and then serves `body`."""
+    """A store that raises the given errors, one per call, and then serves `body`."""
 
     failures: list[DataplaneError]
     body: bytes = b"0123456789"
@@ -160,7 +160,7 @@ def test_pauses_of_a_call_that_fails_alone_grow_to_the_cap_and_are_drawn_from_ze
         time = Time(chance=chance)
         store = Failing([], time=time)
         asking = retrying(store, budget_s=1e6)
-        # Somebody else is served after the start of each attempt, so the store is not away.
+        # Another request is served after the start of each attempt, so the store is not away.
         store.failures = Served([StoreUnavailable("down") for _ in range(9)], asking, time)
 
         assert asking.read(URL, 0, 1, "etag") == b"0"
@@ -170,7 +170,7 @@ def test_pauses_of_a_call_that_fails_alone_grow_to_the_cap_and_are_drawn_from_ze
 
 
 class Served(list):  # type: ignore[type-arg]
-    """Failures, each of them beside an answer to somebody else."""
+    """Failures, each during a successful answer to another request."""
 
     def __init__(self, failures: list[DataplaneError], asking: Retrying, time: Time) -> None:
         super().__init__(failures)
@@ -280,4 +280,4 @@ def test_one_refusal_slows_every_call_to_the_store() -> None:
     asking = retrying(store)
 
     asking.read(URL, 0, 1, "etag")
-    assert store.time.waited == [2 * SLOW_DOWN.span_s(1)]  # the pause, then a moment of its own
+    assert store.time.waited == [2 * SLOW_DOWN.span_s(1)]  # the pause, then the request's own time

@@ -36,7 +36,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeNode]]:
 
 @pytest.fixture
 def small_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A real node, embedded and alone, with budgets that a test can fill."""
+    """A real embedded node, without other jobs, with budgets that a test can fill."""
     alone_and_small(monkeypatch, tmp_path)
 
 

@@ -118,7 +118,7 @@ def test_the_values_are_read_once_and_remembered(tmp_path: Path) -> None:
             assert len(remembered) == 1
             assert torch.cat([b["txt"] for b in loader]).tolist() == codes_of(rows_from(0, 50))
             state = loader.state_dict()
-        remembered[0].write_bytes(remembered[0].read_bytes()[:-9])  # damaged: read anew
+        remembered[0].write_bytes(remembered[0].read_bytes()[:-9])  # damaged: read again
     with (
         DataLoader(str(tmp_path / "rows.arrow"), 7) as loader,
         pytest.raises(SpecMismatch, match=r"codes: .*txt.* in the state"),

@@ -119,7 +119,7 @@ def test_leaving_a_pass_early_frees_device_memory(expected) -> None:
 
 
 def test_memory_of_the_host_goes_back_while_a_long_step_computes(expected) -> None:
-    """Over urls slabs wait for copies, and not for steps: else so little memory would not do."""
+    """Over urls, slabs wait for copies and not for steps: otherwise this memory is too small."""
     want = expected("urls")
     with DataLoader(URL, SIZE, device="cuda", timeout=20) as loader:
         next(batches := iter(loader))

@@ -37,7 +37,7 @@ def test_every_batch_equals_the_hosts_however_late_the_device_is(epochs, onto, s
                 step(device, batches, want)
             with pytest.raises(StopIteration):
                 next(batches)
-        assert loader.statistics().copied_slabs == 0  # what is only read by now is not held
+        assert loader.statistics().copied_slabs == 0  # memory being read is not held
     assert device.pageable == 0
     del batches
     expect_nothing_left(device)

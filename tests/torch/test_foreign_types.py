@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("small_node")
 
 
 def is_written_and_read(arrays: list[pa.Array]) -> bool:
-    """Whether Arrow itself can write both as one stream, read it, and join what it read."""
+    """Whether Arrow itself can write both as one stream, read it back and join the parts."""
     sink = pa.BufferOutputStream()
     try:
         with pa.ipc.new_stream(sink, pa.schema([("x", arrays[0].type)])) as writer:

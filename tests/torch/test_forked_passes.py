@@ -1,4 +1,4 @@
-"""A pass over urls is of the process that began it; a forked child may begin one of its own."""
+"""A pass over urls belongs to the process that began it; a forked child may begin another."""
 
 from __future__ import annotations
 

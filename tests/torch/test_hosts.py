@@ -27,7 +27,7 @@ CROP = {"jpg": [CenterCrop(16)]}
 
 @contextmanager
 def serving(folder: Path, *arguments: str, **environ: str) -> Iterator[str]:
-    """What a `dataplane serve` said last when it was ready: its address."""
+    """The address that `dataplane serve` printed when it was ready."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dataplane", "serve", *arguments],
         stdout=subprocess.PIPE,
@@ -93,7 +93,7 @@ def test_a_host_without_libjpeg_is_refused_by_a_job_that_began_with_it(
             assert caught.value.field == "pixels"
             assert caught.value.expected == maker().name
             assert caught.value.found == pillow_maker().name
-        # It may run jobs without images, and jobs of its own.
+        # It may run jobs without images, and other jobs.
         with (
             DataLoader(pictures, 2, columns=["jpg"], **ranks[0]) as first,
             DataLoader(pictures, 2, columns=["jpg"], **ranks[1]) as second,

@@ -1,4 +1,4 @@
-"""Images: pixels in batches, the same whoever makes them, of every dtype and layout."""
+"""Images: the same pixels with every implementation, of every dtype and layout."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def shards(tmp_path: Path) -> str:
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, name: str, workers: int) -> None:
-    """Loaders from here on have a node of their own, with so many workers: nobody else's tests
-    run under this name.
+    """From here on, loaders use a separate node with this many workers: no other test has this
+    name.
     """
     run_id = f"{name}-{os.getpid()}"
     for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": run_id}.items():
@@ -137,7 +137,7 @@ def test_pixels_are_the_same_whether_or_not_images_stay_in_memory(
         part, path = table.slice(start, 10).combine_chunks(), folder / f"{start}.{form}"
         if form == "parquet":
             pq.write_table(part, path, compression="none", use_dictionary=False)
-        else:  # each a block, which lies as it is gathered from
+        else:  # each is a block in the layout that rows are gathered from
             with pa.ipc.new_file(path, part.schema) as writer:
                 writer.write_table(part)
     found = []

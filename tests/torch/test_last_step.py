@@ -26,7 +26,7 @@ def test_a_state_of_the_last_step_is_the_start_of_the_next_epoch(
                 state = loader.state_dict()
             over = loader.state_dict()
             states.append(state)
-            if is_old:  # of an older version, which told the end of the epoch that was over
+            if is_old:  # from an older version, whose states named the end of the finished epoch
                 state = {**state, "epoch": 0, "cursor": min(count, 8 * steps)}
                 del state["in_last_step"]
             assert {**over, "in_last_step": True} == states[-1]
@@ -36,7 +36,7 @@ def test_a_state_of_the_last_step_is_the_start_of_the_next_epoch(
             assert loader.state_dict() == states[-1]
             assert [int(batch["x"][0, 3]) for batch in loader if len(batch["x"])] == [1] * steps
             assert loader.epoch == 2
-            # Who counts epochs gets nothing twice, and no epoch that is not asked for.
+            # A loop that counts epochs gets no sample twice, and only the requested epochs.
             for told, found in ((0, 0), (1, steps), (2, steps)):
                 loader.load_state_dict(state)
                 loader.set_epoch(told)

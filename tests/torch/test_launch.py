@@ -102,7 +102,7 @@ def test_the_ranks_of_a_launch_share_one_node_with_and_without_a_group(
 
 @pytest.fixture
 def group(tmp_path: Path):
-    """A process group of this process alone, made anew by every call."""
+    """A new process group with this process as its only member."""
 
     def make(name: str) -> None:
         if torch.distributed.is_initialized():
@@ -128,7 +128,7 @@ def test_a_token_is_drawn_once_a_launch(group, shards, monkeypatch) -> None:
 
 
 def test_ranks_whose_nodes_make_other_pixels_are_refused(group) -> None:
-    check_pixels("Pillow 13.0.0 ()")  # there is nobody to compare with
+    check_pixels("Pillow 13.0.0 ()")  # there is no other rank to compare with
     group("only")
     check_pixels("")
     check_pixels("Pillow 12.2.0 ()")

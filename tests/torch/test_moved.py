@@ -64,7 +64,7 @@ def test_a_copy_with_new_modification_times_needs_dataset_moved(
         assert resumed(copy, state, dataset_moved=True) == rest
     state, rest = taken(copy, 9)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the word is not needed any more, and nothing is said
+        warnings.simplefilter("error")  # dataset_moved is no longer needed, and there is no warning
         assert resumed(copy, state, dataset_moved=True) == rest
     dataset = ShardedIterableDataset(copy, **ORDER, dataset_moved=True)
     dataset.load_state_dict(state)

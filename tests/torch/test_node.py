@@ -173,7 +173,8 @@ def launch(shards: str, size: int, state: dict) -> list[dict]:
         )
         for rank in range(size)
     ]
-    # Nobody ends before all have read: with its last rank a node ends, and late ones start another.
+    # No rank ends before all have read: a node ends with its last rank, and a late rank would
+    # start another.
     told = [rank.stdout.readline() for rank in ranks if rank.stdout is not None]
     for rank in ranks:
         rank.communicate()

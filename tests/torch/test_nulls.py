@@ -1,4 +1,4 @@
-"""Nulls over real nodes: told when a loader opens, in every format."""
+"""Nulls over real nodes: reported when a loader opens, in every format."""
 
 from __future__ import annotations
 

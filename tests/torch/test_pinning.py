@@ -62,7 +62,7 @@ def test_a_dead_slab_waits_for_the_device(fake) -> None:
     assert device.asked.acquire(timeout=60)
     stream.batches_from(1)  # a round trip in which a release would have gone along
     assert released(node) == []
-    assert session.mount().held_bytes == 0  # it comes back whatever the trainer does
+    assert session.mount().held_bytes == 0  # it is returned without any action of the trainer
     device.done.set()
     stream.close()
     session.close()

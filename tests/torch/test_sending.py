@@ -41,7 +41,7 @@ class Slots:
             device.pinned[slot.ctypes.data] = slot.nbytes
 
     def batch(self, step: int) -> dict[str, Any]:
-        while not self.free:  # as who waits for the node
+        while not self.free:  # like a thread that waits for the node
             assert self.device.copy_stream.step(), "nobody will give a slot back"
         at = self.free.popleft()
         self.slots[at][:] = step
@@ -65,8 +65,8 @@ class Slots:
 
 
 def train(seed: int, stream_of: Any = FakeCopyStream, *, when_unread: bool = True) -> FakeDevice:
-    """Steps of a loop that drops or holds batches, changes streams, leaves passes early, and has
-    the next batch at hand or not; all of it as the seed says.
+    """Steps of a loop that drops or holds batches, changes streams and leaves passes early, and
+    whose next batch has arrived or not. The seed decides all of it.
     """
     device = FakeDevice(seed)
     draw, copy_stream = device.random, stream_of(device)

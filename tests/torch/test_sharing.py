@@ -1,4 +1,4 @@
-"""Jobs of one sharing group as processes of their own: one node, the same bytes, whoever dies."""
+"""Jobs of one sharing group in separate processes: one node, the same bytes, whichever job dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that torch keeps private: where they stand, and that this torch has them as we rely on."""
+"""Private names of torch are used in one place, and this torch has them as we rely on."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def is_self(node: ast.expr) -> bool:
 
 
 def private_uses(source: str, names: set[str]) -> Iterator[tuple[int, str]]:
-    """Line and name of what is private in torch: imports, attributes of torch's modules, and any
-    use of `names` as an attribute of something that is not `self`, or as a string.
+    """Line and name of each use of a private name of torch: imports, attributes of torch's modules,
+    and any of `names` as a string or as an attribute of an object other than `self`.
     """
     tree = ast.parse(source)
     imports = bound(tree)
@@ -152,7 +152,7 @@ def test_no_name_of_ours_is_one_that_torch_uses_in_the_same_object() -> None:
 
 
 def reloaded(module: ModuleType) -> None:
-    """Run a module of the adapter again, beside the one that others have imported."""
+    """Run a module of the adapter again, without replacing the imported one."""
     spec = importlib.util.spec_from_file_location("adapter_again", str(module.__file__))
     assert spec is not None
     assert spec.loader is not None

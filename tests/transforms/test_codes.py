@@ -1,4 +1,4 @@
-"""The code of a value is its place among all values, whatever layout it comes in."""
+"""The code of a value is its index among all values, in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes and flips: torchvision's rules, and numbers that depend on the sample alone."""
+"""Boxes and flips follow torchvision's rules, with numbers that depend only on the sample."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ OTHERS = (RandomHorizontalFlip(), ToDtype("float32"), NORMAL, ToLayout("CHW"))
 
 
 def allowed(steps) -> bool:
-    """The rule, said otherwise than in the code."""
+    """The rule, written independently of the code."""
     kinds = [type(step) for step in steps]
     geometry = list(itertools.takewhile(lambda step: step in GEOMETRY, steps))
     rest = kinds[len(geometry) :]

@@ -1,4 +1,4 @@
-"""Nulls that are marked: a column of bools beside each column that may have some."""
+"""Masks of nulls: a column of bools for each column that may have nulls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK = ColumnOptions(nulls=NullPolicy.MASK)
 
 
 def without_null_rows(leaf: Leaf) -> Leaf:
-    """The leaf as it should come beside its mask."""
+    """The leaf as it should be delivered with its mask."""
     empty = 0 if leaf.kind is Kind.FIXED and "float" not in leaf.dtype else None
     for width in reversed(leaf.shape):
         empty = [empty] * width

@@ -1,4 +1,4 @@
-"""Pixels are what Pillow makes of the whole image, whoever makes them and however little it reads."""
+"""All implementations make the pixels that Pillow makes, even if they decode only a part."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _libjpeg() -> None:
 
 
 class Kept:
-    """Restart indexes, each with bytes behind it that nobody may write."""
+    """Restart indexes, each followed by bytes that must not be written."""
 
     def __init__(self, lengths: Sequence[int], fill: bytes = b"\0") -> None:
         self.memory = [np.full(length + 64, 0xA5, np.uint8) for length in lengths]
@@ -94,7 +94,7 @@ def _over(
 
 
 def _outcome(call: Any) -> bytes | str:
-    """The pixels, or what is wrong and where."""
+    """The pixels, or the error and its place."""
     try:
         return bytes(call().tobytes())
     except ImageError as error:

@@ -96,7 +96,7 @@ def made(spec: ImageSpec, images: list[bytes], by: Maker, seed: int = 0) -> np.n
 
 
 def as_bytes(spec: ImageSpec, found: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What was delivered as values of 0..255 again: float64[n, h, w, 3]."""
+    """Delivered pixels converted back to 0..255: float64[n, h, w, 3]."""
     view = steps_of(spec).view()
     if view.layout == "CHW":
         found = found.transpose(0, 2, 3, 1)

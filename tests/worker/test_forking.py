@@ -69,7 +69,7 @@ def test_the_end_of_a_process_is_reported_with_its_signal(number: signal.Signals
     os.kill(process.pid, number)
     assert process.wait(WAIT_S)
     assert told == [-number]
-    process.on_end(told.append)  # also whoever asks late
+    process.on_end(told.append)  # a late callback is called, too
     assert told == [-number, -number]
     process.kill()
     sock.close()

@@ -1,4 +1,4 @@
-"""The compiled kernel, numpy and plain Python take the same rows, and none of them any other."""
+"""The compiled kernel, numpy and plain Python gather exactly the same rows."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ RUNS_FAR_AWAY = textwrap.dedent(
 def test_no_address_is_made_of_a_run_that_is_not_checked_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is fetched ahead is bounded, too: pointers beyond an array are undefined behaviour."""
+    """Prefetching stays in bounds, too: pointers beyond an array are undefined behaviour."""
     for source in sources_of(SOURCE):
         copy = tmp_path / source.relative_to(SOURCE.parents[2])
         copy.parent.mkdir(parents=True, exist_ok=True)

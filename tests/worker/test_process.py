@@ -1,4 +1,4 @@
-"""A worker process that dies late, or never: nobody on the event loop waits for it."""
+"""A worker process that dies late, or never: the event loop does not wait for it."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_any_block_gives_the_same_slab_packed_or_not(
 ) -> None:
     source, leaves = drawn
     rows = source.num_rows
-    # So many that there is something to pack, whatever the others are.
+    # Enough columns that some are packed, whatever the others are.
     for i, dtype in enumerate(("float64", "int8", "uint16", "float32")):
         source = source.add_column(i, f"more{i}", pa.array(np.arange(rows).astype(dtype)))
     fills = tuple((leaf.name, 3.0) for leaf in leaves)

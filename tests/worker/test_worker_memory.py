@@ -1,4 +1,4 @@
-"""What a worker may take of its own is bounded, whatever is in the shards that it decodes."""
+"""A worker's private memory is bounded, whatever is in the shards that it decodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataplane.rpc import tasks
 from dataplane.worker.limits import WorkerBytes
 
 LIMIT = 256 * MIB
-# Libraries and mapped files, which are no memory of its own.
+# Libraries and mapped files, which are not private memory.
 SHARED = 120 * MIB
 
 

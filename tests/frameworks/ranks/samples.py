@@ -1,4 +1,4 @@
-"""What the ranks of these tests train on, and where they tell what they saw."""
+"""The samples of the ranks of these tests, and the files in which ranks report what they saw."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from local_datasets import LONG, Flow, Samples, Talks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-# A trainer: tells the pids of its workers, then loads until it is killed.
+# A trainer that prints the pids of its workers, then loads until it is killed.
 _TRAINER = """
 import sys, threading, warnings; warnings.simplefilter("ignore")
 import torch
@@ -74,7 +74,7 @@ def trainer(*arguments: str, code: str = _TRAINER) -> Iterator[subprocess.Popen[
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """As it told them."""
+    """The pids that it printed."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1]
@@ -264,7 +264,7 @@ def test_a_loader_may_run_in_any_thread() -> None:
 
 
 class Nested(Samples):
-    """Loads with a loader of its own."""
+    """A dataset that uses another loader."""
 
     def __init__(self, kind: type, num_workers: int) -> None:
         super().__init__("", 2)

@@ -1,5 +1,5 @@
-"""Random numbers are drawn when torch's loader draws them: after each step of a program every
-generator stands where it stands with torch's, whatever the program draws in between.
+"""Random numbers are drawn when torch's loader draws them: after each step of a program, every
+generator has the state that it has with torch's loader, whatever the program draws in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Epochs that samplers are told: a part of the state, and heard until the first batch is asked for."""
+"""Epochs set on samplers: part of the state, and accepted until the first batch is requested."""
 
 from __future__ import annotations
 

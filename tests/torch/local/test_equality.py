@@ -72,7 +72,7 @@ sizes = st.none() | st.integers(1, 5)
 
 @st.composite
 def arguments(draw: Any) -> dict[str, Any]:
-    """Whatever a loader of a map-style dataset can be given."""
+    """Any arguments for a loader of a map-style dataset."""
     given: dict[str, Any] = {"num_workers": draw(workers)}
     if given["num_workers"]:
         given["prefetch_factor"] = draw(st.sampled_from([None, 1, 3]))
@@ -179,7 +179,7 @@ def test_the_users_way_to_collate_tensors_is_used(kind, monkeypatch) -> None:
 
 
 class Evens:
-    """A batch sampler that is a list of lists, made anew."""
+    """A batch sampler that is a new list of lists."""
 
     def __iter__(self) -> Any:
         return iter([[0, 2], [4], [6, 8, 8]])
@@ -260,7 +260,7 @@ def test_workers_may_be_started_by_spawn_or_forkserver(context) -> None:
 
     try:
         assert_equal(make, lambda loader: [*loader])
-    finally:  # else it stays as long as this process
+    finally:  # otherwise it lives as long as this process
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 

@@ -62,7 +62,7 @@ def raises(*_: Any) -> Any:
 
 
 class RaisesWhenBegun(IterableDataset[int]):
-    """Has no iterator."""
+    """A dataset whose iter() fails."""
 
     def __iter__(self) -> Any:
         raise ZeroDivisionError("by nothing")

@@ -1,4 +1,4 @@
-"""Forked children see in their tensors what was there, and keep no other memory."""
+"""Tensors in forked children keep their content, and children hold no other memory."""
 
 from __future__ import annotations
 

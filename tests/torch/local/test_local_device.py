@@ -1,4 +1,4 @@
-"""DataLoader(device=…) over a torch Dataset: torch's own batches, on a device that does all late."""
+"""DataLoader(device=…) over a torch Dataset: torch's batches, on a device that is always late."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_batches_and_states_are_the_same_as_on_the_host(onto, num_workers, datas
 
 
 def await_next(loader: DataLoader) -> None:
-    """The answer that is next lies in this process."""
+    """Whether the next answer has arrived in this process."""
     found = loader._latest()
     wait_until(lambda: found._next_made() is not None or found._hear(0.0, rests=True))
 
@@ -104,7 +104,7 @@ def test_the_next_batch_is_copied_ahead_if_it_is_here_and_no_other(onto) -> None
 
 
 def arrays(samples: list[Any]) -> Any:
-    """What a loader leaves in host memory, beside what it does not."""
+    """A batch of some parts that a loader leaves in host memory, and some that it moves."""
     x = torch.stack([one["x"] for one in samples])
     return {"x": x, "array": x.numpy().copy()}
 

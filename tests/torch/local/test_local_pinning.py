@@ -49,7 +49,7 @@ class FakeDevice:
         assert self.done.wait(60)
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether all of a tensor lies in registered memory."""
+        """Whether a tensor is entirely in registered memory."""
         first, length = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         return any(
             start <= first and first + length <= start + size

@@ -95,7 +95,7 @@ def test_what_a_worker_keeps_does_not_change_either() -> None:
 
 
 class Keeps:
-    """A collate function that looks at the batches it made before."""
+    """A collate function that checks the batches it made before."""
 
     def __init__(self) -> None:
         self.batches: list[torch.Tensor] = []

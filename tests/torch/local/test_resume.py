@@ -1,4 +1,4 @@
-"""state_dict() and load_state_dict(): the same suffix from any step, in any epoch, again and again."""
+"""state_dict() and load_state_dict(): the same suffix from any step of any epoch, repeatedly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Counting(IterableDataset[int]):
 
 
 class CountingIterator:
-    """Its iterator; `drawn` tells that nothing was skipped by drawing it."""
+    """Its iterator; `drawn` shows that no sample was skipped by drawing it."""
 
     def __init__(self, numbers: range) -> None:
         self.numbers, self.next = numbers, 0
@@ -296,7 +296,7 @@ def test_resuming_leaves_the_default_generator_alone() -> None:
 def taken(loader: DataLoader, steps: int = 1) -> dict[str, Any]:
     """The state after some steps."""
     with loader:
-        iterator = iter(loader)  # one that was left is not asked where its workers stand
+        iterator = iter(loader)  # an abandoned pass is not asked for the positions of its workers
         list(itertools.islice(iterator, steps))
         return loader.state_dict()
 

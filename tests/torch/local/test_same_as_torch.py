@@ -1,5 +1,5 @@
-"""One program, with torch's loader and with ours: what it sees is the same, errors, warnings, worker
-infos and random numbers included. docs/datasets.md says what is meant to differ.
+"""One program sees the same with torch's loader and with ours: batches, errors, warnings, worker
+infos and random numbers. docs/datasets.md lists the intended differences.
 
     pytest -m "slow or not slow" tests/torch/local/test_same_as_torch.py    # with all of the workers
 """
@@ -62,7 +62,7 @@ class TwoWords(Exception):
 
 
 class Of(Dataset[Any]):
-    """Whatever a function gives for an index."""
+    """A dataset that returns the result of a function for each index."""
 
     def __init__(self, sample: Callable[[int], Any], count: int = COUNT) -> None:
         self.sample, self.count = sample, count
@@ -75,7 +75,7 @@ class Of(Dataset[Any]):
 
 
 class Streams(IterableDataset[Any]):
-    """Whatever a function gives, in each worker as many; `length` is what it says of itself."""
+    """A function's results, equally many in each worker; `length` is the length that it reports."""
 
     def __init__(self, sample: Callable[[int], Any], length: int | None = None) -> None:
         self.sample, self.length = sample, length
@@ -130,7 +130,7 @@ def fails_to_collate(samples: list[Any]) -> Any:
 
 
 class Backwards:
-    """A sampler that is none of torch's."""
+    """A sampler that is not one of torch's classes."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(COUNT - 1, -1, -1))
@@ -151,7 +151,7 @@ class EndsBadly(Backwards):
         return fails_after(3)
 
 
-# How a loop goes on.
+# How a loop continues.
 
 
 def whole(loader: Any) -> Iterator[Any]:
@@ -168,7 +168,7 @@ def left(loader: Any) -> Iterator[Any]:
 
 
 def past_the_end(loader: Any) -> Iterator[Any]:
-    """Goes on after errors and after the end, as a careless loop does."""
+    """Continues after errors and after the end, like a careless loop."""
     iterator = iter(loader)
     ends = 0
     for _ in range(15):
@@ -312,7 +312,7 @@ def cases() -> Iterator[Any]:
             yield case(f"{name} {walk.__name__}", sampled, walk, workers)
     for workers in WORKERS:
         for sample, walk in ((about_worker, whole), (drawn, left)):
-            # What is spawned is pickled: a module's function is, and what pytest imports is none.
+            # Arguments of a spawned process are pickled: functions of a test module cannot be.
             # And what workers that are kept draw after a pass that was left is not torch's.
             if workers != "1 spawned" and (workers, walk) != ("2 kept", left):
                 name = f"{sample.__name__} {walk.__name__}"

@@ -1,5 +1,5 @@
-"""Workers have no more memory than was in use at once lately, and while they are idle only what is
-in use. Numbers in brackets are invariants of dataplane_torch.local.segment.
+"""Workers keep no more memory than was recently in use at once, and idle ones only memory in use.
+Numbers in brackets are invariants of dataplane_torch.local.segment.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def close(segments: Segments) -> None:
 
 
 def slack(live: int, count: int) -> int:
-    """What may be there besides: pieces at the ends of extents, and the marks."""
+    """The memory that may be used in addition: pieces at the ends of extents, and the marks."""
     return _MIB + live // 16 + (2 * count + 4) * _PIECE
 
 
@@ -53,7 +53,7 @@ def slack(live: int, count: int) -> int:
 )
 @settings(max_examples=20)
 def test_a_segment_never_has_more_pages_than_were_in_use_at_once(steps) -> None:
-    """(1), (2), whatever is taken and dies."""
+    """(1), (2), for any order of allocations and releases."""
     mapped, segments = pair()
     held: list[tuple[Any, int]] = []
     most = count = 0
@@ -79,7 +79,7 @@ def test_a_segment_never_has_more_pages_than_were_in_use_at_once(steps) -> None:
 
 
 def test_what_the_trainer_drops_is_free_at_once() -> None:
-    """(2): no message tells of it."""
+    """(2): no message reports it."""
     mapped, segments = pair()
     taken = segments.allocate(3 * _MIB)
     memory = mapped.take(taken)
@@ -111,7 +111,7 @@ def loaders_bytes(loader: DataLoader) -> int:
 def test_uneven_batches_take_the_memory_of_those_that_live_at_once() -> None:
     dataset = Uneven(40)
     loader = DataLoader(dataset, 1, num_workers=1, persistent_workers=True)
-    # The loop has one, is given the next, and as many are asked for ahead.
+    # The loop holds one batch and receives the next, while `prefetch_factor` more are requested.
     together = 2 + loader.prefetch_factor
     most = max(sum(dataset.sizes[i : i + together]) for i in range(40 - together))
     for i, batch in enumerate(loader):

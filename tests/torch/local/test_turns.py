@@ -103,7 +103,7 @@ class Made:
 
 
 class Interrupts(Samples):
-    """Samples that are made anew where they arrive, beside something long."""
+    """Samples that are rebuilt where they are unpickled, with a long one beside them."""
 
     def __getitem__(self, i: int) -> Any:
         return Made(i), torch.full((LONG,), i)
