@@ -1,11 +1,12 @@
-"""The fork server of a node: it imports what workers and indexing need once, and forks for each.
+"""The fork server of a node: imports what workers and indexing processes need, and forks them.
 
-Importing takes 0.4 s of CPU; a fork takes a millisecond, and children share the memory of imported
-modules.
+Importing takes 0.4 s of CPU once; a fork takes a millisecond, and children share the memory of
+imported modules.
 
 Invariants:
-1. It has one thread, opens no connection and parses nothing: a fork is as clean as a new process.
-2. It is the parent of its children: it reports the end of each once, and a child dies with it.
+1. It has one thread, opens no connection and parses no data, so that each child is as clean as a
+   new process.
+2. It is the parent of its children: it reports the end of each child once, and they die with it.
 3. It ends when its socket is closed.
 """
 
@@ -30,9 +31,10 @@ _ROLES: dict[str, Callable[[int, int], None]] = {"worker": worker.main, "indexer
 
 
 def main(descriptor: int) -> None:
-    """Run the process: its socket is an inherited descriptor."""
+    """Run the process. `descriptor` is its socket, which it inherits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A service manager sends it to every process of a service; the node drains, and needs workers.
+    # A service manager sends SIGTERM to every process of a service. The node drains, and needs its
+    # workers meanwhile.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(PeerLost):
         _ForkServer(sock).run()
@@ -47,7 +49,7 @@ class _ForkServer:
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Serve requests.   Raises:  PeerLost: the node is gone."""
+        """Serve requests until the node ends.   Raises:  PeerLost: the node has ended."""
         collector.settle()  # a collection in a child would copy every page of imported modules
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -112,7 +114,7 @@ class _ForkServer:
             if os.getppid() == parent:
                 _ROLES[order.role](sock_fd, order.memory_bytes)
             status = 0
-        except BaseException:  # noqa: BLE001 - it must not go on as a second fork server
+        except BaseException:  # noqa: BLE001 - the child must not continue as a second fork server
             traceback.print_exc()
         finally:
             sys.stderr.flush()

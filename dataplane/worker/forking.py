@@ -1,14 +1,13 @@
-"""Processes that parse foreign bytes, each forked by this process's fork server.
+"""Requests worker and indexing processes from this process's fork server (node/fork_server.py).
 
-The fork server is node/fork_server.py; this module is the side that requests processes. A new
-interpreter runs it, or, in an embedded node that has just started, a fork of the node: what both
-need is then imported once.
+The fork server runs in a new interpreter. In an embedded node that has just started, it is instead
+a fork of the node, so that the modules that both need are imported only once.
 
 Invariants:
-1. A process has one fork server. The first holder starts it and the last one ends it; one that died
-   is started again for the next process.
-2. Every requested process ends once: with its exit status, or as killed if the fork server died,
-   since its children die with it.
+1. A process has one fork server. The first holder starts it and the last one ends it; if it died,
+   it is started again for the next request.
+2. The end of every requested process is recorded once: with its exit status, or as SIGKILL if the
+   fork server died, since its children die with it.
 3. Only calls that need a process id or an exit status wait for the fork server.
 """
 
@@ -30,8 +29,8 @@ from typing import Protocol
 
 from dataplane import machine
 
-# Arrow's allocator would reserve a GiB and use it slowly, and a memory limit counts reservations.
-# A process with a second thread must not fork, and jemalloc has one even if it is not used.
+# mimalloc would reserve a GiB in advance, which counts towards a memory limit. jemalloc would start
+# a thread even if it is not used, and a process with a second thread must not fork.
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MIMALLOC_ARENA_EAGER_COMMIT": "0",
@@ -44,7 +43,7 @@ _CLOSE_S = 5.0
 
 
 class ForkedProcess:
-    """One process. Thread-safe."""
+    """One forked process. Thread-safe."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self._ask_to_kill = kill
@@ -65,12 +64,14 @@ class ForkedProcess:
         return self._pid
 
     def kill(self) -> None:
-        """Send SIGKILL if it is alive. May be called twice."""
+        """Send SIGKILL if the process is alive. May be called twice."""
         if not self._ended.is_set():
             self._ask_to_kill()
 
     def on_end(self, call: Callable[[int], None]) -> None:
-        """Call this with the exit status, later in another thread, or now if it has ended."""
+        """Call this with the exit status when the process ends, from another thread; or now if it
+        has ended.
+        """
         with self._changing:
             if not self._ended.is_set():
                 self._on_end = call
@@ -78,7 +79,7 @@ class ForkedProcess:
         call(self._status)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; False after the timeout."""
+        """Wait until the process has ended; False after the timeout."""
         return self._ended.wait(timeout_s)
 
     def status(self) -> int:
@@ -92,7 +93,7 @@ class ForkedProcess:
         self._started.set()
 
     def ended(self, status: int) -> None:
-        """Record its end."""
+        """Record its exit status, and call the callback."""
         with self._changing:
             self._status, call = status, self._on_end
             self._ended.set()
@@ -169,7 +170,7 @@ class _Server:
         return process
 
     def close(self) -> None:
-        """End it and all processes that it started."""
+        """End the fork server and all its children."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(_CLOSE_S)
@@ -199,13 +200,13 @@ class _Server:
                     process.started(body.pid)
                 else:
                     process.ended(body.status)
-        except DataplaneError:  # it has died, or sent an invalid message
+        except DataplaneError:  # the fork server died, or sent an invalid message
             pass
         finally:
             self._lose()
 
     def _lose(self) -> None:
-        """Clean up after a fork server that died: wait until each of its children is gone."""
+        """Clean up after the fork server has died: wait until all of its children are gone."""
         self._process.kill()
         self._process.wait()
         with self._changing:
@@ -246,7 +247,7 @@ def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
         machine.close_descriptors(keep=sock.fileno())
         main(sock.detach())
         status = 0
-    except BaseException:  # noqa: BLE001 - it must not go on as a second node
+    except BaseException:  # noqa: BLE001 - the child must not continue as a second node
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -254,7 +255,7 @@ def _forked(sock: socket.socket, stderr_fd: int | None, main: Main) -> _Fork:
 
 
 class _Shared:
-    """The fork server of this process, shared by all holders."""
+    """The one fork server of this process, shared by all holders."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -263,8 +264,9 @@ class _Shared:
         self._server: _Server | None = None
 
     def acquire(self, stderr_fd: int | None = None, main: Main | None = None) -> None:
-        """Hold it; the first holder starts it, with this stderr. With `main`, which runs a fork
-        server on an inherited socket, it is forked from this process, if that has one thread.
+        """Hold the fork server; the first holder starts it, with this stderr. If `main` is given,
+        which runs a fork server on an inherited socket, and this process has only one thread, the
+        fork server is forked from this process.
         """
         with self._changing:
             self._holder_count += 1
@@ -273,7 +275,7 @@ class _Shared:
                 self._server = _Server(stderr_fd, main)
 
     def release(self) -> None:
-        """Release it; the last holder ends it."""
+        """Release the fork server; the last holder ends it."""
         with self._changing:
             self._holder_count -= 1
             server = self._server
@@ -285,7 +287,7 @@ class _Shared:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it within a `with` block."""
+        """Hold the fork server within a `with` block."""
         self.acquire()
         try:
             yield
@@ -295,8 +297,8 @@ class _Shared:
     def start(
         self, role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
     ) -> ForkedProcess:
-        """Run a "worker" or an "indexer", with its end of its socket, its stderr, and its limit of
-        private memory. Does not wait for it.
+        """Start a "worker" or an "indexer" without waiting for it. `sock` is the child's end of the
+        socket, `memory_bytes` its limit of private memory.
         """
         with self._changing:
             assert self._holder_count

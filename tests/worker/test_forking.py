@@ -1,4 +1,4 @@
-"""The fork server: processes that it starts, exits that it reports, and its own death."""
+"""The fork server starts processes and reports their ends; its own death is survived."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def held() -> Iterator[None]:
 
 
 def a_process(role: str = "worker") -> tuple[ForkedProcess, socket.socket, int]:
-    """One, our end of its socket, and its stderr."""
+    """A process, our end of its socket, and its stderr."""
     ours, theirs = local.pair()
     stderr = os.memfd_create("stderr", os.MFD_CLOEXEC)
     with theirs:
@@ -44,7 +44,7 @@ def test_processes_share_one_parent_and_end_with_their_sockets() -> None:
     first, sock, stderr = a_process()
     second, other_sock, other_stderr = a_process("indexer")
     assert server_of(first) == server_of(second)
-    assert server_of(first).num_threads() == 1  # or a fork may find a lock held for ever
+    assert server_of(first).num_threads() == 1  # or a child may inherit a held lock
     deadline = time.monotonic() + WAIT_S
     for process, name in ((first, "dp-worker"), (second, "dp-indexer")):
         while psutil.Process(process.pid).name() != name:  # it has just been forked
@@ -121,7 +121,7 @@ def test_a_fork_server_outlives_a_sigterm_to_the_whole_service() -> None:
         os.close(fd)
 
 
-def test_what_cannot_be_started_says_why_on_its_stderr() -> None:
+def test_a_process_that_cannot_start_says_why_on_its_stderr() -> None:
     process, sock, stderr = a_process("nobody")
     assert process.wait(WAIT_S)
     assert process.status() == 1
