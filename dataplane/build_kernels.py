@@ -29,8 +29,8 @@ _FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A library of the platform: pkg-config's name, its header, how it is linked, what to install
-    for it, and where distributions put its licence.
+    """A library of the platform: pkg-config's name, its header, its linker flag, what to install,
+    and where distributions put its licence.
     """
 
     name: str
@@ -42,8 +42,9 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """`sources` is a C file with its header, or a folder whose C is one library; all includes
-    compiler.h, in the folder above. `instead` takes its place if it cannot be compiled.
+    """One of our libraries. `sources` is a C file with its header, or a folder of C files that make
+    one library; all include compiler.h of the folder above. `instead` says what replaces it if it
+    cannot be compiled.
     """
 
     sources: Path
@@ -52,7 +53,7 @@ class Library:
     needs: Package | None = None
 
     def sources_in(self, root: Path) -> tuple[Path, ...]:
-        """In the order in which the modules that load a library sum them up."""
+        """The source files, in the order in which compiled.py computes their checksum."""
         there = root / self.sources
         if there.is_file():
             folder, own = there.parent, [there, there.with_suffix(".h")]
@@ -91,18 +92,18 @@ LIBRARIES = (KERNEL, PIXELS, LOOPS, FOOTER)
 
 
 class NotCompiled(Exception):
-    """One line: what is missing, or the compiler's words."""
+    """A library could not be compiled. One line: what is missing, or the compiler's message."""
 
 
 class BuildKernels(BuildHookInterface[BuilderConfig]):
-    """Beside their sources for an editable installation, and from there into a wheel.
+    """Compiles the libraries next to their sources, and adds them to a wheel.
 
-    A wheel for other machines, which `make wheel` asks for by setting PORTABLE_WHEEL, must have all
-    libraries, and the licences of the packages that it will carry.
+    A wheel for other machines, for which `make wheel` sets PORTABLE_WHEEL, must have all libraries,
+    and the licences of the packages that it contains.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """As hatchling calls it before each build."""
+        """Called by hatchling before each build."""
         del version
         root = Path(self.root)
         is_portable = bool(os.environ.get("PORTABLE_WHEEL"))
@@ -125,7 +126,7 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
             build_data["tag"] = f"py3-none-{platform}"
 
     def _licence_of(self, package: Package) -> Path:
-        """What has to go along with a copy of a library."""
+        """The licence file that must accompany a copy of a library."""
         patterns = [os.environ.get("CARRIED_LICENCE", ""), *package.licences]
         for pattern in filter(None, patterns):
             for path in sorted(Path("/").glob(pattern.lstrip("/"))):
@@ -138,7 +139,7 @@ class BuildKernels(BuildHookInterface[BuilderConfig]):
 
 
 def main() -> None:
-    """Compile what is not there yet, and say on standard error what cannot be."""
+    """Compile the missing libraries, and report failures on stderr."""
     root = Path(__file__).resolve().parents[1]
     for library in LIBRARIES:
         if not (root / library.path).exists():
@@ -153,11 +154,11 @@ def _told(library: Library, fault: NotCompiled) -> str:
 
 
 def compile_library(library: Library, root: Path) -> None:
-    """Put a new library in the place of an old one, which processes may have mapped.
+    """Compile a library, and replace the old file atomically, since processes may have mapped it.
 
-    `CC`, `CFLAGS` and `LDFLAGS` mean what they mean to make.
+    `CC`, `CFLAGS` and `LDFLAGS` have the same meaning as for make.
 
-    Raises:  NotCompiled: there is no such compiler, a package is missing, or it failed.
+    Raises:  NotCompiled: the compiler or a package is missing, or the compiler failed.
     """
     sources, path = library.sources_in(root), root / library.path
     compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -180,9 +181,9 @@ def compile_library(library: Library, root: Path) -> None:
 
 
 def _flags_for(package: Package) -> tuple[list[str], list[str]]:
-    """How a compiler finds a package: in conda's environment, where pkg-config says, or by itself.
+    """The compiler flags for a package: from conda's environment, from pkg-config, or the defaults.
 
-    What is found in a folder that the loader does not search is looked for there at run time too.
+    Adds the folder to the library's run path if the dynamic loader does not search it.
     """
     for prefix in (os.environ.get("CONDA_PREFIX", ""), sys.base_prefix):
         if prefix and prefix not in {"/usr", "/usr/local"}:

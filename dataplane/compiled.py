@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED = "compiler.h"
-"""The header in the folder above, which all C includes."""
+"""The header in the folder above, which all C files include."""
 INSTALL_AGAIN = "install a C compiler, then reinstall Dataplane"
 
 Signature = tuple[type | None, tuple[type, ...]]
-"""What a function gives, and what it takes."""
+"""The type that a function returns, and the types of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Compiled:
 def load(
     path: Path, sources: Path, crc_function: str, signatures: Mapping[str, Signature]
 ) -> Compiled:
-    """A library, if it is there and `crc_function` says that it was made from these sources: a C
-    file with its header, or all C in a folder.
+    """Load a library, if it exists and `crc_function` returns the checksum of these sources: a C
+    file with its header, or all C files in a folder.
     """
     if not path.exists():
         return Compiled(None, f"{path.name} could not be compiled when Dataplane was installed")
@@ -52,7 +52,7 @@ def load(
 
 
 def sources_of(sources: Path) -> tuple[Path, ...]:
-    """All files that a library is made from, in the order in which they are summed up."""
+    """All files that a library is made from, in the order of the checksum."""
     if sources.is_dir():
         folder, own = sources, sorted(sources.rglob("*.[ch]"))
     else:
@@ -61,5 +61,5 @@ def sources_of(sources: Path) -> tuple[Path, ...]:
 
 
 def crc_of(sources: Path) -> int:
-    """What a library that was made from these sources says."""
+    """The checksum that a library made from these sources returns."""
     return zlib.crc32(b"".join(source.read_bytes() for source in sources_of(sources)))

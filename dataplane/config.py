@@ -1,4 +1,4 @@
-"""JobSpec: what every member of a job agrees on. NodeConfig: what one process was told."""
+"""JobSpec: the options that all members of a job agree on. NodeConfig: the settings of one node."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _STALL_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """All that decides which samples, in what order, in what form. Compared at every join.
+    """Everything that decides which samples a job yields, in which order and form. Compared at
+    every join.
 
-    `fingerprint` is the manifest's; `transforms` say which columns are images, and what becomes of
-    them; `column_options` what all columns come as.
+    `fingerprint` is the manifest's. `transforms` are the image steps of the columns of images.
+    `column_options` decide the form of all columns.
     """
 
     fingerprint: str
@@ -53,11 +54,11 @@ class JobSpec:
         return hashlib.blake2b(_json(fields).encode(), digest_size=16).hexdigest()
 
     def facts(self) -> dict[str, Fact]:
-        """What a saved state records of the job: each option that has not its default, by name.
+        """The facts about the job in a saved state: each option that is not the default, by name.
 
-        Numbers, flags and short texts stand as they are, anything longer as "#" and 16 hex digits
-        of its hash. The dataset's fingerprint and `global_batch` are left out. At most about 50
-        bytes an option.
+        Numbers, flags and short texts are stored unchanged, longer values as "#" and 16 hex digits
+        of their hash. The dataset's fingerprint and `global_batch` are left out. An option takes at
+        most about 50 bytes.
         """
         return {
             name: _fact(value)
@@ -66,7 +67,7 @@ class JobSpec:
         }
 
     def options(self) -> dict[str, tuple[Any, Any]]:
-        """(value, default) of every option by name, those of contained values included."""
+        """(value, default) of every option by name, including the options of contained values."""
         found = dict(_options(self))
         del found["fingerprint"], found["global_batch"]
         return found
@@ -161,7 +162,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) -> str:
-    """What is not equal in the others: "jpg: flip=0.5, dtype=float32"."""
+    """The differences from the others, such as "jpg: flip=0.5, dtype=float32"."""
     by_column = {image.column: image for image in others}
     shown = []
     for image in images:
@@ -202,7 +203,7 @@ class NodeConfig:
 
     @property
     def task_timeout_s(self) -> float:
-        """How long a process may be at one task: what ends one that is stuck, with its name, comes
-        before the stall that it leads to.
+        """How long one task may take. It is less than `stall_timeout_s`, so that a stuck task is
+        ended, with an error that names its block, before trainers report a stall.
         """
         return _STALL_SHARE * self.stall_timeout_s

@@ -1,6 +1,6 @@
-"""What this machine gives to this process: memory and processors, cgroup limits counted.
+"""The memory and processors that this process may use, cgroup limits included.
 
-Everything that knows Linux's files for it is here.
+All knowledge of Linux's files for this is here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What defaults are computed from. `memory_bytes` and `cpu_count` are this process's share."""
+    """The basis of defaults. `memory_bytes` and `cpu_count` are what this process may use."""
 
     memory_bytes: int
     cpu_count: int
@@ -45,8 +45,8 @@ def this_machine() -> Machine:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many open files as it may allow itself: the usual limit of 1024 is
-    for programs that select(), and we poll. Children have the same.
+    """Raise this process's limit of open files to its hard limit. The usual soft limit of 1024 only
+    protects programs that use select(), and we poll. Children inherit the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS_MAX)
@@ -55,9 +55,9 @@ def raise_descriptor_limit() -> None:
 
 
 def connections_max() -> int:
-    """How many connections one listener of this process takes. A process has two at most, one of
-    which hands out a second descriptor with each: a quarter of all, and some more, is left for
-    logs, imports, workers and shards.
+    """How many connections one listener of this process accepts. A process has at most two
+    listeners, and one of them uses a second descriptor per connection, so at least a quarter of all
+    descriptors is left for logs, imports, workers and shards.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else min(soft, _DESCRIPTORS_MAX)
@@ -65,7 +65,7 @@ def connections_max() -> int:
 
 
 def lock_holder(path: Path) -> int | None:
-    """The process that has locked a file, or a part of it; None where the kernel tells of none.
+    """The process that has locked a file, or a part of it; None if the kernel reports none.
 
     Source: proc_locks(5).
     """
@@ -81,7 +81,7 @@ def lock_holder(path: Path) -> int | None:
 
 
 def pwd_home(uid: int) -> str:
-    """The home folder that the password database has for a user; "" where it knows none."""
+    """The home folder that the password database has for a user; "" if it has none."""
     try:
         return pwd.getpwuid(uid).pw_dir
     except KeyError:
@@ -89,7 +89,7 @@ def pwd_home(uid: int) -> str:
 
 
 def memory_limit(root: Path) -> int | None:
-    """Bytes that the tightest cgroup around this process allows; None where none limits.
+    """Bytes that the tightest cgroup around this process allows; None without a limit.
 
     Source: Documentation/admin-guide/cgroup-v2.rst (memory.max), cgroup-v1/memory.rst.
     """
@@ -120,8 +120,8 @@ def cpu_limit(root: Path) -> int | None:
 
 
 def limit_memory(size_bytes: int) -> None:
-    """Let this process have so much memory of its own: heap, stacks of threads and private
-    mappings. Shared memory and mapped files do not count.
+    """Limit this process's private memory: heap, stacks of threads and private mappings. Shared
+    memory and mapped files do not count.
 
     Source: getrlimit(2), RLIMIT_DATA since Linux 4.7.
     """
@@ -131,8 +131,9 @@ def limit_memory(size_bytes: int) -> None:
 
 
 def collect_rarely() -> None:
-    """Look for cycles of garbage less often: the facts of a wide table are hundreds of thousands of
-    objects without any, and to look through them every few thousand takes a third of the time.
+    """Collect cyclic garbage less often. The facts of a wide table are hundreds of thousands of
+    objects without cycles, and examining them after every few thousand new ones would take a third
+    of the time.
     """
     gc.freeze()
     gc.set_threshold(_OBJECTS_BEFORE_LOOK, 20, 20)
@@ -166,8 +167,8 @@ def set_process(name: str, *, dies_with_parent: bool = False) -> None:
 
 
 def kill_count_for_memory() -> int:
-    """How many processes of this machine the kernel has killed because memory ran out; 0 where it
-    does not say.
+    """How many processes of this machine the kernel has killed because memory ran out; 0 if it does
+    not report that.
 
     Source: mm/oom_kill.c, and mm/vmstat.c (oom_kill).
     """
@@ -179,9 +180,9 @@ def kill_count_for_memory() -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether no thread of this process runs any more, even if its parent has not collected it.
+    """Whether all threads of a process have ended, even if its parent has not reaped it yet.
 
-    Source: proc_pid_stat(5), field 3; the name in parentheses before it may hold anything.
+    Source: proc_pid_stat(5), field 3; the name in parentheses before it may have any characters.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -191,8 +192,8 @@ def has_ended(pid: int) -> bool:
 
 
 def waited_for_processor_s(pid: int) -> float:
-    """Seconds that the threads of a process could have run and had no processor, added up; 0.0
-    where the kernel does not say, or the process is gone.
+    """Seconds for which threads of a process were ready to run but had no processor, summed over
+    threads; 0.0 if the kernel does not report it, or the process is gone.
 
     Source: Documentation/scheduler/sched-stats.rst (/proc/<pid>/schedstat).
     """
@@ -204,7 +205,7 @@ def waited_for_processor_s(pid: int) -> float:
 
 
 class ProcessorWaits:
-    """How long one thread of this process has waited for a processor so far; the file stays open.
+    """How long one thread of this process has waited for a processor so far. Keeps the file open.
 
     Source: Documentation/scheduler/sched-stats.rst (/proc/<pid>/task/<tid>/schedstat).
     """
@@ -218,11 +219,11 @@ class ProcessorWaits:
 
     @property
     def is_known(self) -> bool:
-        """Whether the kernel tells."""
+        """Whether the kernel reports it."""
         return self._fd is not None
 
     def seconds(self) -> float:
-        """0 where the kernel does not tell."""
+        """Seconds so far; 0 if the kernel does not report them."""
         if self._fd is None:
             return 0.0
         try:
@@ -238,8 +239,8 @@ class ProcessorWaits:
 
 
 class OwnTime:
-    """How long a process has been at something, without the time that it waited for a processor.
-    `now` is of time.monotonic().
+    """How long a process has worked on something, excluding the time that it waited for a
+    processor. `now` is from time.monotonic().
     """
 
     def __init__(self, pid: int, now: float) -> None:
@@ -247,11 +248,11 @@ class OwnTime:
         self.begin(now)
 
     def begin(self, now: float) -> None:
-        """It counts from now on."""
+        """Start counting from now."""
         self._began, self._waited_s = now, waited_for_processor_s(self._pid)
 
     def exceeds(self, timeout_s: float, now: float) -> bool:
-        """Whether it has been longer; looks at the process only where that may be so."""
+        """Whether it has taken longer than this; inspects the process only if that is possible."""
         own_s = now - self._began
         if own_s <= timeout_s:
             return False

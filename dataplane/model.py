@@ -30,10 +30,11 @@ class TruncationSide(enum.StrEnum):
 
 
 class NullPolicy(enum.StrEnum):
-    """What becomes of nulls.
+    """How nulls are delivered.
 
-    FILL  a value takes their place, NaN, an empty list or None; a job is refused that has none
-    MASK  the same, and a column of bools beside each that may have nulls says where they were
+    FILL  as a given value, NaN, an empty list or None; a job that gives no value where one is
+          needed is refused
+    MASK  the same, and each column that may have nulls gets a column of bools that marks them
     """
 
     FILL = "fill"
@@ -48,7 +49,7 @@ class Kind(enum.StrEnum):
     RAGGED  values [sum of lengths]; offsets int64[B + 1]
     BYTES   values uint8[...]; offsets int64[B + 1]; then valid uint8[B]
     STRING  as BYTES, in UTF-8
-    OBJECT  one Arrow IPC stream with one column: whatever has no tensor form
+    OBJECT  one Arrow IPC stream with one column: all types without a tensor form
     """
 
     FIXED = "fixed"
@@ -83,8 +84,8 @@ class Decoding(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """One column of every batch of a job. `dtype` is a numpy dtype name ("int32") or "bfloat16", ""
-    where none applies; `shape` is one sample's shape, () for a scalar.
+    """One column of every batch of a job. `dtype` is a numpy dtype name ("int32") or "bfloat16", or
+    "" if none applies; `shape` is one sample's shape, () for a scalar.
     """
 
     name: str
@@ -94,7 +95,7 @@ class ColumnSpec:
 
     @property
     def value_bytes(self) -> int:
-        """The size of one number, or of one letter."""
+        """The size of one number in bytes; 1 for text."""
         return _value_bytes(self.dtype)
 
 
@@ -106,7 +107,7 @@ def _value_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """An image step that has no fields of its own in an `ImageSpec`: its name, its parameters."""
+    """An image step without fields in `ImageSpec`: its name and its parameters."""
 
     name: str
     numbers: tuple[float, ...] = ()
@@ -120,10 +121,11 @@ class ImageSpec:
     transforms/image_steps.py reads it. The first seven steps have fields here, which saved digests
     cover. All other steps are in `steps`, in the order in which they run.
 
-    `resize` is () for none, (shorter side,), or (height, width), in pixels; then comes the cut.
-    `scale` is the share of an image's area that a random cut takes, `ratio` its width by its height
-    (lowest, highest). The share `flip` of the images is mirrored. `mean` and `std` are of values in
-    0..1, one a colour, () for none. `decode` says at which size JPEGs are decoded.
+    `resize` is () for none, (shorter side,), or (height, width), in pixels; it is applied before
+    the cut. A random cut takes a share `scale` (lowest, highest) of an image's area and has a ratio
+    of width to height of `ratio` (lowest, highest). The share `flip` of the images is mirrored.
+    `mean` and `std` have one value in 0..1 per colour, or are (). `decode` says at which size JPEGs
+    are decoded.
     """
 
     column: str
@@ -144,7 +146,7 @@ class ImageSpec:
 
 @dataclass(frozen=True, slots=True)
 class StackSpec:
-    """Columns that come as one, [B, columns] in this order, of this dtype; "" for their own."""
+    """Columns joined into one, [B, columns] in this order, with this dtype; "" keeps theirs."""
 
     name: str
     columns: tuple[str, ...]
@@ -159,15 +161,16 @@ ColumnLength = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ColumnOptions:
-    """What a job says about its columns: which it wants, and what they come as.
+    """A job's options for its columns: which it wants, and in which form.
 
-    `columns` are leaf columns in batch order, none for all of them. `lists` says what list columns
-    become. `fill_null` replaces nulls, per column, and `fill_null_all` in every column of which it
-    is a value. `stack` makes one column of several. `nulls` says whether nulls are marked.
-    `pad_value` is what padded lists are filled up with, per column, and `pad_value_all` in every
-    list column of which it is a value; zero otherwise. `max_length` cuts lists to so many values,
-    per column, and `max_length_all` in every list column; 0 does not. `codes` are columns that come
-    as integers, each the index of a value among all that the dataset has.
+    `columns` are leaf columns in batch order; () means all. `lists` is the form of list columns.
+    `fill_null` has the values that replace nulls, per column; `fill_null_all` replaces nulls in
+    every column whose type can hold it. `stack` joins several columns into one. `nulls` says
+    whether nulls are marked. `pad_value` has the values that pad lists, per column;
+    `pad_value_all` is for every list column whose type can hold it; other lists are padded with
+    zero. `max_length` is the maximum length of lists, per column, and `max_length_all` that of
+    every list column; 0 means no limit. `codes` are columns delivered as integers: the index of
+    each value among the distinct values in the dataset.
     """
 
     columns: tuple[str, ...] = ()
@@ -186,7 +189,7 @@ class ColumnOptions:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object as a store lists it. `etag` pins its content: two equal etags, equal bytes."""
+    """One object as a store lists it. `etag` pins its content: equal ETags mean equal bytes."""
 
     url: str
     size_bytes: int
@@ -195,7 +198,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class DatasetIdentity:
-    """A dataset wherever it lies, as two hashes of 32 hex digits.
+    """A dataset independent of its location, as two hashes of 32 hex digits.
 
     `layout` covers format, schema, and the shards in order: names relative to their common root,
     sizes, and the rows and places of their blocks. `content` covers the shards' ETags as well.
@@ -215,7 +218,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where a process stands: its data-parallel place, and the process-wide one."""
+    """A process's ranks: its data-parallel rank, and its rank among all processes."""
 
     dp_rank: int = 0
     dp_size: int = 1

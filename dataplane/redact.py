@@ -1,9 +1,9 @@
 """Secrets in urls: text without them, and the name of an object that does not depend on them.
 
 A url may carry a password (`https://user:password@host`) or a signature (`?X-Amz-Signature=…`,
-`?sig=…`, `?token=…`). Whoever reads such a url in a log can use it, so no error, log line, status
-or database has one. Every error passes `redacted` when it is made, every log line when it is
-written.
+`?sig=…`, `?token=…`). Any reader of a log could use such a url, so errors, log lines, statuses and
+databases never contain one. Every error passes `redacted` when it is made, every log line when it
+is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIGNING_PREFIXES = ("x-amz-", "x-goog-")
 # The part before @ is a container here, not a user.
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "adl")
 _USER = re.compile(r"\b([A-Za-z][A-Za-z0-9+.\-]*)://([^\s/@?#'\"<>]*)@")
-# Elsewhere a user alone is no secret: sftp://me@host.
+# In other schemes a user name without a password is not a secret: sftp://me@host.
 _TOKEN_AS_USER = ("http", "https")
 
 _TELLING_NAME = r"sig|token|key|secret|passw|pwd|auth|cred|polic|session|jwt|hmac|md5|code|cookie"
@@ -34,7 +34,7 @@ _PARAMETER = re.compile(
 )
 _IS_SECRET_NAME = re.compile(_TELLING_NAME, re.IGNORECASE)
 _LONG = 20
-"""A value of so many characters is taken for a secret, whatever its name."""
+"""A value with this many characters is treated as a secret, whatever its name."""
 _CLOSING = ".,:)]}"
 
 
@@ -46,9 +46,9 @@ def redacted(text: str) -> str:
 
 
 def unsigned(url: str) -> str:
-    """The url without what only lets somebody in: the same for every signing of one object.
+    """The url without credentials and signatures, so that it is the same however it was signed.
 
-    A url without such parts is returned as it is.
+    A url without such parts is returned unchanged.
     """
     if "@" not in url and "?" not in url:
         return url

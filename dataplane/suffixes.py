@@ -1,6 +1,7 @@
-"""How the files of shards are named, format by format.
+"""The file suffixes of shards, by format.
 
-Trainers look here, too, who link no format: to tell a list of shards from a list of samples.
+Trainers, which import no format, use this too: to distinguish a list of shards from a list of
+samples.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "jsonl": (".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl", ".ndjson"),
 }
 MANIFEST = ".manifest"
-"""A whole dataset, as `dataplane index` saves it."""
+"""The suffix of a manifest, which `dataplane index` saves for a whole dataset."""
 
 _ALL = (MANIFEST, *(suffix for suffixes in BY_FORMAT.values() for suffix in suffixes))
 
 
 def path_of(url: str) -> str:
-    """The path that a suffix ends, in lower case: without query and fragment."""
+    """The path of a url in lower case, without query and fragment."""
     return url.lower().partition("?")[0].partition("#")[0]
 
 
 def names_a_shard(url: str) -> bool:
-    """Whether a name ends as that of a shard of a built-in format does, or of a manifest."""
+    """Whether a name has the suffix of a built-in format, or of a manifest."""
     return bool(suffix_of(url))
 
 
 def suffix_of(url: str) -> str:
-    """The ending by which `url` names a shard, or ""."""
+    """The suffix of a shard that `url` has, or ""."""
     path = path_of(url)
     return next((suffix for suffix in _ALL if path.endswith(suffix)), "")

@@ -1,9 +1,9 @@
-"""What a process did, as lines on its log: text for people, JSON for whatever collects it.
+"""The log of a process: lines of text for people, or of JSON for log collectors.
 
-A line is an event and its facts. In text that is `event name=value …`, in JSON an object with
-`timestamp`, `level`, `room` and `event`, and the facts beside them. No line has a secret of a url
-in it. Of one event at most LINES_A_MINUTE are written, and the next one says how many were
-suppressed, and a long fact is cut: whatever a peer or a store does, it cannot fill a disk.
+A line is an event and its facts: `event name=value …` in text; in JSON an object with `timestamp`,
+`level`, `room`, `event` and the facts. No line contains a secret of a url. To keep peers and stores
+from filling a disk, at most LINES_A_MINUTE lines are written per event, the next line says how many
+were suppressed, and long facts are cut.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Trace:
         self._say(logging.INFO, event, facts)
 
     def failed(self, event: str, **facts: object) -> None:
-        """It ended badly, and somebody will see an error or a delay."""
+        """It failed, and a user will see an error or a delay."""
         self._say(logging.WARNING, event, facts)
 
     def broke(self, event: str, *, by: BaseException | None = None, **facts: object) -> None:
@@ -118,14 +118,14 @@ def configure(level: str, form: str) -> None:
 
 
 class _ToStderr(logging.Handler):
-    """To what is stderr at the moment: tests and progress bars put something else in its place."""
+    """Writes to the current sys.stderr, which tests and progress bars replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
         except (OSError, ValueError, AttributeError):
-            return  # there is no stderr, or nobody reads it any more
+            return  # there is no stderr, or its reader is gone
 
 
 class _Text(logging.Formatter):
@@ -166,7 +166,7 @@ def _plain(value: object) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value in a line of text: with quotes where it would not be one word."""
+    """A value in a line of text, quoted if it is not a single word."""
     text = f"{value:.6g}" if isinstance(value, float) else _cut(redacted(str(value)))
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 

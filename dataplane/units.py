@@ -1,4 +1,4 @@
-"""What a setting may be, as people write it: sizes, durations, counts, folders; whole numbers."""
+"""The values of settings as people write them: sizes, durations, counts, folders; whole numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """One kind of value. `parse` takes text, or what TOML makes of it, and raises ValueError."""
+    """One kind of value. `parse` takes text or a value that TOML parsed, and raises ValueError."""
 
     allowed: str
     metavar: str
@@ -31,7 +31,7 @@ class ValueKind:
 
 
 def show_bytes(value: Value) -> str:
-    """4194304 -> "4 MiB"; a number without such a form stays a number of bytes."""
+    """4194304 -> "4 MiB"; a number that is not a multiple of 1024 is shown in bytes."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if isinstance(value, int) and value and value % 1024**power == 0:
             return f"{value // 1024**power} {unit}"
@@ -39,24 +39,24 @@ def show_bytes(value: Value) -> str:
 
 
 def flag_of(setting: str) -> str:
-    """What the setting of this name is called on a command line."""
+    """The command-line flag of this setting."""
     return "--" + setting.replace("_", "-")
 
 
 def variable_of(setting: str) -> str:
-    """What the setting of this name is called in the environment."""
+    """The environment variable of this setting."""
     return PREFIX + setting.upper()
 
 
 def raise_to(setting: str, size: int) -> str:
-    """How to give a node's budget so many bytes at least, as an error says it."""
+    """The advice in an error: how to raise a node's budget to at least this many bytes."""
     unit, name = (1 << 20, "MiB") if size > 1 << 20 else (1 << 10, "KiB")
     enough = f"{-(-size // unit)}{name}"
     return f"raise {setting} to {enough} or more ({ways_to_set(setting, enough)})"
 
 
 def ways_to_set(setting: str, value: str) -> str:
-    """All the places where the setting of a node may be set."""
+    """All places where a node's setting may be set, as text."""
     return (
         f"{variable_of(setting)}={value} in the environment of whatever starts the node, "
         f"`dataplane serve {flag_of(setting)} {value}`, or {setting} in dataplane.toml"
@@ -111,8 +111,8 @@ def text(given: object) -> str:
 
 
 def whole(given: object) -> int | None:
-    """The number that anything is which counts as a whole one, numpy's too; None of all else, and
-    of bools.
+    """A whole number of any type, numpy's included, as an int; None for all other values and for
+    bools.
     """
     if isinstance(given, bool):
         return None

@@ -1,9 +1,9 @@
-"""How a slab is laid out: workers write it so, trainers and nodes read it so, and all who need to
-know how large something is ask here. Pure.
+"""The layout of a slab, which workers write and trainers and nodes read, and the sizes of its
+parts. Pure.
 
-A slot begins with the slab and ends with the row index that it is made from, int32[rows, 2]. The
-slab is column after column, each from a multiple of `ALIGN_BYTES` on. A FIXED column is one array
-over all batches. Any other column has one *piece* a batch: its values, then its side, both aligned.
+A slot begins with the slab and ends with the row index that it is made from, int32[rows, 2]. A slab
+has one column after the other, each aligned to `ALIGN_BYTES`. A FIXED column is one array over all
+batches. Any other column has one *piece* per batch: its values, then its side, both aligned.
 
     kind      values                   side, in int64             then
     PADDED    [rows, width]            lengths [rows]
@@ -36,8 +36,8 @@ TEXTS: Final = frozenset({Kind.BYTES, Kind.STRING})
 
 
 class PlacedColumn(Protocol):
-    """Where one column lies: of each batch the offsets of its values and of its side in the slab,
-    in bytes, and its width. A FIXED column has values alone; an OBJECT column has no side.
+    """The place of one column: for each batch, the offsets of its values and of its side in the
+    slab, in bytes, and its width. A FIXED column has only values; an OBJECT column has no side.
     """
 
     @property
@@ -80,12 +80,12 @@ def aligned(length: _Number) -> _Number:
 
 
 def row_index_bytes(rows: int) -> int:
-    """What the row index of so many rows takes at the end of a slot."""
+    """Bytes that the row index of this many rows takes at the end of a slot."""
     return aligned(rows * INDEX_BYTES)
 
 
 def in_slot(slot: Region, rows: int) -> tuple[Region, Region]:
-    """The room for the slab and the row index of so many rows."""
+    """The two parts of a slot: the space for the slab, and the row index of this many rows."""
     slab_bytes = slot.length - row_index_bytes(rows)
     index = Region(slot.offset + slab_bytes, rows * INDEX_BYTES)
     return Region(slot.offset, slab_bytes), index
@@ -97,7 +97,7 @@ def row_bytes(spec: ColumnSpec) -> int:
 
 
 def values_bytes(spec: ColumnSpec, width: _Number, rows: _Number) -> _Number:
-    """What the values of one piece take."""
+    """Bytes of the values of one piece."""
     if spec.kind is Kind.OBJECT:
         return width
     size = width * spec.value_bytes
@@ -105,12 +105,12 @@ def values_bytes(spec: ColumnSpec, width: _Number, rows: _Number) -> _Number:
 
 
 def side_count(kind: Kind, rows: _Number) -> _Number:
-    """How many lengths or offsets the side of a piece has, that of OBJECT aside."""
+    """How many lengths or offsets the side of a piece has; not for OBJECT."""
     return rows if kind is Kind.PADDED else rows + 1
 
 
 def side_bytes(kind: Kind, rows: _Number) -> _Number:
-    """What the side of one piece takes."""
+    """Bytes of the side of one piece."""
     if kind is Kind.OBJECT:
         return rows * 0
     size = side_count(kind, rows) * SIDE_BYTES
@@ -118,7 +118,9 @@ def side_bytes(kind: Kind, rows: _Number) -> _Number:
 
 
 def valid_at(side: _Number, rows: _Number) -> _Number:
-    """Where in a slab it says which texts of a piece are there, by where its side begins."""
+    """The offset of a piece's `valid` bytes, which say which texts are not null, from that of its
+    side.
+    """
     return side + (rows + 1) * SIDE_BYTES
 
 
@@ -126,8 +128,8 @@ def valid_at(side: _Number, rows: _Number) -> _Number:
 
 
 def one_after_other(values: Ints, sides: Ints) -> tuple[Ints, Ints, Ints]:
-    """Where the values and the side of each piece of a column begin, and where the first so many
-    pieces end, counted from where the column begins.
+    """The offsets within a column at which the values and the side of each piece begin, and those
+    at which the first i pieces end.
 
     Shapes:  values, sides: int64[batches], bytes.   result: int64[batches], int64[batches],
     int64[batches + 1].
@@ -139,9 +141,10 @@ def one_after_other(values: Ints, sides: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def column_begins(ends: Ints) -> Ints:
-    """Where each column begins, if the columns take so much.
+    """The offsets at which columns of these sizes begin.
 
-    Shapes:  ends: int64[columns, n], for each of n numbers of batches.   result: the same.
+    Shapes:  ends: int64[columns, n], the sizes for n different numbers of batches.   result: the
+    same.
     """
     padded = aligned(ends)
     begins: Ints = np.cumsum(padded, axis=0) - padded
@@ -149,7 +152,7 @@ def column_begins(ends: Ints) -> Ints:
 
 
 def pieces(spec: ColumnSpec, column: PlacedColumn, i: int, rows: int) -> list[SlabPiece]:
-    """What batch `i`, of so many rows, has of one column: values, then its side if it has one."""
+    """The pieces of one column for batch `i`, which has `rows` rows: values, then side if any."""
     if spec.kind is Kind.FIXED:
         return [SlabPiece(column.values[i], rows * row_bytes(spec))]
     values = SlabPiece(column.values[i], values_bytes(spec, column.width[i], rows))
@@ -159,7 +162,7 @@ def pieces(spec: ColumnSpec, column: PlacedColumn, i: int, rows: int) -> list[Sl
 
 
 def texts(memory: npt.NDArray[np.uint8], column: PlacedColumn, i: int, rows: int) -> TextPiece:
-    """Batch `i`, of so many rows, of a column of texts.
+    """The texts of batch `i`, which has `rows` rows.
 
     Shapes:  memory: uint8[bytes], the slab.
     """

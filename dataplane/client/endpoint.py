@@ -58,12 +58,12 @@ class Embedded:
 
     @property
     def start_s(self) -> float:
-        """A busy machine may take long to start a process."""
+        """How long a start may take: a busy machine starts processes slowly."""
         return START_TIMEOUT_S
 
     @property
     def whom(self) -> str:
-        """As people are told."""
+        """The node, as shown to people."""
         return "the node of this run on this host"
 
     def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
@@ -127,7 +127,7 @@ class Served:
 
     @property
     def whom(self) -> str:
-        """As people are told."""
+        """The node, as shown to people."""
         return f"a node of service {self.address} on this host"
 
     def reach(self, deadline: float, notice: Notice) -> tuple[Wire, Welcome]:
@@ -139,7 +139,7 @@ class Served:
         return _welcomed(sock, deadline, self.name, notice)
 
     def given_up(self, waited_s: float, error: PeerLost) -> PeerLost:
-        """Nobody came."""
+        """The error after waiting in vain."""
         return PeerLost(
             f"no node of service {self.address} answers on this host, and {waited_s:.0f} s were "
             f"waited ({error}): start `dataplane serve` here, or `dataplane serve --node --join "

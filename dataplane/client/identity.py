@@ -118,7 +118,7 @@ def _starter() -> tuple[str, ...]:
 
 
 def _parent_and_start(pid: int) -> tuple[int, str]:
-    """A process's parent, and when it started: what tells it from others that had its number."""
+    """A process's parent and start time; a reused process id has another start time."""
     # Fields 4 and 22; the name in parentheses before them may hold anything.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[1]), fields[19]
@@ -133,8 +133,8 @@ _counters: dict[tuple[str, str], Iterator[int]] = {}
 
 def job_id(launch: Launch, urls: Sequence[str], name: str | None) -> str:
     """The job of one more loader over these urls: equal on all ranks, which make their loaders in
-    the same order, and different from the one before. A `name` is the job's own: it needs no such
-    order, and a later launch under the same name continues the same job.
+    the same order, and different from the one before. A `name`, if given, identifies the job: then
+    the order does not matter, and a later launch with the same name continues the job.
     """
     if name is not None:
         return name

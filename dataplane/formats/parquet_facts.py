@@ -83,9 +83,9 @@ class FooterFacts:
     """The numbers that a footer states; none of them is verified yet.
 
     Shapes:  elements: int64[e, 4], the schema's, each group before its children.
-    groups: int64[g, 2].   columns: int64[c, 9], those of one row group after those of another.
-    levels: int64[l]: of each column in turn as many as its LEVELS says, how many of its entries
-    have each definition level.
+    groups: int64[g, 2].   columns: int64[c, 9], one row group after the other.
+    levels: int64[l]: for each column in turn, as many numbers as its LEVELS says: how many of its
+    entries have each definition level.
     """
 
     rows: int
@@ -98,10 +98,10 @@ class FooterFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FooterCuts:
-    """Where the row groups of a footer lie in it, so that one can be read without the others.
+    """The places of the row groups in a footer, so that one can be read without the others.
 
     Shapes:  starts: int64[g + 1], where each begins, and the end of the last; `list_at` is where
-    their list does.   filled: int64[b], the groups that have rows, which are the blocks.
+    their list begins.   filled: int64[b], the groups that have rows, which are the blocks.
     """
 
     list_at: int
@@ -109,7 +109,7 @@ class FooterCuts:
     filled: Int64
 
     def footer_of(self, content: memoryview, block: int) -> bytes:
-        """The footer of a file that has this row group alone. `content` is the whole FileMetaData.
+        """The footer of a file with only this row group. `content` is the whole FileMetaData.
 
         Raises:  IndexError: there is no such block.
         """

@@ -1,4 +1,4 @@
-"""Pieces of a shard, at their offsets, as one file that pyarrow reads without copying."""
+"""A file of pieces of a shard, at their offsets, which pyarrow reads without copying."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _fixed_bytes(schema: pa.Schema) -> int:
         known = of_id.get(kind.id)
         if known is None:
             known = _row_bytes(kind)
-            if not pa.types.is_fixed_size_list(kind):  # whose size its id does not tell
+            if not pa.types.is_fixed_size_list(kind):  # its size is not in its id
                 of_id[kind.id] = known
         size += known
     return size
@@ -171,7 +171,7 @@ def _decoded_bytes(
     """Bytes of each block once decoded, as far as the index knows."""
     size = _whole_bytes(manifest, projection)
     if row_layout is not None and columns.is_fixed:
-        size = manifest.block_rows * columns.fixed_bytes  # not of what nobody asked for
+        size = manifest.block_rows * columns.fixed_bytes  # only of requested columns
     if row_layout is not None:
         size = size + manifest.block_rows * row_layout.padding_bytes
     return size + _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.plan.specs)
@@ -193,7 +193,7 @@ def _marks(
 
 
 def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
-    """The dataset's schema, with what the job needs to know besides types."""
+    """The dataset's schema, with the facts that a job needs in addition to types."""
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
     return annotated(schema, spec.column_options, manifest.nulls)
 

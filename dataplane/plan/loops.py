@@ -63,8 +63,8 @@ def sort_rows(words: NDArray[np.uint64], library: ctypes.CDLL | None) -> None:
 def find_places(
     places: Int64, first: Int32, shift: int, starts: Int64, library: ctypes.CDLL | None
 ) -> tuple[Int64, Int64]:
-    """The interval of each place, and the place within it. `first[p]` is the interval that the
-    place p << shift lies in, or the last place if that is none.
+    """The interval of each place, and the place within it. `first[p]` is the interval of the place
+    p << shift, or that of the last place if p << shift is beyond it.
 
     Shapes:  places: int64[m], each in an interval.   starts: int64[n + 1], rising, from 0.
     first: int32[p + 2], where p is the part of the last place.   result: int64[m], int64[m].

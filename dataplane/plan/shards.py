@@ -152,7 +152,7 @@ class ShardTable:
 
 
 def starts_of(counts: Any) -> Int64:
-    """Where each of these groups begins, and where the last one ends.
+    """The offset at which each of these groups begins, and the end of the last one.
 
     Shapes:  counts: integer[n].   result: int64[n + 1].
     """

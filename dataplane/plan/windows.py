@@ -49,7 +49,7 @@ def distinct(values: Int64) -> tuple[Int64, NDArray[np.intp]]:
 
 
 class Windows:
-    """Where the sample of each lane offset lies in its lane. Not thread-safe.
+    """The place in its lane of the sample at each lane offset. Not thread-safe.
 
     `short` lanes come last and have one sample less than the `lanes - short` before them; those
     have `length`.

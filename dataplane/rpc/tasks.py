@@ -259,7 +259,7 @@ class FromIndexer:
 
 @dataclass(frozen=True, slots=True)
 class StartChild:
-    """Fork a "worker" or an "indexer" that may have so much memory of its own."""
+    """Fork a "worker" or an "indexer" with this limit of private memory."""
 
     number: int
     role: str
@@ -295,13 +295,13 @@ FromForkServerBody = ChildStarted | ChildEnded
 
 @dataclass(frozen=True, slots=True)
 class ToForkServer:
-    """The envelope of what a node says to its fork server."""
+    """The envelope of a node's messages to its fork server."""
 
     body: ToForkServerBody
 
 
 @dataclass(frozen=True, slots=True)
 class FromForkServer:
-    """The envelope of what the fork server says."""
+    """The envelope of the fork server's messages."""
 
     body: FromForkServerBody

@@ -45,7 +45,7 @@ class DeliveryClosed:
 
 @dataclass(frozen=True, slots=True)
 class DatasetForgotten:
-    """Nobody reads this dataset any more."""
+    """A dataset has no readers left."""
 
     dataset: DatasetBlocks
 

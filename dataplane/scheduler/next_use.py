@@ -93,7 +93,7 @@ class _Resident:
     stands: dict[int, tuple[_Reader, int]] = field(default_factory=dict)
     serials: Iterator[int] = field(default_factory=itertools.count)
     has_moved: bool = False
-    """Whether a look at one reader's blocks has moved some to another."""
+    """Whether examining one reader's blocks has moved some of them to another reader."""
 
     def use(self, key: int) -> int:
         """How many positions away the next use may be, over all readers."""

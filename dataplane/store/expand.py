@@ -189,7 +189,7 @@ def _near_file(url: str) -> str:
 
 
 def _without_files(folder: Path) -> str:
-    """Why a folder has no files below it."""
+    """An explanation of why no file was found below a folder."""
     names = sorted(entry.name for entry in islice(os.scandir(folder), _NAMES_SHOWN))
     if not names:
         return "is an empty folder: pass one that has shards, or check that they were written"

@@ -237,7 +237,7 @@ class Gate:
         return self._probe_at - self._clock.now()
 
     def _waited(self, seconds: float, deadline: float) -> bool:
-        """Whether there was time for that. What is waited for without end may last to the end."""
+        """Wait; False if that would exceed the deadline. An infinite wait ends at the deadline."""
         left = deadline - self._clock.now()
         if left <= 0 or (left < seconds < float("inf")):
             return False
@@ -261,7 +261,7 @@ class Gate:
             self._retries = 0  # the outage reports them
             since = self._clock.wall() - (now - self._failing_since)
             self._probe_at = now + self._clock.random() * PROBE.span_s(1)
-            self._changed.notify_all()  # who pauses for itself now waits here
+            self._changed.notify_all()  # callers in their own pause now wait here
         else:
             since = self._away.since
         # A copy: the error itself would keep alive what its traceback holds.

@@ -1,4 +1,4 @@
-"""Which stores do not answer, told once when that begins and once when it ends.
+"""Stores that do not answer. Each outage is reported once when it begins and once when it ends.
 
 An `Outage` is made of plain values, so that a process can send what it sees to another one. The
 stores of `connect.Stores` report to one `observe(outage)`: when an outage begins, at every request
@@ -17,10 +17,10 @@ from dataplane.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A store that does not answer. Times are seconds since 1970: of the first request that failed,
-    of the last one, and of the answer that ended it (0 while it lasts).
+    """A store that does not answer. Times are seconds since 1970: of the first failed request, of
+    the last request, and of the answer that ended the outage (0 while it lasts).
 
-    `store` is a url such as "s3://bucket"; neither it nor `error` has a secret in it.
+    `store` is a url such as "s3://bucket". Neither it nor `error` contains a secret.
     """
 
     store: str
@@ -41,7 +41,7 @@ Tell = Callable[[Outage], None]
 
 
 def log(outage: Outage) -> None:
-    """One line on the log."""
+    """Log an outage in one line."""
     if outage.is_over:
         away_s = round(outage.until - outage.since, 1)
         _trace.failed("store answers again", store=outage.store, away_s=away_s)
@@ -50,9 +50,9 @@ def log(outage: Outage) -> None:
 
 
 class Outages:
-    """The stores that are away, as this process and those that report to it see them.
+    """The stores that are away, as seen by this process and by those that report to it.
 
-    A store is away as long as one `source` says so. `tell` is called once when that begins, and
+    A store is away while at least one `source` says so. `tell` is called once when that begins, and
     once, with `until` set, when it ends. Thread-safe.
     """
 
@@ -62,7 +62,7 @@ class Outages:
         self._seen: dict[str, dict[object, Outage]] = {}
 
     def note(self, outage: Outage, source: object = None) -> None:
-        """An outage as `source` sees it: it began, goes on, or is over."""
+        """Record an outage as seen by `source`: it has begun, continues, or is over."""
         with self._lock:
             seen = self._seen.setdefault(outage.store, {})
             before = _together(seen)
@@ -78,15 +78,15 @@ class Outages:
                 self._tell(dataclasses.replace(before, until=outage.until))
 
     def now(self, now: float) -> tuple[Outage, ...]:
-        """The stores that are away, in the order of their names. One that nobody has asked for a
-        while, since nobody wants anything of it, is left out.
+        """The stores that are away, sorted by name. A store without requests for a while is left
+        out, since its state is unknown.
         """
         with self._lock:
             found = [_together(self._seen[store]) for store in sorted(self._seen)]
         return tuple(one for one in found if one is not None and now - one.asked < FORGOTTEN_S)
 
     def forget(self, source: object, now: float) -> None:
-        """A source is gone: what it alone saw is over."""
+        """Remove a source. Outages that no other source sees are over."""
         with self._lock:
             lasting = [seen[source] for seen in self._seen.values() if source in seen]
         for outage in lasting:
@@ -94,7 +94,7 @@ class Outages:
 
 
 def _together(seen: dict[object, Outage]) -> Outage | None:
-    """Since when the first source sees it, with the error that was reported last."""
+    """The outage that several sources see: the earliest start, and the last reported error."""
     if not seen:
         return None
     *_, last = seen.values()

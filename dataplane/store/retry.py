@@ -63,10 +63,10 @@ class _Call:
 
 
 class Retrying:
-    """A store that asks another one again, as the table says.
+    """A store that retries the calls of another store, as the table says.
 
-    `stream` reads in pieces, each of them a call of its own: so it resumes at the offset reached.
-    `name` is the store's url, as people are told it.
+    `stream` reads in pieces, each in a separate call, so a failed stream resumes at the offset
+    reached. `name` is the store's url as shown to people.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Retrying:
         return self._call(what, url, lambda: self._inner.read(url, offset, length, etag))
 
     def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
-        """As `base.Filling.read_into`, whether the store asked can do so or not."""
+        """As `base.Filling.read_into`, even if the other store has no such method."""
         what = f"read of {url} bytes [{offset}, {offset + len(into)})"
         self._call(what, url, lambda: fill(self._inner, url, offset, etag, into))
 
@@ -104,13 +104,13 @@ class Retrying:
         return in_pieces(self, url, etag)
 
     def trouble(self, url: str) -> StoreError | None:
-        """Why reads of this url wait now: their own last failure, or that of the whole store."""
+        """Why reads of this url are waiting: the last error of one, or of the whole store."""
         with self._lock:
             own = next((call.error for call in self._failing if call.url == url), None)
         return own or self._gate.last_error
 
     def close(self) -> None:
-        """End whoever waits for the store."""
+        """End all waits for the store."""
         self._gate.close()
 
     def _call(self, what: str, url: str, attempt: Callable[[], T]) -> T:
@@ -130,7 +130,7 @@ class Retrying:
                 self._failing.discard(call)
 
     def _attempt(self, turn: Turn, attempt: Callable[[], T]) -> T:
-        """Ask once, and tell the gate how it went."""
+        """Make one attempt, and report its result to the gate."""
         try:
             if turn.is_probe and isinstance(self._inner, Reconnecting):
                 with contextlib.suppress(ConfigError):  # then keep the old connections

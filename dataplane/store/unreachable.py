@@ -1,9 +1,8 @@
-"""What "the store cannot be reached" means, and how it is told.
+"""Defines when a store counts as unreachable, and the error that says so.
 
-Everything here passes by itself, sooner or later: a server that is restarted, a network that is
-down, a name that DNS does not know yet. What never passes (no such bucket, access refused, a
-certificate that nobody trusts, an endpoint that is no url) is an error of another class, and is
-raised at once.
+All of these conditions are temporary: a server restarts, the network is down, DNS does not know a
+name yet. Permanent ones (no such bucket, access refused, an untrusted certificate, an endpoint that
+is not a url) are errors of other classes, and are raised at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import socket
 from dataplane.errors import StoreThrottled, StoreUnavailable
 
 UNREACHABLE = (StoreUnavailable, StoreThrottled)
-"""The errors of a store that cannot be reached now, and may be later."""
+"""The errors of a store that is unreachable for now."""
 
 _NETWORK = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
@@ -46,7 +45,7 @@ class Why(enum.Enum):
 
 
 def unreachable(url: str, endpoint: str, why: Why) -> StoreUnavailable:
-    """The error that says so, and what to check. `endpoint` is who did not answer."""
+    """The error about an unreachable store, with what to check. `endpoint` did not answer."""
     scheme = url.partition("://")[0]
     port, host = _ENDPOINT_HINTS.get(scheme, _OTHER_HINT)
     advice = {
@@ -74,7 +73,7 @@ def why_of(error: BaseException) -> Why | None:
 
 
 def passes(error: OSError) -> bool:
-    """Whether an error of the operating system may be gone at the next try. One without a number
-    is a library's own, which uses it for whatever the network does.
+    """Whether an OSError may be gone at the next attempt. Libraries raise those without an errno
+    for network errors of all kinds.
     """
     return why_of(error) is not None or error.errno is None or error.errno in _PASSING

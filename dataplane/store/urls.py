@@ -37,7 +37,7 @@ _NO_AUTHORITY = ("file", "memory", "local")
 
 
 def normalise(url: Url) -> str:
-    """The one way in which we write this url. A closing slash, which names a folder, is kept.
+    """The canonical form of this url. A trailing slash, which names a folder, is kept.
 
     Raises:  ConfigError: not a url, or not one that can name an object.
     """
@@ -97,16 +97,16 @@ def key_of(url: str) -> str:
 
 
 def folder_of(prefix: str) -> str:
-    """The folder, with its slash, below which everything lies that starts with `prefix`."""
+    """The folder, with its slash, that contains all urls that start with `prefix`."""
     cut = prefix.rfind("/")
     return prefix[: cut + 1] if cut >= len(base_of(prefix)) else f"{base_of(prefix)}/"
 
 
 def braces(pattern: str) -> Iterator[str]:
-    """The names that `{a,b}`, `{000..127}`, `{0..9..3}` and `{a..e}` stand for, in their order.
+    """Expand braces such as `{a,b}`, `{000..127}`, `{0..9..3}` and `{a..e}`, in order.
 
-    What a shell would leave alone ("{}", "{a}") stays as it is. Nothing inside a glob's brackets
-    is expanded, so "[{]" is a plain brace.
+    Braces that a shell would not expand ("{}", "{a}") stay unchanged. Nothing inside a glob's
+    brackets is expanded, so "[{]" is a plain brace.
 
     Raises:  ConfigError: a brace that never closes; more than NAMES_MAX names.
     """
@@ -141,7 +141,7 @@ def _from_file_url(rest: str, text: str) -> str:
 
 
 def _outer_braces(pattern: str) -> tuple[int, int]:
-    """Where the first brace that is to be expanded opens and closes; (-1, -1) if none."""
+    """Where the first brace to expand opens and closes; (-1, -1) if there is none."""
     start, depth, index = -1, 0, 0
     while index < len(pattern):
         letter = pattern[index]
@@ -165,7 +165,7 @@ def _outer_braces(pattern: str) -> tuple[int, int]:
 
 
 def _alternatives(inner: str) -> list[str] | None:
-    """What one pair of braces stands for; None if it is no list and no range."""
+    """The texts that one pair of braces expands to; None if it is neither a list nor a range."""
     numbers = _RANGE.fullmatch(inner)
     if numbers:
         return _numbers(numbers[1], numbers[2], int(numbers[3] or 1))
@@ -193,7 +193,7 @@ def _numbers(first: str, last: str, step: int) -> list[str]:
 
 
 def _split(inner: str) -> list[str]:
-    """`inner` at its commas, but not at those of braces within."""
+    """Split `inner` at its commas, except for those within nested braces."""
     parts, depth, start = [], 0, 0
     for index, letter in enumerate(inner):
         depth += (letter == "{") - (letter == "}")

@@ -101,7 +101,7 @@ def _drawn(kind: StepKind[AnyStep], draw: Draw, count: int) -> Floats:
 
 
 def kind_of(step: AnyStep) -> StepKind[AnyStep]:
-    """What the file of this step declares."""
+    """The declarations in the file of this step."""
     return kinds()[type(step)]
 
 
@@ -122,7 +122,7 @@ def in_order(steps: Iterable[AnyStep]) -> tuple[AnyStep, ...]:
 
 
 def may_follow(step: type, before: Sequence[type]) -> bool:
-    """Whether this step may come next, after the given ones."""
+    """Whether this step may follow the given ones."""
     known = kinds()
     if not before:
         return True

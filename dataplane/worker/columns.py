@@ -30,7 +30,7 @@ class BufferSpan:
 
     @property
     def address(self) -> int:
-        """0 where there is no buffer."""
+        """The address of a buffer; 0 if there is none."""
         return 0 if self.buffer is None else self.buffer.address + self.offset
 
     @property
@@ -57,7 +57,7 @@ class RowLayout:
 
     @property
     def padding_bytes(self) -> int:
-        """What a packed row takes beyond its columns."""
+        """Bytes of padding in a packed row."""
         return self.row_bytes - int(self.fields[:, 1].sum())
 
 

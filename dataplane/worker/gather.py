@@ -1,7 +1,4 @@
-"""Rows of canonical blocks -> one slab.
-
-It is laid out as arena/slab_layout.py says.
-"""
+"""Gathers rows of canonical blocks into one slab, in the layout of arena/slab_layout.py."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Where the pieces of one column lie, counted from where the column starts.
+    """The places of the pieces of one column, relative to the column's start.
 
     Shapes:  values, sides, width: int64[batches]; a FIXED column has no sides and no width.
     ends: int64[batches + 1], where the first i batches end.   spans: as Rows.spans.
@@ -83,7 +80,7 @@ class Gather:
         self._batch_rows = np.array([batch.rows for batch in batches], np.int64)
         self._bounds = _sums(self._batch_rows)
         self._alike: dict[int, _Pieces] = {}  # FIXED columns, by the size of a row
-        # A copy, since the trainer can write to the memory that the index comes in.
+        # A copy, since the trainer can write to the memory of the index.
         row_index = np.array(row_index, np.int32, order="C")
         self._index = row_index
         self._rows = open_rows(blocks, row_index)
@@ -115,7 +112,7 @@ class Gather:
         return Gathered(count, bytes_used=int(ends[count]), columns=columns)
 
     def _written(self, out: _Slab, begins: Ints) -> Iterator[Column]:
-        """Every column, from where it begins on; packed ones all at once."""
+        """Gather every column into its place; packed columns all at once."""
         packed = frozenset(self._packing.columns if self._packing is not None else ())
         # FIXED columns, all at once, since a wide table has tens of thousands.
         bounds = (begins[:, None] + np.outer(self._sizes, out.bounds)).tolist()
@@ -229,8 +226,8 @@ class _Slab:
         return Column(tuple(values.tolist()), tuple(sides.tolist()), tuple(width.tolist()))
 
     def write_fixed(self, at: int, size: int, bounds: Sequence[int]) -> Column:
-        """One FIXED column, whose rows have this size; `bounds` are where each batch starts, and
-        where the last one ends.
+        """Gather one FIXED column, whose rows have this size; `bounds` are where each batch starts,
+        and where the last one ends.
         """
         begin, end = bounds[0], bounds[-1]
         if not self._draw(at, self._bytes[begin:end]):

@@ -132,7 +132,7 @@ class StderrCopy:
             self._source_fd = None
 
     def _copy(self) -> bool:
-        """Pass a piece on: False if there is none now."""
+        """Pass a piece of output on; False if there is none now."""
         if self._source_fd is None:
             return False
         try:

@@ -100,7 +100,7 @@ def store(
 def open_stored(
     region: memoryview, specs: Sequence[ColumnSpec], row_layout: RowLayout | None
 ) -> BlockColumns:
-    """Where the columns of a stored block lie.
+    """The places of the columns of a stored block.
 
     Raises:  RowOutOfBounds: the region is too short for its rows, or a buffer for its column.
     """
@@ -161,7 +161,7 @@ def pack(
 def _addresses(
     batch: pa.RecordBatch, specs: Sequence[ColumnSpec], row_layout: RowLayout, places: Ints
 ) -> Ints:
-    """Where the values of each packed column start."""
+    """The address at which the values of each packed column start."""
     try:
         batch.validate()
     except pa.ArrowInvalid as fault:

@@ -128,7 +128,7 @@ def probe(manifest: Manifest, fetch_count: int) -> Probe:
     first = _place(manifest, int(blocks[0]))[0]
     latency_s = statistics.median([_read((first, 0, 1)) for _ in range(_PROBE_READS)][1:])
     is_local = local_path(first.url) is not None
-    # From all over the dataset, and others each time: what was read before may be kept somewhere.
+    # From all over the dataset, and different ones each time, since earlier ones may be cached.
     some = _rate(_some(manifest, blocks, 4 * fetch_count, 0), fetch_count)
     reads = MORE * fetch_count
     more = some if is_local else _rate(_some(manifest, blocks, 2 * reads, 1), reads)
@@ -154,7 +154,7 @@ def _some(manifest: Manifest, blocks: Blocks, count: int, start: int) -> list[_P
 
 
 def _rate(places: list[_Place], reads: int) -> float:
-    """Bytes a second, with this many reads at a time."""
+    """Bytes/s with this many reads at a time."""
     began = time.monotonic()
     with ThreadPoolExecutor(reads) as threads:
         list(threads.map(_read, places))

@@ -15,7 +15,7 @@ SIDE_MAX: Final = 1 << 14
 
 
 def pair(given: Size, where: str) -> tuple[int, int]:
-    """Height and width.   Raises:  ConfigError: it is neither one int nor two."""
+    """Height and width, from one int or two.   Raises:  ConfigError: it is neither."""
     side = whole(given)
     if side is not None:
         return side, side
@@ -27,7 +27,7 @@ def pair(given: Size, where: str) -> tuple[int, int]:
 
 
 def numbers(given: Sequence[float], count: int, name: str, where: str) -> tuple[float, ...]:
-    """So many finite numbers.   Raises:  ConfigError: they are not."""
+    """Check `count` finite numbers.   Raises:  ConfigError: they are not."""
     try:
         found = tuple(float(value) for value in given)
     except (TypeError, ValueError):
@@ -40,14 +40,14 @@ def numbers(given: Sequence[float], count: int, name: str, where: str) -> tuple[
 
 
 def word(given: str, words: Sequence[str], where: str) -> str:
-    """One of these.   Raises:  ConfigError: it is not."""
+    """Check that a word is one of these.   Raises:  ConfigError: it is not."""
     if given not in words:
         raise ConfigError(f"{where}: choose one of {', '.join(words)}", field="transforms")
     return given
 
 
 def sides_fault(sides: Sequence[int]) -> str:
-    """Says what is wrong with these sides of an image, in pixels; "" if nothing is."""
+    """What is wrong with these sides of an image, in pixels; "" if they are valid."""
     if all(1 <= side <= SIDE_MAX for side in sides):
         return ""
     return f"every side has 1 to {SIDE_MAX} pixels, not {tuple(sides)}"

@@ -1,7 +1,7 @@
 """RandomResizedCrop: a random part of every image, resized.
 
-Logarithms and powers are made of sums and products, because those of libraries differ in the last
-bit from machine to machine, and a crop would with them.
+Logarithms and powers are computed from sums and products: those of libraries differ in the last bit
+between machines, and so would crops.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _largest(whole: Floats, low: float, high: float) -> Floats:
 
 
 def power(base: float, exponents: Floats) -> Floats:
-    """`base` to each power, with sums and products alone.
+    """`base` to each power, using only sums and products.
 
     Shapes:  exponents, result: float64[...].
     """
@@ -104,7 +104,7 @@ def power(base: float, exponents: Floats) -> Floats:
 
 
 def logarithm(value: float) -> float:
-    """The natural logarithm, with sums and products alone."""
+    """The natural logarithm, using only sums and products."""
     fraction, doublings = math.frexp(value)
     return _atanh_series(fraction) + doublings * -_atanh_series(0.5)
 

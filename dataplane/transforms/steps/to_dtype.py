@@ -1,4 +1,4 @@
-"""ToDtype: the numbers that pixels become."""
+"""ToDtype: the dtype of pixels."""
 
 from __future__ import annotations
 
