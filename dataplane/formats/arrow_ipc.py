@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
+from dataplane.formats.arrow_columns import column_places
 from dataplane.formats.arrow_messages import (
     CONTINUATION,
     MAGIC,
@@ -27,6 +28,7 @@ from dataplane.formats.arrow_messages import (
     whole_messages,
 )
 from dataplane.formats.arrow_nulls import null_counts
+from dataplane.formats.arrow_partial import PartialBatch, partial_batch
 from dataplane.formats.arrow_size import decoded_estimate
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.conform import (
@@ -38,7 +40,7 @@ from dataplane.formats.conform import (
     validated,
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
-from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA
+from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head
 from dataplane.formats.source import Memory, Source, Window
 from dataplane.formats.splice import spliced
 from dataplane.formats.unsupported import refusal
@@ -59,6 +61,7 @@ class ArrowIpc:
 
     name = "arrow"
     suffixes = BY_FORMAT["arrow"]
+    index_version = 1  # places of columns
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: reads the metadata of each message, and no body that it can skip."""
@@ -87,9 +90,13 @@ class ArrowIpc:
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
         url, start = block.url, block.place.offset
-        _check_claims(block)
+        part = partial_batch(block, schema, columns) if block.pieces else None
+        if part is not None and not columns:
+            check_rows(url, start, block.rows, part.head.rows)
+            return batch_of({}, schema, columns, block.rows)
+        _check_claims(block, part)
         with foreign_faults(url, start, "the record batch cannot be decoded"):
-            batches = _read(block, schema, columns)
+            batches = _read(block, part, schema, columns)
         # Joining batches follows their offsets, so each is checked before.
         batches = [validated(batch, url, start) for batch in batches]
         rows = sum(batch.num_rows for batch in batches)
@@ -138,13 +145,17 @@ def _shard_index(
         return one_block(sum(m.head.rows for m in batches))
     shared = sum(_decoded(schema, m) for m in before)
     runs = list(_runs([m for m in batches if m.head.rows]))
+    places: list[Sequence[int]] | None = None
+    if all(len(run) == 1 for run in runs):
+        places = column_places(stored, [m for run in runs for m in run], shared)
     blocks = tuple(
         Block(
             sum(m.head.rows for m in run),
             Region(run[0].offset, run[-1].end - run[0].offset),
             shared + sum(_decoded(schema, m) for m in run),
+            () if places is None else places[at],
         )
-        for run in runs
+        for at, run in enumerate(runs)
     )
     preamble = Region(messages[0].offset, start - messages[0].offset)
     plain = not dictionaries and not any(m.head.compressed for m in batches)
@@ -233,8 +244,10 @@ def _runs(batches: Sequence[Message]) -> Iterator[list[Message]]:
         yield run
 
 
-def _read(block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> list[pa.RecordBatch]:
-    source = _readable(block)
+def _read(
+    block: RawBlock, part: PartialBatch | None, schema: pa.Schema, columns: Sequence[str]
+) -> list[pa.RecordBatch]:
+    source = _readable(block, part)
     is_file = bytes(block.body[:6]) == MAGIC and not len(block.preamble)
     open_ = pa.ipc.open_file if is_file else pa.ipc.open_stream
     opened = open_(source, options=pa.ipc.IpcReadOptions(use_threads=False))
@@ -250,48 +263,57 @@ def _read(block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> list[pa
     return list(opened)
 
 
-def _readable(block: RawBlock) -> pa.NativeFile:
+def _readable(block: RawBlock, part: PartialBatch | None) -> pa.NativeFile:
     """The block as pyarrow reads it: a whole file is given as memory. pyarrow would read a Python
     file in a thread of its own, which may outlive the interpreter and crash it then.
     """
     if not len(block.preamble):
         return pa.BufferReader(pa.py_buffer(block.body))
-    split = len(block.preamble)
-    return spliced(split + len(block.body), [(0, block.preamble), (split, block.body)])
+    pieces, end = list[tuple[int, memoryview]](), 0
+    bodies = (block.body,) if part is None else (part.metadata, part.body)
+    for piece in (block.preamble, *bodies):
+        pieces.append((end, piece))
+        end += len(piece)
+    return spliced(end, pieces)
 
 
-def _check_claims(block: RawBlock) -> None:
+def _check_claims(block: RawBlock, part: PartialBatch | None) -> None:
     """Refuse compressed buffers that claim to inflate to more than any real block does.
 
     Raises:  CorruptShard.
     """
-    if not len(block.preamble):
-        pieces = [(block.body, 8 if bytes(block.body[:6]) == MAGIC else 0, 0)]
-    else:
-        pieces = [
-            (block.preamble, 0, block.preamble_place.offset),
-            (block.body, 0, block.place.offset),
-        ]
     claimed = 0
     limit = CLAIM_FLOOR_BYTES + CLAIM_RATIO_MAX * (len(block.preamble) + len(block.body))
+    for offset, head, body in _bodies(block, part):
+        if not head.compressed:
+            continue
+        for start, length in zip(head.starts, head.sizes, strict=True):
+            claimed += max(0, _claim(body, start, length))
+        if claimed > limit:
+            raise corrupt(
+                block.url,
+                offset,
+                "compressed buffers claim an impossible size",
+                expected=f"at most {limit} bytes",
+                found=claimed,
+            )
+
+
+def _bodies(block: RawBlock, part: PartialBatch | None) -> Iterator[tuple[int, Head, memoryview]]:
+    """Of each message: where it lies in the shard, its metadata, and its body."""
+    pieces = [(block.preamble, 0, block.preamble_place.offset)] if len(block.preamble) else []
+    if part is None:
+        is_file = not pieces and bytes(block.body[:6]) == MAGIC
+        pieces.append((block.body, 8 if is_file else 0, block.place.offset))
     for piece, at, base in pieces:
         for message in whole_messages(Memory(block.url, piece, base), base + at, base + len(piece)):
-            if not message.head.compressed:
-                continue
-            body = message.offset - base + message.metadata_length
-            for offset, length in zip(message.head.starts, message.head.sizes, strict=True):
-                claimed += max(0, _claim(piece, body + offset, length))
-            if claimed > limit:
-                raise corrupt(
-                    block.url,
-                    message.offset,
-                    "compressed buffers claim an impossible size",
-                    expected=f"at most {limit} bytes",
-                    found=claimed,
-                )
+            start = message.offset - base + message.metadata_length
+            yield message.offset, message.head, piece[start : message.end - base]
+    if part is not None:
+        yield block.place.offset, part.head, part.body
 
 
-def _claim(piece: memoryview, at: int, length: int) -> int:
-    if length < 8 or at < 0 or at + 8 > len(piece):
+def _claim(body: memoryview, at: int, length: int) -> int:
+    if length < 8 or at < 0 or at + 8 > len(body):
         return 0
-    return int.from_bytes(piece[at : at + 8], "little", signed=True)
+    return int.from_bytes(body[at : at + 8], "little", signed=True)

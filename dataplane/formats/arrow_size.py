@@ -15,12 +15,18 @@ def decoded_estimate(schema: pa.Schema, nodes: Sequence[int], body_length: int) 
 
     Shapes:  nodes: the lengths of the batch's arrays, depth first, as its metadata lists them.
     """
+    variable_bytes = VARIABLE_RATIO * body_length
+    sizes = column_sizes(schema, nodes)
+    return sum(size + (variable_bytes if variable else 0) for size, variable in sizes)
+
+
+def column_sizes(schema: pa.Schema, nodes: Sequence[int]) -> list[tuple[int, bool]]:
+    """Of each column, the bytes of its fixed-width values, and whether it has other values.
+
+    Shapes:  nodes: as in `decoded_estimate`.
+    """
     lengths = iter(nodes)
-    total = 0
-    for field in schema:
-        size, variable = _size(field.type, lengths)
-        total += size + (VARIABLE_RATIO * body_length if variable else 0)
-    return total
+    return [_size(field.type, lengths) for field in schema]
 
 
 def _size(kind: pa.DataType, lengths: Iterator[int]) -> tuple[int, bool]:

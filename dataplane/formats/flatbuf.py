@@ -10,10 +10,11 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 BLOCK_STRUCT = struct.Struct("<qi4xq")
+_NUMBER = struct.Struct("<q")
 _PAIR_BYTES = 16
 """An array's length and null count, or a buffer's offset and length."""
 
@@ -31,7 +32,7 @@ class Table:
         found: int = struct.unpack_from(form, self.buffer, at)[0]
         return found
 
-    def _place(self, field: int) -> int:
+    def place(self, field: int) -> int:
         """The place of a field, 0 if it is absent."""
         vtable = self.at - self._unpack("<i", self.at)
         if 4 + 2 * field + 2 > self._unpack("<H", vtable):
@@ -41,28 +42,35 @@ class Table:
 
     def number(self, field: int, form: str) -> int:
         """A scalar, 0 if it is absent."""
-        place = self._place(field)
+        place = self.place(field)
         return self._unpack(form, place) if place else 0
 
     def table(self, field: int) -> Table | None:
         """A table, None if it is absent."""
-        place = self._place(field)
+        place = self.place(field)
         return Table(self.buffer, place + self._unpack("<I", place)) if place else None
 
     def structs(self, field: int, form: struct.Struct) -> list[tuple[int, ...]]:
         """A vector of structs, empty if it is absent."""
-        return list(form.iter_unpack(self._vector(field, form.size)))
+        return list(form.iter_unpack(self.vector(field, form.size)))
+
+    def numbers(self, field: int) -> Sequence[int]:
+        """A vector of 64-bit numbers, empty if it is absent."""
+        found = array("q")
+        found.frombytes(self.vector(field, _NUMBER.size))
+        return found
 
     def pairs(self, field: int) -> tuple[Sequence[int], Sequence[int]]:
         """A vector of structs of two 64-bit numbers: all first numbers, and all second ones. A wide
         table has hundreds of thousands.
         """
         numbers = array("q")
-        numbers.frombytes(self._vector(field, _PAIR_BYTES))
+        numbers.frombytes(self.vector(field, _PAIR_BYTES))
         return numbers[::2], numbers[1::2]
 
-    def _vector(self, field: int, size: int) -> memoryview:
-        place = self._place(field)
+    def vector(self, field: int, size: int) -> memoryview:
+        """The bytes of a vector of structs of this size, empty if it is absent."""
+        place = self.place(field)
         if not place:
             return self.buffer[:0]
         start = place + self._unpack("<I", place)
@@ -82,7 +90,8 @@ def root(buffer: memoryview) -> Table:
 @dataclass(frozen=True, slots=True)
 class Head:
     """The content of a message's metadata. `nodes` are the lengths of the arrays in depth-first
-    order, `nulls` how many nulls each has; `starts` and `sizes` are those of buffers in the body.
+    order, `nulls` how many nulls each has; `starts` and `sizes` are those of buffers in the body;
+    `views` is how many buffers of values each array of string or binary views has.
     """
 
     kind: int
@@ -94,6 +103,7 @@ class Head:
     compressed: bool = False
     nulls: Sequence[int] = ()
     is_big_endian: bool = False
+    views: Sequence[int] = ()
 
 
 def message_head(metadata: memoryview) -> Head:
@@ -128,7 +138,30 @@ def message_head(metadata: memoryview) -> Head:
         *batch.pairs(2),
         batch.table(3) is not None,
         nulls,
+        views=batch.numbers(4),
     )
+
+
+def move_buffers(
+    metadata: memoryview, starts: Sequence[int], sizes: Sequence[int], body_length: int
+) -> None:
+    """Change where the buffers of a record batch lie in its body, in place.
+
+    Raises:  ValueError: not a record batch with so many buffers, or its parts overlap.
+    """
+    before, message = message_head(metadata), root(metadata)
+    batch, length_at = message.table(2), message.place(3)
+    if before.kind != RECORDS or batch is None or len(before.sizes) != len(sizes):
+        raise ValueError(f"not a record batch of {len(sizes)} buffers")
+    if length_at:
+        _NUMBER.pack_into(metadata, length_at, body_length)
+    pairs = array("q", bytes(_PAIR_BYTES * len(sizes)))
+    pairs[::2], pairs[1::2] = array("q", starts), array("q", sizes)
+    batch.vector(2, _PAIR_BYTES)[:] = pairs.tobytes()
+    after = message_head(metadata)
+    expected = replace(before, starts=pairs[::2], sizes=pairs[1::2], body_length=body_length)
+    if after != expected:
+        raise ValueError("the parts of its metadata overlap")
 
 
 def footer_batches(footer: memoryview) -> list[tuple[int, int]]:

@@ -18,6 +18,8 @@ HOLE_BYTES_MIN = 256 << 10
 # Old writers left the dictionary's header out of a column's size, so readers read up to 100 bytes
 # more (PARQUET-816).
 _SLACK_BYTES = 128
+# Arrow aligns its buffers; what is read stays aligned if holes are whole multiples of that.
+_ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +61,7 @@ class Projection:
         block, at = np.nonzero(is_spare & ~after_spare)
         last = np.nonzero(is_spare & ~before_spare)[1]
         start, end = offset[block, at] + _SLACK_BYTES, ends[block, last]
+        start += (end - start) % _ALIGNED_BYTES
         is_hole = end - start >= HOLE_BYTES_MIN
         block, start, end = block[is_hole], start[is_hole], end[is_hole]
         skipped = np.zeros(len(block_length), np.int64)
@@ -66,7 +69,8 @@ class Projection:
         first = np.searchsorted(block, np.arange(len(block_length) + 1))
         is_known = places.length.any(axis=1)
         size = places.decoded[:, np.asarray(wanted, np.bool_)].sum(axis=1)
-        return cls(first, start, end, skipped, np.where(is_known, size, block_decoded))
+        size = np.where(is_known, np.minimum(size, block_decoded), block_decoded)
+        return cls(first, start, end, skipped, size)
 
     def pieces(self, block: int, place: Region) -> tuple[Region, ...]:
         """The pieces of a block to read in the shard; empty if that is all of it."""

@@ -146,7 +146,10 @@ def _storage(found: Statistics, at: TrialSetup) -> list[str]:
     if at.has_all_columns and at.can_skip_columns:
         told.append("columns=[…]: leave out unused columns, which are then not read")
     elif not at.has_all_columns and not at.can_skip_columns:
-        told.append("Parquet shards: from other formats all columns are read, even unused ones")
+        told.append(
+            "Parquet or Arrow shards with larger blocks (1 MiB or more): of these shards all "
+            "columns are read, even unused ones"
+        )
     return told
 
 
