@@ -16,19 +16,23 @@ import io
 import json
 import random
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from typing_extensions import Buffer
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError
 from dataplane.formats.base import RawBlock
 from dataplane.formats.parquet_footers import Footers, parsed
-from dataplane.model import ObjectInfo, Region
-from dataplane.node.fetch import Fetcher
-from dataplane.rpc.tasks import RawBlockRef
+from dataplane.model import Region
+from dataplane.node.fetch import Fetcher, Report
+from dataplane.node.preambles import Preambles
+from dataplane.rpc import fetches
+from dataplane.rpc.tasks import BLOCK_ARENA, PREAMBLE_ARENA, RawBlockRef
+from dataplane.store.gate import Pause
+from dataplane.store.pieces import copy_into
 
 BLOCK_BYTES, AT_ONCE = 1 << 20, 16
 BLOCKS_FETCHED, BLOCKS_FOUND, BLOCKS_PARSED = 2000, 1000, 100
@@ -43,32 +47,42 @@ def footer_of(columns: int, groups: int) -> bytes:
     return content[-8 - int.from_bytes(content[-8:-4], "little") :]
 
 
-class MemoryStore:
-    """Shards of zeros with a footer."""
+class MemoryOrigin:
+    """Shards of zeros with a footer, read in the calling process."""
 
-    def __init__(self, footer: bytes) -> None:
+    def __init__(self, footer: bytes, blocks: Arena, preambles: Arena) -> None:
         self._footer, self._body = footer, bytes(BLOCK_BYTES)
+        self._arenas = {BLOCK_ARENA: blocks, PREAMBLE_ARENA: preambles}
 
-    def head(self, url: str) -> ObjectInfo:
-        return ObjectInfo(url, len(self._footer) + BLOCK_BYTES, "tag")
+    def read(self, order: fetches.ReadBody, report: Report) -> None:
+        into = order.into
+        if isinstance(order, fetches.CopyPreamble):
+            body: Buffer = self._arenas[PREAMBLE_ARENA].view(order.kept.offset, into.length)
+        else:
+            body = self._body[: into.length] if order.offset else self._footer
+        arena_id = order.arena_id if isinstance(order, fetches.ReadRange) else BLOCK_ARENA
+        copy_into(self._arenas[arena_id].view(into.offset, into.length), body)
+        asyncio.get_running_loop().call_soon(report, None)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter([self.head(prefix)])
+    def start(self) -> None: ...
 
-    def read(self, _url: str, offset: int, length: int, _etag: str) -> bytes:
-        return self._body[:length] if offset else self._footer
+    def trouble(self, url: str) -> None: ...
 
-    def stream(self, _url: str, _etag: str) -> Iterator[bytes]:
-        yield self._footer
+    def pause(self, pause: Pause) -> None: ...
+
+    def look(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
     """CPU time of this process to fetch a block of a shard that has been read once before."""
-    arena, store, chance = Arena.create("footers", 64 << 20), MemoryStore(footer), random.Random(1)
+    arena, chance = Arena.create("footers", 64 << 20), random.Random(1)
     arena.reserve(arena.size_bytes)
     place, preamble = Region(len(footer), BLOCK_BYTES), Region(0, len(footer))
     length = place.length + preamble.length
-    fetcher = Fetcher(AT_ONCE, lambda _url: store, preamble_bytes=shards * 2 * len(footer))
+    preambles = Preambles(shards * 2 * len(footer))
+    fetcher = Fetcher(MemoryOrigin(footer, arena, preambles.arena), preambles)
     free: asyncio.Queue[int] = asyncio.Queue()
 
     async def read(urls: list[str]) -> None:
@@ -81,7 +95,7 @@ async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
                 free.put_nowait(slot)
 
             raw = RawBlockRef(url, 0, 1, place, preamble, length, "tag")
-            fetcher.fetch(key, raw, arena.view(slot * length, length), ended, is_copied=is_copied)
+            fetcher.fetch(key, raw, Region(slot * length, length), ended, is_copied=is_copied)
         for slot in [await free.get() for _ in range(AT_ONCE)]:
             free.put_nowait(slot)
 

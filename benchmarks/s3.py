@@ -5,15 +5,14 @@
 One real server (SeaweedFS, on this machine) has the same rows as Arrow and as Parquet shards. Each
 round runs every reader once, in its own process: "obstore", "boto3" and "s3fs" read ranges of
 8 MiB, 8 at a time, and drop them; "store" does the same through Dataplane's store, and "arena" also
-writes them to the block arena; "arrow" and "parquet" read an epoch of a Dataplane job in shuffled
-order, with nothing cached, from a running node; "arrow-in-order" is the same without a shuffle, and
+writes them to the block arena; "arrow" and "parquet" read a shuffled epoch of a Dataplane job, with
+nothing cached, from a running node; "arrow-in-order" is the same without a shuffle, and
 "arrow-again" its second epoch, with an arena that is already mapped and holds a fifth of 512 MiB;
 "torch" is DataLoader with two workers that read Arrow with s3fs, in order.
 
-MiB/s are measured from the start of reading to its end; for jobs, from the construction of the
-loader, so that listing, indexing and the first blocks are included. CPU seconds per GiB are shown
-for all processes of the reader, and for the server. `--latency-ms` adds a proxy before the server,
-which delays each request by that time and passes answers on at once.
+MiB/s are measured from the start of reading (of jobs: the construction of the loader) to its end.
+CPU seconds per GiB are shown for all processes of the reader, and for the server. `--latency-ms`
+adds a proxy before the server, which delays each request by that time.
 """
 
 from __future__ import annotations
@@ -95,10 +94,6 @@ def _shards() -> list[Any]:
     return [*connect(f"s3://{BUCKET}/").list(f"s3://{BUCKET}/arrow/")]
 
 
-def _etags() -> dict[str, str]:
-    return {shard.url: shard.etag for shard in _shards()}
-
-
 def _ranges() -> Ranges:
     return [
         (shard.url, at, min(RANGE_BYTES, shard.size_bytes - at))
@@ -154,7 +149,7 @@ def _s3fs() -> Callable[[], int]:
 def _store() -> Callable[[], int]:
     from dataplane.store.connect import connect
 
-    etags = _etags()
+    etags = {shard.url: shard.etag for shard in _shards()}
     return _in_threads(
         lambda url, at, length: len(
             memoryview(connect(url).read(url, at, length, etags[url]))  # type: ignore[arg-type]
@@ -163,21 +158,24 @@ def _store() -> Callable[[], int]:
 
 
 def _arena() -> Callable[[], int]:
-    """Read blocks into a warm arena, as the node's fetcher does, but without a node."""
+    """Read blocks into a warm arena, as a node does. The first fetcher runs already."""
     import asyncio
 
     from dataplane.arena.memfd import Arena
     from dataplane.model import Region
     from dataplane.node.fetch import Fetcher
     from dataplane.rpc.tasks import RawBlockRef
-    from dataplane.store.connect import connect
+    from dataplane.settings import default_node_config
+    from dataplane.store.outage import Outages
+    from dataplane.trace import Trace
 
-    etags, ranges = _etags(), _ranges()
+    etags, ranges = {each.url: each.etag for each in _shards()}, _ranges()
     arena = Arena.create("s3-speed", 2 * RANGES_AT_ONCE * RANGE_BYTES)
     arena.reserve(arena.size_bytes)
-    fetcher = Fetcher(RANGES_AT_ONCE, connect)
+    fetcher = Fetcher.of(default_node_config(), arena, Trace("s3"), Outages())
+    loop = asyncio.new_event_loop()
 
-    async def read_all() -> int:
+    async def read_all(ranges: Ranges) -> int:
         free = asyncio.Queue[int]()
         for slot in range(RANGES_AT_ONCE):
             free.put_nowait(slot)
@@ -185,14 +183,15 @@ def _arena() -> Callable[[], int]:
             slot = await free.get()
             raw = RawBlockRef(url, 0, 0, Region(at, length), Region(0, 0), at + length, etags[url])
             fetcher.fetch(
-                at, raw, arena.view(slot * RANGE_BYTES, length), is_copied=False,
+                at, raw, Region(slot * RANGE_BYTES, length), is_copied=False,
                 report=lambda bad, slot=slot: sys.exit(1) if bad else free.put_nowait(slot),
             )  # fmt: skip
         for _ in range(RANGES_AT_ONCE):
             await free.get()
         return sum(length for _, _, length in ranges)
 
-    return lambda: asyncio.run(read_all())
+    loop.run_until_complete(read_all(ranges[:1]))
+    return lambda: loop.run_until_complete(read_all(ranges))
 
 
 def _job(folder: str, *, shuffle: bool = True, again: bool = False) -> Callable[[], int]:

@@ -166,6 +166,7 @@ class Engine:
 
     def tick(self) -> None:
         """Time has passed; call it about twice a second."""
+        self._fetcher.look()
         busy, bytes_per_s = self._pool.look()
         self._tell(events.Ticked(busy, bytes_per_s))
 
@@ -232,12 +233,9 @@ class Engine:
         except BudgetTooSmall as error:
             self._tell(events.BlockFetched(key, error))
             return
-        dataset, view = (
-            self._datasets[effect.dataset_id],
-            self._arena.view(into.offset, into.length),
-        )
+        dataset = self._datasets[effect.dataset_id]
         raw, is_copied = dataset.raw_block(effect.block, into), not dataset.is_decoded(effect.block)
-        self._fetcher.fetch(key, raw, view, partial(self._on_fetched, key), is_copied=is_copied)
+        self._fetcher.fetch(key, raw, into, partial(self._on_fetched, key), is_copied=is_copied)
 
     def _on_fetched(self, key: int, error: DataplaneError | None) -> None:
         self._tell(events.BlockFetched(key, error, is_away=isinstance(error, UNREACHABLE)))

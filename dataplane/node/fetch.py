@@ -9,106 +9,145 @@ room to keep it; otherwise its room stays empty.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
+import itertools
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Self
+from typing import Protocol, Self
 
-from dataplane import background
+from dataplane.arena.memfd import Arena
 from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError, StoreError
 from dataplane.model import Region
-from dataplane.node.preambles import BYTES_MIN, KeptPreamble, Preambles, preamble_bytes
-from dataplane.rpc import tasks
-from dataplane.scheduler.blocks import SMALL_FETCHES
+from dataplane.node.fetchers import Fetchers
+from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
+from dataplane.rpc import fetches, tasks
 from dataplane.store.base import Store
-from dataplane.store.connect import Stores
-from dataplane.store.pieces import copy_into, fill
+from dataplane.store.gate import Pause
+from dataplane.store.outage import Outages
 from dataplane.store.unreachable import UNREACHABLE
+from dataplane.store.urls import normalise, scheme_of
+from dataplane.trace import Trace
 
 Report = Callable[[DataplaneError | None], None]
 Connect = Callable[[str], Store]
 Trouble = Callable[[str], StoreError | None]
 
+RANGE_BYTES_MAX = 16 << 20
+"""A longer piece is read in several ranges at once, over several connections."""
 _GIVEN_UP_MAX = 256
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The bytes of a block, and the preamble of its shard if that is kept."""
+class RangeSource(Protocol):
+    """Where ranges are read from when no cache has them. `Fetchers` is one."""
 
-    raw: tasks.RawBlockRef
-    kept: KeptPreamble | None
-    is_copied: bool
+    def start(self) -> None:
+        """Get ready: reads will follow."""
+
+    def read(self, order: fetches.ReadBody, report: Report) -> None:
+        """Carry out an order; `report` is called later, when its memory is no longer written."""
+
+    def trouble(self, url: str) -> StoreError | None:
+        """Why reads of this shard are delayed; None if no reason is known."""
+
+    def pause(self, pause: Pause) -> None:
+        """A store has asked somebody else on this host to slow down."""
+
+    def look(self) -> None:
+        """Time has passed."""
+
+    def close(self) -> None:
+        """Stop all reads. Nothing is written any more when this returns."""
 
 
 class Fetcher:
-    """Fetches at most `count_max` blocks at once; the caller must respect this. `trouble` says why
-    the store delays calls for a url, if it does. Preambles are kept in an arena of
-    `preamble_bytes`.
+    """Fetches blocks from `origin`. Preambles are kept in `preambles`, whose memory the fetcher
+    then owns. Call it only from the event loop.
     """
 
-    def __init__(
-        self,
-        count_max: int,
-        connect: Connect,
-        trouble: Trouble = lambda _url: None,
-        preamble_bytes: int = BYTES_MIN,
-    ) -> None:
-        """Raises:  BudgetTooSmall: the machine refuses the arena."""
-        self._preambles = Preambles(preamble_bytes)
-        self._connect = connect
-        self._trouble = trouble
+    def __init__(self, origin: RangeSource, preambles: Preambles) -> None:
+        self._origin = origin
+        self._preambles = preambles
         self._given_up: OrderedDict[str, StoreError] = OrderedDict()
-        self._threads = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-fetch")
-        # Separate from the threads that wait for these reads.
-        self._aside = ThreadPoolExecutor(count_max, thread_name_prefix="dataplane-preamble")
-        self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, config: NodeConfig, stores: Stores) -> Self:
-        """The fetcher of a node.
+    def of(
+        cls,
+        config: NodeConfig,
+        arena: Arena,
+        trace: Trace,
+        outages: Outages,
+        slow_down: Callable[[Pause], None] = lambda _: None,
+    ) -> Self:
+        """The fetcher of a node, into this block arena. `slow_down` is called if a store asks for a
+        pause.
 
-        Raises:  BudgetTooSmall: the machine refuses the arena.
+        Raises:  BudgetTooSmall: the machine refuses the arena of preambles.
         """
-        return cls(
-            SMALL_FETCHES * config.fetch_count,
-            stores.connect,
-            stores.trouble,
-            preamble_bytes(config.block_arena_bytes),
+        preambles = Preambles(preamble_bytes(config.block_arena_bytes))
+        start = fetches.StartFetching(
+            tuple(b"%s=%s" % entry for entry in os.environb.items()),
+            config.stall_timeout_s,
+            config.fetch_timeout_s,
+            config.log_level,
+            config.log_format,
         )
+        count_max = max(1, len(os.sched_getaffinity(0)) // 2)
+        arenas = (arena, preambles.arena)
+        return cls(Fetchers(count_max, start, arenas, trace, outages, slow_down), preambles)
+
+    def ahead(self, connect: Connect) -> Connect:
+        """The same, but the first call for a remote shard, from any thread, starts what reads its
+        blocks: so that is ready when the shards are listed.
+        """
+        loop, is_started = asyncio.get_running_loop(), False
+
+        def connected(url: str) -> Store:
+            nonlocal is_started
+            if not is_started and scheme_of(normalise(url)) != "file":
+                is_started = True
+                loop.call_soon_threadsafe(self._origin.start)
+            return connect(url)
+
+        return connected
 
     def fetch(
-        self, key: int, raw: tasks.RawBlockRef, into: memoryview, report: Report, *, is_copied: bool
+        self, key: int, raw: tasks.RawBlockRef, into: Region, report: Report, *, is_copied: bool
     ) -> None:
-        """Fill `into` with the bytes of a block; `report` is called on the event loop when the
-        region is no longer written. `is_copied`: put the preamble before them. Otherwise the
+        """Fill `into`, a region of the block arena, with the bytes of a block; `report` is called
+        when it is no longer written. `is_copied`: put the preamble before them. Otherwise the
         preamble is held for the block with this key, until `let_go`.
 
-        Shapes:  into: uint8[length of the preamble + length of all pieces].
+        Shapes:  into: the length of the preamble + the length of all pieces.
         """
-        loop, place = asyncio.get_running_loop(), raw.preamble_place
-        kept = self._preambles.hold(key, raw.url, raw.etag, place) if place.length else None
-        wanted = _Wanted(raw, kept, is_copied)
+        url, place = raw.url, raw.preamble_place
+        kept = self._preambles.hold(key, url, raw.etag, place) if place.length else None
+        head = Region(into.offset, place.length)
 
         def end(error: DataplaneError | None) -> None:
             if is_copied:
                 self.let_go(key)
+            self._note(url, error)
             report(error)
 
-        def work() -> None:
-            error = self._fill(wanted, into)
-            into.release()
-            try:
-                loop.call_soon_threadsafe(end, error)
-            except RuntimeError:
-                return  # the loop is closed: no caller waits any more
+        def read(error: DataplaneError | None) -> None:
+            if error is None and kept is not None and is_copied:
+                self._origin.read(fetches.CopyPreamble(0, kept.region, head), end)
+            else:
+                end(error)
 
-        background.watch("fetch", self._threads.submit(work))
+        parts = _Parts(read)
+        if kept is not None:  # at the same time as the block, so that both take one round trip
+            self._preamble(raw, kept, parts.one_more())
+        elif place.length:
+            self._read(raw, place.offset, tasks.BLOCK_ARENA, head, parts)
+        at = head.offset + head.length
+        for piece in raw.pieces or (raw.place,):
+            target = Region(at, piece.length)
+            self._read(raw, piece.offset, tasks.BLOCK_ARENA, target, parts)
+            at += piece.length
+        parts.are_all()
 
     def for_worker(
         self, key: int, raw: tasks.RawBlockRef
@@ -124,78 +163,85 @@ class Fetcher:
 
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this shard are delayed; None if no reason is known."""
-        now = self._trouble(url)
-        with self._lock:
-            return now or self._given_up.get(url)
+        return self._origin.trouble(url) or self._given_up.get(url)
+
+    def pause(self, pause: Pause) -> None:
+        """A store has asked the node's own calls to slow down. Thread-safe."""
+        self._origin.pause(pause)
+
+    def look(self) -> None:
+        """Call it about twice a second."""
+        self._origin.look()
 
     def close(self) -> None:
-        """Start no more reads; running ones end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._aside.shutdown(wait=False)
+        """Stop all reads. May be called twice."""
+        self._origin.close()
         self._preambles.close()
 
-    def _fill(self, wanted: _Wanted, into: memoryview) -> DataplaneError | None:
-        error, url = self._filled(wanted, into), wanted.raw.url
-        with self._lock:
-            self._given_up.pop(url, None)
-            if isinstance(error, UNREACHABLE):
-                self._given_up[url] = error
-                if len(self._given_up) > _GIVEN_UP_MAX:
-                    self._given_up.popitem(last=False)
-        return error
+    def _note(self, url: str, error: DataplaneError | None) -> None:
+        self._given_up.pop(url, None)
+        if isinstance(error, UNREACHABLE):
+            self._given_up[url] = error
+            if len(self._given_up) > _GIVEN_UP_MAX:
+                self._given_up.popitem(last=False)
 
-    def _filled(self, wanted: _Wanted, into: memoryview) -> DataplaneError | None:
-        raw, kept = wanted.raw, wanted.kept
-        url, length = raw.url, raw.preamble_place.length
-        try:
-            store = self._connect(url)
-            with into[:length] as head, into[length:] as body:
-                # Requested in parallel with the block, so that both take one round trip.
-                coming = self._preamble(store, wanted, head) if length else None
-                try:
-                    self._fill_pieces(store, url, raw.etag, raw.pieces or (raw.place,), body)
-                finally:
-                    if coming is not None:
-                        wait((coming,))
-                if coming is not None:
-                    coming.result()
-                if kept is not None and wanted.is_copied:
-                    copy_into(head, kept.view)
-        except DataplaneError as error:
-            return type(error)(
-                str(error), **error.nouns
-            )  # without the objects that its traceback keeps alive
-        except BaseException as error:  # noqa: BLE001 - also a library's panic: somebody waits
-            return StoreError(f"{url}: {type(error).__name__}: {error}", shard=url)
-        return None
-
-    def _preamble(self, store: Store, wanted: _Wanted, head: memoryview) -> Future[None]:
+    def _preamble(self, raw: tasks.RawBlockRef, kept: KeptPreamble, report: Report) -> None:
         """Read once, even if several blocks start together."""
-        url, etag, at = wanted.raw.url, wanted.raw.etag, wanted.raw.preamble_place.offset
-        if wanted.kept is None:
-            return self._aside.submit(fill, store, url, at, etag, head)
-        read = partial(fill, store, url, at, etag, wanted.kept.view)
-        with self._lock:
-            if wanted.kept.reading is None or wanted.kept.has_failed:
-                wanted.kept.reading = self._aside.submit(read)
-            return wanted.kept.reading
+        if kept.reading is None or kept.has_failed:
+            kept.reading = asyncio.get_running_loop().create_future()
+            parts = _Parts(partial(_set, kept.reading))
+            at = raw.preamble_place.offset
+            self._read(raw, at, tasks.PREAMBLE_ARENA, kept.region, parts)
+            parts.are_all()
+        kept.reading.add_done_callback(lambda done: report(done.result()))
 
-    def _fill_pieces(
-        self, store: Store, url: str, etag: str, pieces: Sequence[Region], body: memoryview
+    def _read(
+        self, raw: tasks.RawBlockRef, offset: int, arena_id: int, into: Region, parts: _Parts
     ) -> None:
-        """Read all pieces in parallel, so that they take one round trip."""
-        reads: list[Callable[[], None]] = []
-        with contextlib.ExitStack() as views:
-            at = 0
-            for piece in pieces:
-                view = views.enter_context(body[at : at + piece.length])
-                reads.append(partial(fill, store, url, piece.offset, etag, view))
-                at += piece.length
-            others: list[Future[None]] = []
-            try:
-                others += (self._aside.submit(read) for read in reads[1:])
-                reads[0]()
-            finally:
-                wait(others)  # nothing is written any more when this returns
-            for other in others:
-                other.result()
+        """Read bytes of a shard from the nearest place that has them: blocks in memory never get
+        here (scheduler/blocks.py). A cache on disk and the memory of neighbours belong here, before
+        the origin.
+        """
+        for part in _ranges(into):
+            at = offset + part.offset - into.offset
+            order = fetches.ReadRange(0, raw.url, at, raw.etag, arena_id, part)
+            self._origin.read(order, parts.one_more())
+
+
+class _Parts:
+    """Counts the parts of one read; `report` is called once all have ended, with the first error.
+    Parts are reported later than they are added.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._left = 1
+        self._error: DataplaneError | None = None
+
+    def one_more(self) -> Report:
+        """Reports the end of one more part."""
+        self._left += 1
+        return self._ended
+
+    def are_all(self) -> None:
+        """No part will be added."""
+        self._ended(None)
+
+    def _ended(self, error: DataplaneError | None) -> None:
+        self._left -= 1
+        self._error = self._error or error
+        if not self._left:
+            self._report(self._error)
+
+
+def _set(reading: asyncio.Future[DataplaneError | None], error: DataplaneError | None) -> None:
+    if not reading.cancelled():
+        reading.set_result(error)
+
+
+def _ranges(whole: Region) -> Iterator[Region]:
+    """Equal parts, none longer than RANGE_BYTES_MAX."""
+    count = max(1, -(-whole.length // RANGE_BYTES_MAX))
+    cuts = [whole.length * part // count for part in range(count + 1)]
+    for start, stop in itertools.pairwise(cuts):
+        yield Region(whole.offset + start, stop - start)

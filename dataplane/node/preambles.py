@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from asyncio import Future
 from collections import OrderedDict
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.memfd import Arena
-from dataplane.errors import BudgetTooSmall
+from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
 from dataplane.rpc import tasks
 
@@ -40,21 +40,20 @@ def preamble_bytes(block_arena_bytes: int) -> int:
 @dataclass(slots=True, eq=False)
 class KeptPreamble:
     """One preamble: its place in the arena, its number, and for how many blocks it is held.
-    `reading` is done when it was read.
+    `reading` gets the end of its read.
     """
 
     shard: _ShardKey
     number: int
     region: Region
-    view: memoryview
     holders: int = 0
-    reading: Future[None] | None = None
+    reading: Future[DataplaneError | None] | None = None
 
     @property
     def has_failed(self) -> bool:
         """Whether it could not be read."""
         reading = self.reading
-        return reading is not None and reading.done() and reading.exception() is not None
+        return reading is not None and reading.done() and reading.result() is not None
 
 
 class Preambles:
@@ -62,7 +61,7 @@ class Preambles:
 
     def __init__(self, size_bytes: int) -> None:
         """Raises:  BudgetTooSmall: the machine refuses the arena."""
-        self._arena = Arena.create("dataplane-preambles", size_bytes)
+        self.arena = Arena.create("dataplane-preambles", size_bytes)
         self._allocator = Allocator(size_bytes)
         self._kept: dict[_ShardKey, KeptPreamble] = {}
         self._idle: OrderedDict[_ShardKey, KeptPreamble] = OrderedDict()
@@ -80,8 +79,7 @@ class Preambles:
             region = self._room(place.length)
             if region is None:
                 return None
-            view = self._arena.view(region.offset, region.length)
-            kept = self._kept[shard] = KeptPreamble(shard, next(self._numbers), region, view)
+            kept = self._kept[shard] = KeptPreamble(shard, next(self._numbers), region)
         self._idle.pop(shard, None)
         kept.holders += 1
         self._held[key] = kept
@@ -106,11 +104,11 @@ class Preambles:
         if kept is None:
             return raw, ()
         told = dataclasses.replace(raw, kept_preamble=kept.region, preamble_number=kept.number)
-        return told, ((tasks.PREAMBLE_ARENA, self._arena.fd),)
+        return told, ((tasks.PREAMBLE_ARENA, self.arena.fd),)
 
     def close(self) -> None:
         """Release the memory. May be called twice."""
-        self._arena.close()
+        self.arena.close()
 
     def _room(self, length: int) -> Region | None:
         at = self._allocator.allocate(length)
@@ -120,7 +118,7 @@ class Preambles:
         if at is None:
             return None
         try:
-            self._arena.reserve(at + length)
+            self.arena.reserve(at + length)
         except BudgetTooSmall:
             self._allocator.free(at)
             return None
@@ -128,5 +126,4 @@ class Preambles:
 
     def _drop(self, kept: KeptPreamble) -> None:
         del self._kept[kept.shard], self._idle[kept.shard]
-        kept.view.release()
         self._allocator.free(kept.region.offset)

@@ -294,8 +294,12 @@ class NodeServer:
         self._had_session = False
         self._arena = Arena.create("dataplane-blocks", config.block_arena_bytes)
         self.outages = Outages()
-        self._stores = Stores(config.stall_timeout_s, config.fetch_timeout_s, self.outages.note)
-        self._fetcher = Fetcher.of(config, self._stores)
+        self._stores = Stores(
+            config.stall_timeout_s, config.fetch_timeout_s, self.outages.note,
+            share=lambda pause: self._fetcher.pause(pause),  # noqa: PLW0108 - made below
+        )  # fmt: skip
+        slow_down = self._stores.slow_down
+        self._fetcher = Fetcher.of(config, self._arena, self.trace, self.outages, slow_down)
         self._pool = pool or WorkerPool.of(config, self.trace)
         least = config.worker_count
         autoscaler = Autoscaler(least, max(config.worker_count_max, least), least)
@@ -304,7 +308,7 @@ class NodeServer:
         self.engine = Engine(
             scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id
         )
-        opening = partial(open_manifest, config, self._stores.connect)
+        opening = partial(open_manifest, config, self._fetcher.ahead(self._stores.connect))
         self.jobs = Jobs(config, self.engine, coordination, self.node_id, opening)
         self._watchdog = Watchdog(self.trace)
         self.heartbeat = Heartbeat(

@@ -21,8 +21,8 @@ from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
 
 from dataplane import config, errors, model
-from dataplane.rpc import messages, tasks
-from dataplane.rpc.v1 import local_pb2, types_pb2, worker_pb2
+from dataplane.rpc import fetches, messages, tasks
+from dataplane.rpc.v1 import fetcher_pb2, local_pb2, types_pb2, worker_pb2
 
 T = TypeVar("T")
 _Convert = Callable[[Any], Any]
@@ -103,7 +103,7 @@ def _message_class(cls: _Class) -> type[Message]:
 
 
 def _modules() -> Iterator[types.ModuleType]:
-    yield from (types_pb2, local_pb2, worker_pb2)
+    yield from (types_pb2, local_pb2, worker_pb2, fetcher_pb2)
     # A late import: trainers and workers never call a coordinator, and start faster without it.
     from dataplane.rpc.v1 import coordinator_pb2
 
@@ -116,7 +116,7 @@ def _values(file: str) -> types.ModuleType:
         from dataplane.rpc import membership
 
         return membership
-    return {"local.proto": messages, "worker.proto": tasks}[file]
+    return {"local.proto": messages, "worker.proto": tasks, "fetcher.proto": fetches}[file]
 
 
 def _value_class(descriptor: Descriptor) -> _Class:

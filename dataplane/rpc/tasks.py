@@ -259,7 +259,7 @@ class FromIndexer:
 
 @dataclass(frozen=True, slots=True)
 class StartChild:
-    """Fork a "worker" or an "indexer" with this limit of private memory."""
+    """Fork a "worker", an "indexer" or a "fetcher" with this limit of private memory."""
 
     number: int
     role: str

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dataplane.errors import StoreError
 from dataplane.store.base import Store
-from dataplane.store.gate import Clock
+from dataplane.store.gate import Clock, Pause, Share
 from dataplane.store.local import LocalStore
 from dataplane.store.outage import Observe, Outages
 from dataplane.store.retry import Retrying
@@ -22,7 +23,8 @@ class Stores:
     """Opens stores and keeps them, since open connections make later reads fast.
 
     `request_timeout_s` bounds one request. If a store does not answer, a call retries until it has
-    failed for `budget_s`. `observe` is called about stores that are away: see `outage`.
+    failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `share` is
+    called when a store asks to slow down: other processes of the host pass that to `slow_down`.
     """
 
     def __init__(
@@ -31,13 +33,16 @@ class Stores:
         request_timeout_s: float = 30.0,
         observe: Observe | None = None,
         clock: Clock | None = None,
+        share: Share = lambda _: None,
     ) -> None:
         self._budget_s = budget_s
         self._request_timeout_s = request_timeout_s
         self._observe = observe or Outages().note
-        self._clock = clock
+        self._clock = clock or Clock()
+        self._share = share
         self._lock = threading.Lock()
         self._open: dict[tuple[str, int, int], Retrying] = {}
+        self._paused: dict[str, tuple[Pause, float]] = {}
 
     def connect(self, url: str) -> Store:
         """The store of this url, with retries. Credentials come from the environment, and a
@@ -51,16 +56,26 @@ class Stores:
             store = self._open.get(key)
             if store is None:
                 inner = open_store(base, self._request_timeout_s)
-                store = Retrying(inner, base, self._budget_s, self._clock, self._observe)
+                store = Retrying(
+                    inner, base, self._budget_s, self._clock, self._observe, self._share
+                )
                 self._open[key] = store
+                self._keep_pause(base, store)
             return store
 
     def trouble(self, url: str) -> StoreError | None:
         """Why reads of this url are waiting now, if they are."""
-        base = base_of(url)
-        with self._lock:
-            stores = [store for (of, *_), store in self._open.items() if of == base]
+        stores = self._of(base_of(url))
         return next((found for store in stores if (found := store.trouble(url))), None)
+
+    def slow_down(self, pause: Pause) -> None:
+        """Another process of this host was asked to slow down by a store, which this one may not
+        have opened yet.
+        """
+        with self._lock:
+            self._paused[pause.store] = (pause, self._clock.now() + pause.left_s)
+        for store in self._of(pause.store):
+            store.slow_down(pause)
 
     def close(self) -> None:
         """Forget every store, and end the calls that wait for one; connections close when the last
@@ -71,6 +86,15 @@ class Stores:
             self._open.clear()
         for store in stores:
             store.close()
+
+    def _of(self, base: str) -> list[Retrying]:
+        with self._lock:
+            return [store for (of, *_), store in self._open.items() if of == base]
+
+    def _keep_pause(self, base: str, store: Retrying) -> None:
+        pause, until = self._paused.get(base, (None, 0.0))
+        if pause is not None and (left_s := until - self._clock.now()) > 0:
+            store.slow_down(replace(pause, left_s=left_s))
 
 
 def open_store(base: str, request_timeout_s: float = 30.0) -> Store:

@@ -10,8 +10,9 @@ Invariants:
    ends the outage.
 2. While it is away, at most one request is in flight, that of the caller that has waited longest.
    So a single object that can never be read does not keep other callers from trying.
-3. When a store asks to slow down, every call to it waits.
-4. `observe` is called about outages in the order of events, and never under the lock.
+3. When a store asks to slow down, every call to it waits, also those of other processes of the
+   host: `share` passes the pause on, and `slow_down` takes one from another process.
+4. `observe` and `share` are called in the order of events, and never under the lock.
 """
 
 from __future__ import annotations
@@ -51,6 +52,19 @@ class Wait:
         return float(min(self.cap_s, self.base_s * 2.0 ** min(attempt - 1, 60)))
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A store has asked to slow down: nobody sends it a request for `left_s`. The next pause is
+    longer if `level` is higher.
+    """
+
+    store: str
+    level: int
+    left_s: float
+
+
+Share = Callable[[Pause], None]
+
 SLOW_DOWN = Wait(base_s=0.5, cap_s=20.0)
 PROBE = Wait(base_s=0.5, cap_s=5.0)
 
@@ -70,7 +84,7 @@ class Clock:
 class SlowDown:
     """The pause that all calls to one store share.
 
-    A throttling store limits the load per second, so the whole process must send fewer requests: if
+    A throttling store limits the load per second, so the whole host must send fewer requests: if
     only the refused calls waited, the others would keep the store at its limit. Refusals that
     arrive together count once, since each call has the number of the round in which it began.
     """
@@ -90,13 +104,23 @@ class SlowDown:
         left = self._until - self._clock.now()
         return left + self._clock.random() * SLOW_DOWN.span_s(self._level) if left > 0 else 0.0
 
-    def refused(self, began_in: int) -> None:
-        """The store throttled a call that began in that round."""
-        if began_in == self.round:
-            self.round += 1
-            self._level += 1
-            span_s = SLOW_DOWN.span_s(self._level)
-            self._until = self._clock.now() + self._clock.random() * span_s
+    def refused(self, began_in: int, store: str) -> Pause | None:
+        """The store throttled a call that began in that round. The pause that begins with it, if
+        one does.
+        """
+        if began_in != self.round:
+            return None
+        self.round += 1
+        self._level += 1
+        left_s = self._clock.random() * SLOW_DOWN.span_s(self._level)
+        self._until = self._clock.now() + left_s
+        return Pause(store, self._level, left_s)
+
+    def told(self, pause: Pause) -> None:
+        """Another process of the host was throttled; what began before counts as the same."""
+        self.round += 1
+        self._level = max(self._level, pause.level)
+        self._until = max(self._until, self._clock.now() + pause.left_s)
 
     def served(self) -> None:
         """The store answered: the next pause is shorter again."""
@@ -115,10 +139,14 @@ class Turn:
 class Gate:
     """The gate of one store."""
 
-    def __init__(self, store: str, clock: Clock, observe: Observe) -> None:
+    def __init__(
+        self, store: str, clock: Clock, observe: Observe, share: Share = lambda _: None
+    ) -> None:
+        self._base = store
         self._store = redacted(store)
         self._clock = clock
         self._observe = observe
+        self._share = share
         self._changed = threading.Condition()
         self._telling = threading.Lock()
         self._untold: deque[Outage] = deque()
@@ -195,6 +223,7 @@ class Gate:
 
     def failed(self, turn: Turn, error: StoreError) -> None:
         """The store gave no answer, or asked to try again later."""
+        pause = None
         with self._changed:
             self._left(turn)
             self._retries += self._away is None
@@ -205,11 +234,18 @@ class Gate:
                 self._failing_since = min(since, turn.began)
                 self._note_failure(error, now)
             if isinstance(error, StoreThrottled) and (is_alone or self._away is None):
-                self._slow_down.refused(turn.round)
+                pause = self._slow_down.refused(turn.round, self._base)
             if turn.is_probe:
                 self._probes += 1
                 self._probe_at = now + self._clock.random() * PROBE.span_s(self._probes)
         self._tell()
+        if pause is not None:
+            self._share(pause)
+
+    def slow_down(self, pause: Pause) -> None:
+        """Another process of this host was asked to slow down."""
+        with self._changed:
+            self._slow_down.told(pause)
 
     def dropped(self, turn: Turn) -> None:
         """The attempt ended without showing anything about the store."""

@@ -32,7 +32,7 @@ from dataplane.errors import (
 )
 from dataplane.model import ObjectInfo
 from dataplane.store.base import Reconnecting, Store
-from dataplane.store.gate import Clock, Gate, Turn, Wait
+from dataplane.store.gate import Clock, Gate, Pause, Share, Turn, Wait
 from dataplane.store.outage import Observe, Outages
 from dataplane.store.pieces import fill, in_pieces
 
@@ -76,11 +76,12 @@ class Retrying:
         budget_s: float = 120.0,
         clock: Clock | None = None,
         observe: Observe | None = None,
+        share: Share = lambda _: None,
     ) -> None:
         self._inner = inner
         self._budget_s = budget_s
         self._clock = clock or Clock()
-        self._gate = Gate(name, self._clock, observe or Outages().note)
+        self._gate = Gate(name, self._clock, observe or Outages().note, share)
         self._lock = threading.Lock()
         self._failing: set[_Call] = set()
 
@@ -108,6 +109,10 @@ class Retrying:
         with self._lock:
             own = next((call.error for call in self._failing if call.url == url), None)
         return own or self._gate.last_error
+
+    def slow_down(self, pause: Pause) -> None:
+        """Another process of this host was asked to slow down by this store."""
+        self._gate.slow_down(pause)
 
     def close(self) -> None:
         """End all waits for the store."""

@@ -297,8 +297,8 @@ class _Shared:
     def start(
         self, role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
     ) -> ForkedProcess:
-        """Start a "worker" or an "indexer" without waiting for it. `sock` is the child's end of the
-        socket, `memory_bytes` its limit of private memory.
+        """Start a "worker", an "indexer" or a "fetcher" without waiting for it. `sock` is the
+        child's end of the socket, `memory_bytes` its limit of private memory (fetchers have none).
         """
         with self._changing:
             assert self._holder_count

@@ -1,4 +1,4 @@
-"""One worker process and its socket: forked, killed, and collected without waiting.
+"""One worker or fetcher process and its socket: forked, killed, and collected without waiting.
 
 A killed process may stay alive for a while: one blocked in the kernel, in a read from an
 unreachable file server, dies only when the kernel wakes it. So nothing here blocks the event loop.
@@ -28,8 +28,8 @@ _PIECES_LEFT_MAX = 16
 
 
 class WorkerProcess:
-    """A worker process of this node, our end of its socket, and the last lines of its stderr, which
-    is passed on.
+    """A worker or fetcher process of this node, our end of its socket, and the last lines of its
+    stderr, which is passed on.
     """
 
     def __init__(self, process: ForkedProcess, sock: socket.socket, stderr: StderrCopy) -> None:
@@ -39,16 +39,18 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    def start(cls, stderr_fd: int | None, memory_bytes: int = MEMORY_BYTES) -> Self:
-        """Start a worker with this memory limit; its stderr goes to ours, or to the given one. The
-        caller holds the fork server.
+    def start(
+        cls, stderr_fd: int | None, memory_bytes: int = MEMORY_BYTES, role: str = "worker"
+    ) -> Self:
+        """Start a process of this role with this memory limit; its stderr goes to ours, or to the
+        given one. The caller holds the fork server.
         """
         ours, theirs = local.pair()
         ours.setblocking(False)
         said, says = os.pipe()
         try:
             with theirs:
-                process = fork_server.start("worker", theirs, says, memory_bytes)
+                process = fork_server.start(role, theirs, says, memory_bytes)
         except BaseException:
             ours.close()
             os.close(said)

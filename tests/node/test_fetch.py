@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dataplane.errors import DataplaneError, StoreError, StoreUnavailable
+from dataplane.arena.memfd import Arena
+from dataplane.errors import DataplaneError, StoreUnavailable
 from dataplane.model import ObjectInfo, Region
-from dataplane.node.fetch import Fetcher
-from dataplane.rpc import tasks
+from dataplane.node.fetch import RANGE_BYTES_MAX, Fetcher, Report
+from dataplane.node.preambles import Preambles
+from dataplane.rpc import fetches, tasks
+from dataplane.store.gate import Pause
 
 BODY = bytes(range(256)) * 4
 PAGE = 4096
 PREAMBLE = Region(0, 16)
+FIRST = Region(0, 26)
 TIMEOUT_S = 60.0
 
 
@@ -45,6 +49,84 @@ class Shard:
         yield BODY
 
 
+class FromShard:
+    """An origin: reads a shard in threads, into the arenas of a fetcher."""
+
+    def __init__(self, shard: Shard, blocks: Arena, preambles: Arena) -> None:
+        self.orders: list[fetches.ReadBody] = []
+        self._shard = shard
+        self._arenas = {tasks.BLOCK_ARENA: blocks, tasks.PREAMBLE_ARENA: preambles}
+        self._threads: list[threading.Thread] = []
+
+    def read(self, order: fetches.ReadBody, report: Report) -> None:
+        self.orders.append(order)
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            error = None
+            try:
+                self._fill(order)
+            except DataplaneError as failure:
+                error = failure
+            loop.call_soon_threadsafe(report, error)
+
+        self._threads.append(threading.Thread(target=work))
+        self._threads[-1].start()
+
+    def _fill(self, order: fetches.ReadBody) -> None:
+        into = order.into
+        if isinstance(order, fetches.CopyPreamble):
+            kept = order.kept
+            body = bytes(self._arenas[tasks.PREAMBLE_ARENA].view(kept.offset, kept.length))
+            self._arenas[tasks.BLOCK_ARENA].view(into.offset, into.length)[:] = body
+        else:
+            body = self._shard.read(order.url, order.offset, into.length, order.etag)
+            self._arenas[order.arena_id].view(into.offset, into.length)[:] = body
+
+    def start(self) -> None: ...
+
+    def trouble(self, url: str) -> None: ...
+
+    def pause(self, pause: Pause) -> None: ...
+
+    def look(self) -> None: ...
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+
+
+class Place:
+    """A fetcher of a shard, and the arena that it fills. Blocks are 26 bytes, unless said."""
+
+    def __init__(self, shard: Shard, preamble_bytes: int = PAGE) -> None:
+        self.arena = Arena.create("blocks", 64 * PAGE)
+        self.arena.reserve(64 * PAGE)
+        preambles = Preambles(preamble_bytes)
+        self.origin = FromShard(shard, self.arena, preambles.arena)
+        self.fetcher = Fetcher(self.origin, preambles)
+
+    async def end_of(
+        self,
+        key: int,
+        raw: tasks.RawBlockRef,
+        into: Region = FIRST,
+        *,
+        is_copied: bool = False,
+    ) -> DataplaneError | None:
+        end: asyncio.Future[DataplaneError | None] = asyncio.Future()
+        self.fetcher.fetch(key, raw, into, end.set_result, is_copied=is_copied)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await end
+
+    def bytes_at(self, offset: int, length: int = 26) -> bytes:
+        return bytes(self.arena.view(offset, length))
+
+    def close(self) -> None:
+        self.fetcher.close()
+        self.arena.close()
+
+
 def _raw(place: Region, *pieces: Region, url: str = "url") -> tasks.RawBlockRef:
     return tasks.RawBlockRef(url, 0, 1, place, PREAMBLE, len(BODY), "tag", pieces=pieces)
 
@@ -53,21 +135,18 @@ def _fetched(shard: Shard, *rounds: list[int]) -> list[DataplaneError | bytes]:
     """Blocks of 10 bytes at these offsets, those of a round together."""
 
     async def run() -> list[DataplaneError | bytes]:
-        fetcher = Fetcher(8, lambda _: shard)
+        place = Place(shard)
         found: list[DataplaneError | bytes] = []
         try:
             for offsets in rounds:
-                ends, memories = [], [bytearray(26) for _ in offsets]
-                for offset, memory in zip(offsets, memories, strict=True):
-                    end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-                    raw, view = _raw(Region(offset, 10)), memoryview(memory)
-                    fetcher.fetch(offset, raw, view, end.set_result, is_copied=True)
-                    ends.append(end)
-                async with asyncio.timeout(TIMEOUT_S):
-                    errors = await asyncio.gather(*ends)
-                found += [e or bytes(m) for e, m in zip(errors, memories, strict=True)]
+                ends = [
+                    place.end_of(at, _raw(Region(at, 10)), Region(32 * n, 26), is_copied=True)
+                    for n, at in enumerate(offsets)
+                ]
+                errors = await asyncio.gather(*ends)
+                found += [error or place.bytes_at(32 * n) for n, error in enumerate(errors)]
         finally:
-            fetcher.close()
+            place.close()
         return found
 
     return asyncio.run(run())
@@ -94,17 +173,36 @@ def test_the_pieces_of_a_block_are_asked_for_at_once_and_lie_behind_the_preamble
     shard = Shard(lambda _: all_of_them.wait())  # type: ignore[arg-type,return-value]
 
     async def run() -> bytes:
-        fetcher = Fetcher(4, lambda _: shard)
-        memory = bytearray(PREAMBLE.length + 41)
-        end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-        raw = _raw(Region(20, 110), *pieces)
-        fetcher.fetch(1, raw, memoryview(memory), end.set_result, is_copied=True)
-        async with asyncio.timeout(TIMEOUT_S):
-            assert await end is None
-        fetcher.close()
-        return bytes(memory)
+        place = Place(shard)
+        try:
+            whole = Region(7, PREAMBLE.length + 41)
+            raw = _raw(Region(20, 110), *pieces)
+            assert await place.end_of(1, raw, whole, is_copied=True) is None
+            return place.bytes_at(whole.offset, whole.length)
+        finally:
+            place.close()
 
     assert asyncio.run(run()) == BODY[:16] + BODY[20:30] + BODY[50:51] + BODY[100:130]
+
+
+def test_a_long_block_is_read_in_ranges_that_leave_nothing_out() -> None:
+    async def run() -> list[fetches.ReadBody]:
+        origin = Noted([])
+        fetcher = Fetcher(origin, Preambles(PAGE))
+        length = 3 * RANGE_BYTES_MAX + 1
+        whole, nothing = Region(100, length), Region(0, 0)
+        raw = tasks.RawBlockRef("url", 0, 1, whole, nothing, 1 << 40, "tag")
+        fetcher.fetch(1, raw, Region(5, length), lambda _: None, is_copied=False)
+        fetcher.close()
+        return origin.orders
+
+    at = 0
+    for order in asyncio.run(run()):
+        assert isinstance(order, fetches.ReadRange)
+        assert (order.offset, order.into.offset) == (100 + at, 5 + at)
+        assert 0 < order.into.length <= RANGE_BYTES_MAX
+        at += order.into.length
+    assert at == 3 * RANGE_BYTES_MAX + 1
 
 
 def test_a_failed_preamble_fails_its_waiters_and_is_read_again() -> None:
@@ -121,39 +219,17 @@ def test_a_failed_preamble_fails_its_waiters_and_is_read_again() -> None:
     assert shard.reads[0] == 2
 
 
-def test_whatever_a_store_raises_is_reported() -> None:
-    def on_read(offset: int) -> None:
-        raise ZeroDivisionError
-
-    (found,) = _fetched(Shard(on_read), [30])
-    assert type(found) is StoreError  # which is not retried: it is a bug
-    assert "ZeroDivisionError" in str(found)
-
-
-class Panic(BaseException):
-    """As libraries in Rust raise it."""
-
-
-def test_a_librarys_panic_is_reported_too() -> None:
-    def on_read(offset: int) -> None:
-        raise Panic("index out of bounds")
-
-    (found,) = _fetched(Shard(on_read), [100])
-    assert isinstance(found, StoreError)
-    assert "Panic: index out of bounds" in str(found)
-
-
 @pytest.mark.parametrize("pages", [1, 2])
 def test_preambles_are_kept_within_their_budget(pages: int) -> None:
     async def run() -> Counter[int]:
         shard = Shard()
-        fetcher = Fetcher(1, lambda _: shard, preamble_bytes=pages * PAGE)
+        place = Place(shard, pages * PAGE)
         try:
             for key, url in enumerate(("a", "b", "a")):
-                assert await _end_of(fetcher, key, _raw(Region(20, 10), url=url)) is None
-                fetcher.let_go(key)
+                assert await place.end_of(key, _raw(Region(20, 10), url=url)) is None
+                place.fetcher.let_go(key)
         finally:
-            fetcher.close()
+            place.close()
         return shard.reads
 
     assert asyncio.run(run())[0] == (3 if pages == 1 else 2)
@@ -163,48 +239,46 @@ def test_a_block_that_is_decoded_shares_the_preamble_of_its_shard_with_others() 
     """It is not copied: workers receive its place and its number."""
 
     async def run() -> None:
-        shard = Shard()
-        fetcher = Fetcher(2, lambda _: shard, preamble_bytes=PAGE)
+        place = Place(Shard())
         try:
             blocks = [_raw(Region(at, 10)) for at in (20, 30)]
-            memories = [bytearray(26), bytearray(26)]
             for key, raw in enumerate(blocks):
-                assert await _end_of(fetcher, key, raw, memories[key]) is None
-            assert [bytes(memory[:16]) for memory in memories] == [bytes(16)] * 2
-            assert [bytes(memory[16:]) for memory in memories] == [BODY[20:30], BODY[30:40]]
-            told = [fetcher.for_worker(key, raw) for key, raw in enumerate(blocks)]
+                assert await place.end_of(key, raw, Region(32 * key, 26)) is None
+            found = [place.bytes_at(at) for at in (0, 32)]
+            assert [each[:16] for each in found] == [bytes(16)] * 2
+            assert [each[16:] for each in found] == [BODY[20:30], BODY[30:40]]
+            told = [place.fetcher.for_worker(key, raw) for key, raw in enumerate(blocks)]
             assert told[0][1] == told[1][1]
             ((arena_id, fd),) = told[0][1]
             assert arena_id == tasks.PREAMBLE_ARENA
             assert len({(raw.kept_preamble, raw.preamble_number) for raw, _ in told}) == 1
-            place, number = told[0][0].kept_preamble, told[0][0].preamble_number
-            assert place is not None
+            kept, number = told[0][0].kept_preamble, told[0][0].preamble_number
+            assert kept is not None
             assert number
-            assert os.pread(fd, place.length, place.offset) == BODY[:16]
+            assert os.pread(fd, kept.length, kept.offset) == BODY[:16]
         finally:
-            fetcher.close()
+            place.close()
 
     asyncio.run(run())
 
 
 def test_a_preamble_stays_while_a_block_needs_it_and_its_number_never_comes_again() -> None:
     async def run() -> None:
-        shard = Shard()
-        fetcher = Fetcher(2, lambda _: shard, preamble_bytes=PAGE)
+        place = Place(Shard())
+        fetcher = place.fetcher
         try:
             first, other = _raw(Region(20, 10)), _raw(Region(20, 10), url="b")
-            assert await _end_of(fetcher, 1, first) is None
-            memory = bytearray(26)
-            assert await _end_of(fetcher, 2, other, memory) is None
+            assert await place.end_of(1, first) is None
+            assert await place.end_of(2, other, Region(64, 26)) is None
             assert fetcher.for_worker(2, other) == (other, ()), "there is no room for another"
-            assert bytes(memory) == _whole(20), "so it lies before the block, as it used to"
+            assert place.bytes_at(64) == _whole(20), "so it lies before the block, as it used to"
             number = fetcher.for_worker(1, first)[0].preamble_number
             fetcher.let_go(1)
             fetcher.let_go(1)
-            assert await _end_of(fetcher, 3, other) is None
+            assert await place.end_of(3, other) is None
             assert fetcher.for_worker(3, other)[0].preamble_number > number
         finally:
-            fetcher.close()
+            place.close()
 
     asyncio.run(run())
 
@@ -221,24 +295,25 @@ def test_an_error_is_reported_even_if_the_preamble_has_no_reader_left() -> None:
         order.append("preamble")
 
     async def run() -> DataplaneError | None:
-        fetcher = Fetcher(2, lambda _: Shard(on_read))
+        place = Place(Shard(on_read))
         try:
-            found = await _end_of(fetcher, 1, _raw(Region(20, 10)))
+            found = await place.end_of(1, _raw(Region(20, 10)))
             order.append("told")
         finally:
-            fetcher.close()
+            place.close()
         return found
 
     assert isinstance(asyncio.run(run()), StoreUnavailable)
     assert order == ["preamble", "told"]
 
 
-async def _end_of(
-    fetcher: Fetcher, key: int, raw: tasks.RawBlockRef, memory: bytearray | None = None
-) -> DataplaneError | None:
-    """The end of fetching a block that is to be decoded."""
-    end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-    into = memoryview(bytearray(26) if memory is None else memory)
-    fetcher.fetch(key, raw, into, end.set_result, is_copied=False)
-    async with asyncio.timeout(TIMEOUT_S):
-        return await end
+class Noted(FromShard):
+    """Only notes the orders."""
+
+    def __init__(self, orders: list[fetches.ReadBody]) -> None:
+        self.orders = orders
+
+    def read(self, order: fetches.ReadBody, report: Report) -> None:
+        self.orders.append(order)
+
+    def close(self) -> None: ...

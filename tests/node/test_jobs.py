@@ -26,7 +26,7 @@ from dataplane.rpc.messages import DatasetSource, OpenJob
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.settings import default_node_config
-from dataplane.store.connect import Stores
+from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
 MIB = 1 << 20
@@ -55,8 +55,8 @@ def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(
     request = OpenJob("j", "i", "m", DatasetSource((url,)), Topology(), global_batch=2)
 
     async def play() -> None:
-        arena, stores, trace = Arena.create("blocks", MIB), Stores(), Trace("test")
-        fetcher, pool = Fetcher(1, stores.connect), WorkerPool(1, trace)
+        arena, trace = Arena.create("blocks", MIB), Trace("test")
+        fetcher, pool = Fetcher.of(config, arena, trace, Outages()), WorkerPool(1, trace)
         scheduler = Scheduler(MIB, 1, Autoscaler(1, 1, 1), 60.0)
         engine = Engine(scheduler, arena, fetcher, pool, trace)
         coordinator = SlowCoordinator()
@@ -77,7 +77,6 @@ def test_a_trainer_that_goes_away_while_it_joins_leaves_no_dataset(
             await coordinator.close()
             engine.close()
             fetcher.close()
-            stores.close()
             arena.close()
 
     asyncio.run(play())

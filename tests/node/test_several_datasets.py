@@ -27,7 +27,8 @@ from dataplane.rpc.messages import EndOfStream, FromNodeBody, Layout, Slab
 from dataplane.scheduler.autoscaler import Autoscaler
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Walk
-from dataplane.store.connect import Stores
+from dataplane.settings import default_node_config
+from dataplane.store.outage import Outages
 from dataplane.trace import Trace
 
 MIB = 1 << 20
@@ -79,8 +80,9 @@ def test_one_slab_has_rows_of_blocks_of_several_datasets(tmp_path: Path) -> None
     blocks, rows = _order_over(datasets).locate(np.arange(2 * ROWS))
 
     async def play() -> list[int]:
-        arena, stores, trace = Arena.create("blocks", MIB), Stores(), Trace("test")
-        fetcher, pool = Fetcher(1, stores.connect), WorkerPool(1, trace)
+        arena, trace = Arena.create("blocks", MIB), Trace("test")
+        config = default_node_config()
+        fetcher, pool = Fetcher.of(config, arena, trace, Outages()), WorkerPool(1, trace)
         engine = Engine(Scheduler(MIB, 1, Autoscaler(1, 1, 1), 60.0), arena, fetcher, pool, trace)
         pool.start()
         try:
@@ -89,7 +91,6 @@ def test_one_slab_has_rows_of_blocks_of_several_datasets(tmp_path: Path) -> None
             engine.close()
             pool.close()
             fetcher.close()
-            stores.close()
             arena.close()
 
     starts = np.concatenate([each.row_starts[:-1] + at * ROWS for at, each in enumerate(datasets)])

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane import config, errors, model
-from dataplane.rpc import convert, local, membership, messages, tasks
-from dataplane.rpc.v1 import coordinator_pb2, local_pb2, types_pb2, worker_pb2
+from dataplane.rpc import convert, fetches, local, membership, messages, tasks
+from dataplane.rpc.v1 import coordinator_pb2, fetcher_pb2, local_pb2, types_pb2, worker_pb2
 
 VALUES = [
     cls
-    for module in (membership, messages, tasks)
+    for module in (membership, messages, tasks, fetches)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 ] + list(convert._SHARED.values())
@@ -26,7 +26,7 @@ VALUES = [
 
 def test_every_message_of_the_protos_has_a_value_with_the_same_fields():
     values = {cls.__name__: cls for cls in VALUES}
-    for module in (types_pb2, coordinator_pb2, local_pb2, worker_pb2):
+    for module in (types_pb2, coordinator_pb2, local_pb2, worker_pb2, fetcher_pb2):
         for name, descriptor in module.DESCRIPTOR.message_types_by_name.items():
             if name in {"Error", "ColumnValue", "ColumnLength", "Steps"}:
                 continue

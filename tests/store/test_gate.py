@@ -10,10 +10,20 @@ import pytest
 from fake_clock import Time
 
 from dataplane.errors import ClosedError, StoreThrottled, StoreUnavailable
-from dataplane.store.gate import AWAY_AFTER_S, PROBE, RETURN_S, SLOW_DOWN, Clock, Gate, SlowDown
+from dataplane.store.gate import (
+    AWAY_AFTER_S,
+    PROBE,
+    RETURN_S,
+    SLOW_DOWN,
+    Clock,
+    Gate,
+    Pause,
+    SlowDown,
+)
 from dataplane.store.outage import Outage
 
 FAR = 1e9
+STORE = "s3://bucket"
 
 
 def gate_of(time: Time, seen: list[Outage] | None = None) -> Gate:
@@ -269,25 +279,53 @@ def test_refusals_that_arrive_together_count_once() -> None:
     pause = SlowDown(time.clock())
     rounds = [pause.round for _ in range(16)]
     for began_in in rounds:
-        pause.refused(began_in)
+        pause.refused(began_in, STORE)
 
     first = pause.wait_s()
     assert first == 2 * SLOW_DOWN.span_s(1)
 
     time.now += first
-    pause.refused(pause.round)
+    pause.refused(pause.round, STORE)
     assert pause.wait_s() == 2 * SLOW_DOWN.span_s(2)
+
+
+def test_a_pause_is_told_once_and_kept_by_the_gates_of_other_processes() -> None:
+    time, told = Time(), list[Pause]()
+    gate = Gate(STORE, time.clock(), lambda _: None, told.append)
+    turns = [gate.enter(FAR) for _ in range(4)]
+    time.now += 1.0
+    answered = gate.enter(FAR)
+    assert answered is not None
+    gate.answered(answered)
+    for turn in turns:
+        assert turn is not None
+        gate.failed(turn, StoreThrottled("slow down"))
+    assert [(pause.store, pause.level) for pause in told] == [(STORE, 1)]
+
+    other_time = Time()
+    other = known(other_time)
+    before = other.enter(FAR)
+    assert before is not None
+    other.slow_down(told[0])
+    served = other.enter(FAR)
+    assert served is not None
+    assert other_time.waited == [told[0].left_s + SLOW_DOWN.span_s(1)]
+    other.answered(served)
+    # Its own refusal of a request from before the pause counts as the same one.
+    other.failed(before, StoreThrottled("slow down"))
+    assert other.enter(FAR) is not None
+    assert len(other_time.waited) == 1
 
 
 def test_a_store_that_serves_again_is_asked_at_full_speed_again() -> None:
     time = Time()
     pause = SlowDown(time.clock())
     for _ in range(4):
-        pause.refused(pause.round)
+        pause.refused(pause.round, STORE)
         time.now += 1000
     for _ in range(4):
         pause.served()
-    pause.refused(pause.round)
+    pause.refused(pause.round, STORE)
 
     assert pause.wait_s() == 2 * SLOW_DOWN.span_s(1)
 

@@ -43,22 +43,26 @@ def server_of(process: ForkedProcess) -> psutil.Process:
 def test_processes_share_one_parent_and_end_with_their_sockets() -> None:
     first, sock, stderr = a_process()
     second, other_sock, other_stderr = a_process("indexer")
-    assert server_of(first) == server_of(second)
+    third, third_sock, third_stderr = a_process("fetcher")
+    assert server_of(first) == server_of(second) == server_of(third)
     assert server_of(first).num_threads() == 1  # or a child may inherit a held lock
     deadline = time.monotonic() + WAIT_S
-    for process, name in ((first, "dp-worker"), (second, "dp-indexer")):
+    named = ((first, "dp-worker"), (second, "dp-indexer"), (third, "dp-fetcher"))
+    for process, name in named:
         while psutil.Process(process.pid).name() != name:  # it has just been forked
             assert time.monotonic() < deadline
             os.sched_yield()
-    with sock, other_sock:
+    with sock, other_sock, third_sock:
         local.send(sock, tasks.Task(tasks.DetachArena(1)))
         local.receive(sock, tasks.Result)
         assert not first.wait(0.0)
     assert first.wait(WAIT_S)
     assert first.status() == 0
-    assert second.wait(WAIT_S)
-    os.close(stderr)
-    os.close(other_stderr)
+    for process in (second, third):
+        assert process.wait(WAIT_S)
+        assert process.status() == 0
+    for descriptor in (stderr, other_stderr, third_stderr):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

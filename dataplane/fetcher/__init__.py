@@ -1,0 +1,1 @@
+"""The process that reads shards from object stores into the arenas of a node."""

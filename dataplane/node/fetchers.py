@@ -1,0 +1,309 @@
+"""The fetchers of a node: processes that read ranges of shards into its arenas.
+
+Invariants:
+1. Each read is reported exactly once. Its memory is not reused before: a fetcher that closed its
+   connection may still write until the kernel reports its end.
+2. The reads of a fetcher that has ended are given to the others, in their old order. A read fails
+   if the third fetcher ends during it, and all of them if fetchers end without ending any read.
+3. A pause that a store has asked one process for is kept by all: the other fetchers, those started
+   during the pause, and the node's own calls.
+4. Nothing on the event loop waits for a fetcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import DataplaneError, PeerLost, StoreError
+from dataplane.fetcher.limits import READS_MAX
+from dataplane.rpc import fetches, local
+from dataplane.scheduler.fetchers import FetcherCount, FetchLook
+from dataplane.store.gate import Pause
+from dataplane.store.outage import Outage, Outages
+from dataplane.trace import Trace
+from dataplane.worker.forking import fork_server
+from dataplane.worker.process import WorkerProcess
+
+Report = Callable[[DataplaneError | None], None]
+
+_DEATHS_MAX = 3
+_MESSAGES_A_TURN = 32
+_CLOSE_S = 5.0
+_NO_LIMIT = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One order, and who hears of its end."""
+
+    order: fetches.ReadBody
+    report: Report
+    deaths: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.order.into.length
+
+
+@dataclass(slots=True, eq=False)
+class _Fetcher:
+    """A process, its reads by number, and what it has told."""
+
+    process: WorkerProcess
+    number: int
+    reads: dict[int, _Read] = field(default_factory=dict)
+    reading_bytes: int = 0
+    trouble: dict[str, StoreError] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    was_of_use: bool = False
+    is_ending: bool = False
+    has_room: bool = True
+    """False after a message did not fit into its socket, until it has answered."""
+
+    @property
+    def can_read(self) -> bool:
+        return self.has_room and not self.is_ending and len(self.reads) < READS_MAX
+
+
+class Fetchers:
+    """At most `count_max` processes, and the reads that wait for them. They write into the arena of
+    blocks and that of preambles. Call it only from the event loop.
+    """
+
+    def __init__(
+        self,
+        count_max: int,
+        start: fetches.StartFetching,
+        arenas: tuple[Arena, Arena],
+        trace: Trace,
+        outages: Outages,
+        slow_down: Callable[[Pause], None] = lambda _: None,
+    ) -> None:
+        self._count = FetcherCount(count_max)
+        self._start = start
+        self._arenas = arenas
+        self._trace = trace
+        self._outages = outages
+        self._slow_down = slow_down
+        self._fetchers: list[_Fetcher] = []
+        self._ending: set[_Fetcher] = set()
+        self._waiting: deque[_Read] = deque()
+        self._numbers = itertools.count(1)
+        self._pauses: dict[str, tuple[Pause, float]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._useless = 0
+        self._spent_s = 0.0
+        self._looked = (time.monotonic(), 0.0)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of the fetchers that can read."""
+        return tuple(each.process.pid for each in self._fetchers)
+
+    def start(self) -> None:
+        """Start the first fetchers, if they are not there; does not wait for them."""
+        if self._closed:
+            return
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            fork_server.acquire()
+        while len(self._fetchers) < self._count.count:
+            self._spawn()
+
+    def read(self, order: fetches.ReadBody, report: Report) -> None:
+        """Carry out an order, whose number is given here; `report` is called, later, when its
+        memory is no longer written.
+        """
+        self._waiting.append(_Read(replace(order, number=next(self._numbers)), report))
+        self.start()
+        self._dispatch()
+
+    def trouble(self, url: str) -> StoreError | None:
+        """Why reads of this shard are delayed, as a fetcher sees it."""
+        return next((found for each in self._fetchers if (found := each.trouble.get(url))), None)
+
+    def pause(self, pause: Pause) -> None:
+        """A store has asked the node's own calls to slow down. Thread-safe."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._share, pause, None)
+
+    def look(self) -> None:
+        """Add or remove fetchers; call it about twice a second."""
+        now = time.monotonic()
+        spent_s = self._spent_s + sum(each.cpu_s for each in self._fetchers)
+        (then, before_s), self._looked = self._looked, (now, spent_s)
+        reading = sum(len(each.reads) for each in self._fetchers)
+        processors = (spent_s - before_s) / max(now - then, 1e-6)
+        self._count = self._count.after(FetchLook(processors, reading, len(self._waiting)))
+        if self._loop is not None and self._fetchers:
+            self.start()
+            self._retire()
+            self._dispatch()
+
+    def close(self) -> None:
+        """Kill all fetchers and wait a few seconds for their end. May be called twice."""
+        is_first, self._closed = not self._closed, True
+        left = [*self._fetchers, *self._ending]
+        for each in left:
+            each.process.kill()
+        deadline = time.monotonic() + _CLOSE_S
+        for each in left:
+            if not each.process.wait(max(0.0, deadline - time.monotonic())):
+                self._trace.failed("end of fetcher", pid=each.process.pid, why="stuck in kernel")
+        self._fetchers.clear()
+        self._ending.clear()
+        self._waiting.clear()
+        if is_first and self._loop is not None:
+            fork_server.release()
+
+    def _spawn(self) -> None:
+        process = WorkerProcess.start(None, _NO_LIMIT, "fetcher")
+        fetcher = _Fetcher(process, next(self._numbers))
+        self._fetchers.append(fetcher)
+        process.on_readable(partial(self._on_readable, fetcher))
+        blocks, preambles = self._arenas
+        self._send(fetcher, self._start, (blocks.fd, preambles.fd))
+        for pause in self._pauses_now():
+            self._send(fetcher, pause)
+        self._trace.started("fetcher started", fetcher_count=len(self._fetchers))
+
+    def _dispatch(self) -> None:
+        while self._waiting:
+            able = [each for each in self._fetchers if each.can_read]
+            if not able:
+                return
+            fetcher = min(able, key=lambda each: (each.reading_bytes, len(each.reads)))
+            read = self._waiting[0]
+            if self._send(fetcher, read.order):
+                self._waiting.popleft()
+                fetcher.reads[read.order.number] = read
+                fetcher.reading_bytes += read.length
+
+    def _send(
+        self, fetcher: _Fetcher, body: fetches.ToFetcherBody, descriptors: tuple[int, ...] = ()
+    ) -> bool:
+        if fetcher.is_ending:
+            return False
+        try:
+            local.send(fetcher.process.sock, fetches.ToFetcher(body), descriptors)
+        except BlockingIOError:
+            fetcher.has_room = False
+            return False
+        except PeerLost:
+            self._end(fetcher)
+            return False
+        return True
+
+    def _on_readable(self, fetcher: _Fetcher) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                said, descriptors = local.receive(fetcher.process.sock, fetches.FromFetcher)
+            except BlockingIOError:
+                break
+            except DataplaneError:  # it is gone, or sent an invalid message
+                self._end(fetcher)
+                break
+            for fd in descriptors:
+                os.close(fd)
+            fetcher.has_room = True
+            self._hear(fetcher, said.body)
+            if fetcher.is_ending or self._closed:
+                return
+        self._dispatch()
+
+    def _hear(self, fetcher: _Fetcher, body: fetches.FromFetcherBody) -> None:
+        if isinstance(body, fetches.ReadEnded):
+            fetcher.cpu_s = max(fetcher.cpu_s, body.cpu_s)
+            fetcher.was_of_use, self._useless = True, 0
+            read = fetcher.reads.pop(body.number, None)
+            if read is not None:
+                fetcher.reading_bytes -= read.length
+                read.report(body.error)
+        elif isinstance(body, fetches.StorePause):
+            self._share(Pause(body.store, body.level, body.left_s), fetcher)
+        elif isinstance(body, fetches.StoreSeen):
+            seen = Outage(body.store, body.since, body.error, body.asked, body.until)
+            self._outages.note(seen, fetcher.number)
+        elif isinstance(body.error, StoreError):
+            fetcher.trouble[body.url] = body.error
+        else:
+            fetcher.trouble.pop(body.url, None)
+
+    def _share(self, pause: Pause, source: _Fetcher | None) -> None:
+        """Tell everybody but the process that was asked."""
+        self._pauses[pause.store] = (pause, time.monotonic())
+        if source is not None:
+            self._slow_down(pause)
+        told = fetches.StorePause(pause.store, pause.level, pause.left_s)
+        for each in self._fetchers[:]:
+            if each is not source:
+                self._send(each, told)
+
+    def _pauses_now(self) -> Iterator[fetches.StorePause]:
+        now = time.monotonic()
+        for pause, since in self._pauses.values():
+            if (left_s := pause.left_s - (now - since)) > 0:
+                yield fetches.StorePause(pause.store, pause.level, left_s)
+
+    def _retire(self) -> None:
+        for each in self._fetchers[::-1]:
+            if len(self._fetchers) > self._count.count and not each.reads:
+                self._end(each)
+
+    def _end(self, fetcher: _Fetcher) -> None:
+        if fetcher.is_ending or self._closed:
+            return
+        fetcher.is_ending = True
+        self._fetchers.remove(fetcher)
+        self._ending.add(fetcher)
+        fetcher.process.end(partial(self._on_end, fetcher))
+        # Later, since this may be the caller: others need not wait until it is gone.
+        assert self._loop is not None
+        self._loop.call_soon(self._refill)
+
+    def _on_end(self, fetcher: _Fetcher, status: int) -> None:
+        """No thread of it writes any more: give its reads to others."""
+        if self._closed:
+            return
+        self._ending.discard(fetcher)
+        self._spent_s += fetcher.cpu_s
+        self._outages.forget(fetcher.number, time.time())
+        self._useless += not fetcher.was_of_use
+        reads, words = [*fetcher.reads.values()], fetcher.process.last_words
+        if reads:
+            self._trace.failed("fetcher ended", pid=fetcher.process.pid, status=status, said=words)
+        for read in reads:
+            read.deaths += 1
+        self._waiting.extendleft(reads[::-1])
+        failed = [read for read in self._waiting if read.deaths >= _DEATHS_MAX]
+        if self._useless >= _DEATHS_MAX:
+            failed, self._useless = [*self._waiting], 0
+        for read in failed:
+            self._waiting.remove(read)
+        for read in failed:
+            read.report(_blamed(read, status, words))
+        self._refill()
+
+    def _refill(self) -> None:
+        if self._waiting:
+            self.start()
+            self._dispatch()
+
+
+def _blamed(read: _Read, status: int, words: str) -> StoreError:
+    url = read.order.url if isinstance(read.order, fetches.ReadRange) else "a preamble"
+    said = f": {words.strip()[-300:]}" if words.strip() else ""
+    return StoreError(
+        f"{url}: the processes that read it have ended, the last with status {status}{said}. See "
+        "the log of the node, and whether the machine is short of memory",
+        shard=url,
+    )

@@ -1,0 +1,280 @@
+"""Fetchers as processes: what they read, what they report, and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from awry import Awry, Mood, awry_server
+from servers import S3Server
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import (
+    DataplaneError,
+    DatasetChangedError,
+    ShardNotFound,
+    StoreError,
+    StoreThrottled,
+    StoreUnavailable,
+)
+from dataplane.fetcher.process import Reads
+from dataplane.model import Region
+from dataplane.node.fetchers import Fetchers
+from dataplane.rpc import fetches, local, tasks
+from dataplane.store.connect import open_store
+from dataplane.store.gate import Pause
+from dataplane.store.outage import Outage, Outages
+from dataplane.trace import Trace
+from dataplane.worker.forking import fork_server
+
+BODY = bytes(i % 251 for i in range(600_000))
+URL = "s3://bucket/shard.bin"
+LENGTH = 200_000
+ARENA_BYTES = 1 << 20
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server(run_mark: str) -> Iterator[None]:
+    """It takes half a second to start."""
+    with fork_server.held():
+        yield
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({"bucket/shard.bin": BODY}) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+class Node:
+    """Some fetchers, their arenas, and what they have told."""
+
+    def __init__(self, count: int, budget_s: float, request_timeout_s: float) -> None:
+        self.arena = Arena.create("blocks", ARENA_BYTES)
+        self.preambles = Arena.create("preambles", ARENA_BYTES)
+        for arena in (self.arena, self.preambles):
+            arena.reserve(ARENA_BYTES)
+        environment = tuple(b"%s=%s" % entry for entry in os.environb.items())
+        start = fetches.StartFetching(environment, budget_s, request_timeout_s)
+        arenas = (self.arena, self.preambles)
+        self.outages: list[Outage] = []
+        self.pauses: list[Pause] = []
+        outages, told = Outages(self.outages.append), self.pauses.append
+        self.fetchers = Fetchers(count, start, arenas, Trace("test"), outages, told)
+
+    def read(
+        self, etag: str, at: int = 0, length: int = LENGTH, url: str = URL
+    ) -> Awaitable[DataplaneError | None]:
+        """Bytes 10 to 10 + length, to this place of the arena."""
+        into = Region(at, length)
+        return self.end_of(fetches.ReadRange(0, url, 10, etag, tasks.BLOCK_ARENA, into))
+
+    async def end_of(self, order: fetches.ReadBody) -> DataplaneError | None:
+        end: asyncio.Future[DataplaneError | None] = asyncio.Future()
+        self.fetchers.read(order, end.set_result)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await end
+
+    def bytes_at(self, at: int, length: int = LENGTH) -> bytes:
+        return bytes(self.arena.view(at, length))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():  # noqa: ASYNC110 - of other processes
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def node(
+    count: int = 1, budget_s: float = 60.0, request_timeout_s: float = 30.0
+) -> AsyncIterator[Node]:
+    made = Node(count, budget_s, request_timeout_s)
+    try:
+        yield made
+    finally:
+        made.fetchers.close()
+        made.arena.close()
+        made.preambles.close()
+
+
+def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = s3_server.bucket()
+    s3_server.put(bucket, {"shard.bin": BODY})
+    url = f"s3://{bucket}/shard.bin"
+    etag = open_store(f"s3://{bucket}").head(url).etag
+
+    async def play() -> None:
+        async with node() as at:
+            reads = [at.read(etag, place * LENGTH, url=url) for place in range(4)]
+            assert await asyncio.gather(*reads) == [None] * 4
+            for place in range(4):
+                assert at.bytes_at(place * LENGTH) == BODY[10 : 10 + LENGTH]
+            changed = await at.read('"another"', url=url)
+            assert isinstance(changed, DatasetChangedError)
+            assert (changed.expected, changed.found) == ('"another"', etag)
+            missing = await at.read(etag, url=f"s3://{bucket}/nothing")
+            assert isinstance(missing, ShardNotFound)
+            assert missing.shard == f"s3://{bucket}/nothing"
+            assert len(at.fetchers.pids) == 1
+
+    asyncio.run(play())
+
+
+def test_a_kept_preamble_is_copied_before_its_block() -> None:
+    async def play() -> None:
+        async with node() as at:
+            at.preambles.view(5, 7)[:] = b"footer!"
+            assert await at.end_of(fetches.CopyPreamble(0, Region(5, 7), Region(90, 7))) is None
+            assert at.bytes_at(90, 7) == b"footer!"
+
+    asyncio.run(play())
+
+
+def test_the_reads_of_a_killed_fetcher_are_read_by_another(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node() as at:
+            awry.be(then=Mood.STALL)
+            reads = [asyncio.ensure_future(at.read(etag, n * LENGTH)) for n in range(5)]
+            await at.until(lambda: len(awry.seen) == 5)
+            (pid,) = at.fetchers.pids
+            awry.be()
+            os.kill(pid, signal.SIGKILL)
+            assert await asyncio.gather(*reads) == [None] * 5
+            for n in range(5):
+                assert at.bytes_at(n * LENGTH) == BODY[10 : 10 + LENGTH]
+            assert len(at.fetchers.pids) == 1
+            assert at.fetchers.pids != (pid,)
+
+    asyncio.run(play())
+
+
+def test_a_read_that_ends_every_fetcher_fails_and_names_its_shard(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node() as at:
+            awry.be(then=Mood.STALL)
+            read = asyncio.ensure_future(at.read(etag))
+            for count in range(1, 4):
+                await at.until(lambda count=count: len(awry.seen) == count)
+                os.kill(at.fetchers.pids[0], signal.SIGKILL)
+            error = await read
+            assert type(error) is StoreError
+            assert error.shard == URL
+            assert "status -9" in str(error)
+            awry.be()
+            assert await at.read(etag) is None
+
+    asyncio.run(play())
+
+
+def test_a_pause_that_one_process_was_asked_for_is_kept_by_all(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node(budget_s=0.2) as at:
+            assert await at.read(etag) is None
+            awry.be(Mood.SLOW_DOWN)
+            await at.read(etag)
+            await at.until(lambda: at.pauses)
+            assert (at.pauses[0].store, at.pauses[0].level) == ("s3://bucket", 1)
+
+            awry.be()
+            at.fetchers.pause(Pause("s3://bucket", 3, 1e6))  # the node's own calls were asked
+            await asyncio.sleep(0)
+            for _ in range(2):
+                error = await at.read(etag)
+                assert isinstance(error, StoreThrottled)
+                os.kill(at.fetchers.pids[0], signal.SIGKILL)  # the next one knows it from the start
+            assert awry.seen == []
+
+    asyncio.run(play())
+
+
+def test_an_outage_and_why_a_read_waits_are_told_until_it_is_over(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node() as at:
+            awry.be(then=Mood.RESET)
+            read = asyncio.ensure_future(at.read(etag))
+            await at.until(lambda: at.fetchers.trouble(URL))
+            assert isinstance(at.fetchers.trouble(URL), StoreUnavailable)
+            assert [outage.is_over for outage in at.outages] == [False]
+            awry.be()
+            assert await read is None
+            await at.until(lambda: len(at.outages) == 2 and not at.fetchers.trouble(URL))
+            assert at.outages[1].is_over
+
+    asyncio.run(play())
+
+
+def test_what_a_killed_fetcher_alone_saw_is_over_with_it(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node() as at:
+            awry.be(then=Mood.RESET)
+            read = asyncio.ensure_future(at.read(etag))
+            await at.until(lambda: at.outages)
+            awry.be()
+            os.kill(at.fetchers.pids[0], signal.SIGKILL)
+            assert await read is None
+            assert [outage.is_over for outage in at.outages[:2]] == [False, True]
+            assert at.fetchers.trouble(URL) is None
+
+    asyncio.run(play())
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError("by zero"), Panic("index out of bounds")])
+def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
+    """As a StoreError, which nobody tries again: it is a bug."""
+
+    class Broken:
+        def connect(self, url: str) -> Any:
+            raise failure
+
+        def trouble(self, url: str) -> None: ...
+
+    arena, broken = Arena.create("blocks", ARENA_BYTES), Broken()
+    ours, theirs = local.pair()
+    made: Any = broken
+    reads = Reads(theirs, {tasks.BLOCK_ARENA: arena}, lambda _observe, _share: made)
+
+    def serve() -> None:
+        with pytest.raises(DataplaneError):
+            reads.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    order = fetches.ReadRange(7, URL, 0, "", tasks.BLOCK_ARENA, Region(0, 10))
+    local.send(ours, fetches.ToFetcher(order))
+    (body,) = [local.receive(ours, fetches.FromFetcher)[0].body]
+    ours.close()
+    thread.join(TIMEOUT_S)
+    theirs.close()
+    reads.close()
+    arena.close()
+    assert isinstance(body, fetches.ReadEnded)
+    assert body.number == 7
+    assert type(body.error) is StoreError
+    assert f"{type(failure).__name__}: {failure}" in str(body.error)
