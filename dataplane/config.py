@@ -11,7 +11,7 @@ from typing import Any
 
 from dataplane.model import ColumnOptions, End, ImageSpec, StackSpec, StepSpec
 
-# The build reads the version here; clients, nodes and coordinators of one service must be equal.
+# The build reads the version here. Clients, nodes and coordinators of a service must have the same.
 VERSION = "0.1.0"
 PROTOCOL_VERSION = 2
 
@@ -49,7 +49,7 @@ class JobSpec:
         """
         fields = _digested(self)
         del fields["global_batch"]
-        # They were fields of the spec itself once.
+        # In the first version these were fields of the spec itself.
         fields |= fields.pop("column_options")
         return hashlib.blake2b(_json(fields).encode(), digest_size=16).hexdigest()
 
@@ -73,8 +73,8 @@ class JobSpec:
         return found
 
     def differences(self, other: JobSpec) -> tuple[tuple[str, str, str], ...]:
-        """(field, mine, other's) for every field that differs, column options each by itself; of
-        transforms, what differs.
+        """(field, mine, other's) for every field that differs. Column options are listed one by
+        one; for transforms, only the differing parts are shown.
         """
         others = {name: value for name, (value, _) in _options(other)}
         return tuple(
@@ -132,7 +132,9 @@ def _json(value: Any) -> str:
 
 
 def _told(value: Any) -> str:
-    """Equal of equal values, and of those that contain NaN, which is not equal to itself."""
+    """A key for comparison: equal for equal values, also if they contain NaN, which is not equal to
+    itself.
+    """
     return _json(_digested(value))
 
 
@@ -179,7 +181,7 @@ def _images_shown(images: tuple[ImageSpec, ...], others: tuple[ImageSpec, ...]) 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
-    workers, and up to `worker_count_max` where more of them help. Each may take
+    workers, and up to `worker_count_max` if more of them help. Each may take
     `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
     """
 

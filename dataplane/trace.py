@@ -27,18 +27,18 @@ _PLAIN = re.compile(r"[^\s\"=]+")
 
 
 class Trace:
-    """One room's voice. Facts are keyword arguments."""
+    """The log of one room. Facts are keyword arguments."""
 
     def __init__(self, room: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = logging.getLogger(f"dataplane.{room}")
         self._limits = _Limits(clock)
 
     def started(self, event: str, **facts: object) -> None:
-        """Something began that may take a while: of interest to developers."""
+        """Something has begun that may take a while. For developers."""
         self._say(logging.DEBUG, event, facts)
 
     def noted(self, event: str, **facts: object) -> None:
-        """Something that a person who runs the service wants to know."""
+        """Something has ended that operators of the service want to know about."""
         self._say(logging.INFO, event, facts)
 
     def failed(self, event: str, **facts: object) -> None:
@@ -46,9 +46,7 @@ class Trace:
         self._say(logging.WARNING, event, facts)
 
     def broke(self, event: str, *, by: BaseException | None = None, **facts: object) -> None:
-        """Dataplane itself is wrong: with the traceback of this exception, or of the one that is
-        handled.
-        """
+        """Dataplane has a bug. Logs the traceback of `by`, or of the exception being handled."""
         self._say(logging.ERROR, event, facts, traceback_of=by or True)
 
     def _say(
@@ -83,7 +81,7 @@ class EventLine:
 
 
 class _Limits:
-    """How many lines of each event were written in its present minute. Thread-safe."""
+    """How many lines of each event were written in its current minute. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -153,13 +151,13 @@ class _Json(logging.Formatter):
 
 
 def _timestamp(record: logging.LogRecord) -> str:
-    """As ISO 8601 has it, in UTC."""
+    """A time in ISO 8601, in UTC."""
     when = dt.datetime.fromtimestamp(record.created, dt.UTC)
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _plain(value: object) -> object:
-    """A value that JSON has, or its text."""
+    """The value if JSON has its type, else its text."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _cut(redacted(str(value)))

@@ -87,7 +87,7 @@ def _with_nulls(value: st.SearchStrategy[Any], count: int) -> st.SearchStrategy[
 
 
 def _encoded(draw: Callable[..., Any], array: pa.Array) -> pa.Array:
-    """Perhaps the same values as a dictionary or as runs."""
+    """The same values, possibly as a dictionary or as runs."""
     how = draw(st.sampled_from(["plain", "plain", "dictionary", "runs"]))
     if pa.types.is_float16(array.type) or how == "plain":
         return array
@@ -233,7 +233,7 @@ def columns(count: int, depth: int = 2) -> st.SearchStrategy[Column]:
 def batches(
     draw: Callable[..., Any], rows: int, width: int = 4
 ) -> tuple[pa.RecordBatch, tuple[Leaf, ...]]:
-    """A record batch, perhaps cut out of a longer one, and its leaves."""
+    """A record batch, possibly a slice of a longer one, and its leaves."""
     before, after = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     drawn = draw(st.lists(columns(before + rows + after), min_size=1, max_size=width))
     names = [f"c{i}" for i in range(len(drawn))]
@@ -249,7 +249,7 @@ def batches(
 
 
 def canonical_values(leaf: Leaf, fill: float | None) -> Values | None:
-    """What the leaf's rows are in canonical form; None if a null makes that impossible."""
+    """The leaf's rows in canonical form; None if a null makes that impossible."""
     if leaf.kind is Kind.OBJECT:
         return leaf.values
     if leaf.kind is Kind.STRING:
@@ -285,7 +285,7 @@ def _number(value: Any, dtype: str) -> Any:
 
 
 def comparable(value: Any) -> Any:
-    """The same, but that a NaN equals itself and -0.0 is not 0.0."""
+    """Equality, except that a NaN equals itself and -0.0 differs from 0.0."""
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, (list, tuple)):

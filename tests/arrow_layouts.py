@@ -1,4 +1,4 @@
-"""Arrow arrays of every layout, each below every kind of parent: what other writers may send."""
+"""Arrow arrays of every layout within every kind of parent, as other writers may send them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _UNAVAILABLE = (
 
 
 class Away(enum.Enum):
-    """How the server behind the proxy is to be reached."""
+    """How the server behind the proxy can be reached."""
 
     WELL = "as if there were no proxy"
     REFUSED = "nobody listens; connections that were there are reset"
@@ -126,7 +126,7 @@ class Proxy:
             self._open.discard(client)
 
     def _pass_on(self, source: socket.socket, target: socket.socket, is_asking: bool) -> None:
-        """One direction. While the proxy hangs bytes are swallowed, and so is all that follows."""
+        """Forward one direction. While the proxy hangs, it swallows this and all later bytes."""
         is_dead = False
         try:
             while piece := source.recv(_RECEIVE_BYTES):
@@ -153,8 +153,8 @@ class Proxy:
 
 
 class Names:
-    """A host name that the commands `within` know as long as it is to be known: they see a file of
-    ours as /etc/hosts.
+    """A host name that can be added and removed for the commands `within`, which see a file of ours
+    as /etc/hosts.
     """
 
     HOST = "store.invalid"
@@ -168,7 +168,7 @@ class Names:
 
     @property
     def works(self) -> bool:
-        """Whether this machine allows it."""
+        """Whether this machine supports this."""
         try:
             return subprocess.run([*self.within, "true"], check=False).returncode == 0
         except OSError:

@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Mood(enum.Enum):
-    """How the next request is answered."""
+    """How the server answers a request."""
 
     WELL = "as S3 would"
     SLOW_DOWN = "503 SlowDown"
@@ -38,7 +38,7 @@ class Mood(enum.Enum):
 
 @dataclass(slots=True)
 class Awry:
-    """`moods` are used up one a request; then `usual` holds. `seen` lists (method, range)."""
+    """Each request uses up one of `moods`; then `usual` applies. `seen` lists (method, range)."""
 
     objects: dict[str, bytes]
     usual: Mood = Mood.WELL

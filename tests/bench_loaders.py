@@ -106,7 +106,7 @@ class Opened:
 
 
 class Stateless:
-    """Without a state: resumed by reading again."""
+    """A loader without a state: it resumes by reading again."""
 
     def __getattr__(self, name):
         return getattr(Loader(), name)
@@ -124,7 +124,7 @@ class Only:
 
 
 def note(task, words):
-    """Leave a word where the test finds it."""
+    """Write a word to a file for the test."""
     if "journal" in task.settings:
         with Path(task.settings["journal"]).open("a") as journal:
             journal.write(words + "\n")

@@ -1,4 +1,4 @@
-"""What every test has: clean surroundings, real data, a real S3 server."""
+"""Fixtures of all tests: a clean environment, real data, a real S3 server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _failed = pytest.StashKey[bool]()
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember failures: their tracebacks hold files and memory that are no leak."""
+    """Remember failures, since files and memory held by their tracebacks are not leaks."""
     report = yield
     if report.failed:
         item.stash[_failed] = True
@@ -65,7 +65,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def run_mark(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The mark by which descendants of this test run are known."""
+    """The mark that identifies descendants of this test run."""
     # pytest's own folder must be there before the first test gets a TMPDIR that is emptied.
     tmp_path_factory.getbasetemp()
     hygiene.warm_up()

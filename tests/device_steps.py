@@ -1,4 +1,4 @@
-"""What tests of devices have in common: a training loop on a fake one, and the bytes it expects."""
+"""Shared by tests of devices: a training loop on a fake device, and the expected bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def leaves(batch: Any) -> list[torch.Tensor]:
 
 
 def content(batch: Any) -> list[bytes]:
-    """Their bytes, as they are now."""
+    """A copy of their current bytes."""
     return [leaf.cpu().contiguous().numpy().tobytes() for leaf in leaves(batch)]
 
 
 def step(device: FakeDevice, batches: Iterator[Any], expected: list[bytes]) -> None:
-    """One step of a loop, in any stream; the batch is dropped when its step was only asked for."""
+    """One step of a loop, in any stream; the batch is dropped when the step was only submitted."""
     device.current = device.random.choice(device.streams[1:])
     for tensor, want in zip(leaves(next(batches)), expected, strict=True):
         device.read(tensor, want)
@@ -36,7 +36,7 @@ def step(device: FakeDevice, batches: Iterator[Any], expected: list[bytes]) -> N
 
 
 def wait_until(is_so: Callable[[], Any]) -> None:
-    """For what other threads and processes do."""
+    """Wait for other threads and processes."""
     pause = threading.Event()
     for _ in range(6000):
         if is_so():
@@ -46,7 +46,7 @@ def wait_until(is_so: Callable[[], Any]) -> None:
 
 
 def expect_nothing_left(device: FakeDevice) -> None:
-    """No wrong byte was read, and nothing is held on either side."""
+    """Check that no wrong byte was read, and that neither side holds memory."""
     device.finish()
     gc.collect()
     wait_until(lambda: not device.pinned)

@@ -1,4 +1,4 @@
-"""A clock that moves by waiting only."""
+"""A clock that advances only by waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataplane.store.gate import Clock
 
 @dataclass
 class Time:
-    """`chance` is what every draw gives; `waited` has every wait."""
+    """Every random draw returns `chance`; `waited` records all waits."""
 
     now: float = 1000.0
     chance: float = 1.0

@@ -82,20 +82,20 @@ class FakeDevice:
         self.refuses = 0
 
     def tick(self, most: int = 3) -> None:
-        """Some streams go on for a bit."""
+        """Let some streams do a part of their work."""
         with self.lock:
             for _ in range(self.random.randint(0, most)):
                 self.random.choice(self.streams).step()
 
     def finish(self) -> None:
-        """Everything that was asked for is done."""
+        """Finish all submitted work."""
         with self.lock:
             while any(stream.step() for stream in self.streams):
                 pass
             assert not any(stream.queue for stream in self.streams)
 
     def copied(self, source: torch.Tensor) -> torch.Tensor:
-        """Begin to copy to memory of the current stream, as a tensor's to(non_blocking=True)."""
+        """Begin to copy to memory of the current stream, like a tensor's to(non_blocking=True)."""
         with self.lock:
             self.tick()
             if self.refuses:
@@ -125,7 +125,7 @@ class FakeDevice:
             return self._tensor(block, source)
 
     def read(self, tensor: torch.Tensor, expected: bytes) -> None:
-        """A step that reads a tensor; it finds out later whether that has the right bytes."""
+        """Submit a step that reads a tensor, and checks its bytes when it runs."""
         if not expected:
             return
         with self.lock:
@@ -140,7 +140,7 @@ class FakeDevice:
             self.tick()
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """As a tensor's record_stream()."""
+        """Like a tensor's record_stream()."""
         with self.lock:
             if tensor.numel():
                 self.live[tensor.data_ptr()].recorded.add(stream)

@@ -68,7 +68,7 @@ SPECS = (
 
 
 def sample(t: int, epoch: int = 0) -> dict[str, Any]:
-    """What the dataset has at a position of an epoch."""
+    """The sample at a position of an epoch."""
     return {
         "x": [t, t + 1, t + 2, epoch],
         "t": t,
@@ -82,7 +82,7 @@ def sample(t: int, epoch: int = 0) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Script:
-    """What the node does, and what it does wrong."""
+    """The script of a node, with its faults."""
 
     sample_count: int = 100
     slot_bytes: int = 4096
@@ -112,7 +112,7 @@ class _Peer:
 
 
 class FakeNode:
-    """Runs in the thread that calls `run`. `seen` lists what came, in order."""
+    """Runs in the thread that calls `run`. `seen` lists the received messages in order."""
 
     def __init__(self, script: Script, listener: socket.socket, *, embedded: bool = False) -> None:
         self.script, self.seen = script, deque[Any]()
@@ -298,7 +298,7 @@ class FakeNode:
 
 
 def may_be_killed(script: Script, at: str) -> None:
-    """SIGKILL, if this is where it comes, to this process."""
+    """SIGKILL this process, if the script says so for this moment."""
     if script.killed_at != at:
         return
     if script.killed_once:
@@ -310,7 +310,7 @@ def may_be_killed(script: Script, at: str) -> None:
 
 
 def write(memory: Any, batches: list[list[int]], epoch: int) -> tuple[Column, ...]:
-    """Lay the batches out as the protocol says."""
+    """Write the batches in the layout of the protocol."""
     end, columns = 0, []
 
     def put(array: Any) -> int:

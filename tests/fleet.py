@@ -26,14 +26,14 @@ TRAINER = Path(__file__).parent / "chaos" / "trainer.py"
 DATAPLANE = (sys.executable, "-m", "dataplane")
 ANSWER_S = 60
 WARM: list[WarmPython] = []
-"""What trainers are forked from, where there is one."""
+"""The process that trainers are forked from, if there is one."""
 
 Rows = list[list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What processes write to a file: their own lines, and those of a node that they started."""
+    """A log file of processes: their own lines, and those of a node that they started."""
 
     path: Path
 
@@ -89,7 +89,7 @@ class Run:
         environ: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
     ) -> None:
-        """`within`: what the command of each rank is put behind, such as `nsenter …`."""
+        """`within` is a command that runs each rank's command, such as `nsenter …`."""
         folder.mkdir(parents=True)
         self.size, self.within = size, within
         self.log = Log(folder / "stderr.log")
@@ -164,7 +164,7 @@ class Run:
         return self.answers()
 
     def kill(self) -> None:
-        """SIGKILL to every rank that is left."""
+        """SIGKILL all remaining ranks."""
         for trainer in self.trainers:
             trainer.process.kill()
         for trainer in self.trainers:
@@ -192,7 +192,7 @@ class Run:
 
 
 def interleaved(ranks: Sequence[Rows], first_position: int) -> Rows:
-    """One stream from what each rank has, from `first_position` on."""
+    """Join the rows of all ranks into one stream, from `first_position` on."""
     size, rows = len(ranks), []
     taken = [0] * size
     position = first_position
@@ -258,7 +258,7 @@ class Service:
             self.wait_ready()
 
     def start(self) -> None:
-        """Run it, until it says that it is ready."""
+        """Start it, and wait until it is ready."""
         self.launch()
         self.wait_ready()
 
@@ -275,7 +275,7 @@ class Service:
             )
 
     def wait_ready(self) -> None:
-        """Until it says that it is ready."""
+        """Wait until it says that it is ready."""
         assert self.process.stdout is not None
         expected = 1 if {"--coordinator", "--node"} & set(self.arguments) else 2
         self.ready = []

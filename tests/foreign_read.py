@@ -1,4 +1,4 @@
-"""One file read by Dataplane, the way a node and a trainer do it, and by others: is it the same?"""
+"""Reads one file with Dataplane, as a node and a trainer do, and with others, and compares."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAULTS = ("RAW", "DIFFERS")
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What Dataplane made of a file: batches, or the error that a user would get."""
+    """Dataplane's result for a file: batches, or the error that a user would get."""
 
     batches: tuple[Mapping[str, Any], ...] = ()
     schema: pa.Schema | None = None
@@ -200,11 +200,11 @@ def _refused(error: BaseException, path: Path, format_name: str) -> tuple[str, s
 
 
 class Unreadable(Exception):
-    """Others cannot read it either."""
+    """Raised if no other reader can read the file."""
 
 
 def reference(path: Path, format_name: str, read: Read) -> Values:
-    """What others read of a file.   Raises:  Unreadable."""
+    """The values that other readers find in a file.   Raises:  Unreadable."""
     try:
         match format_name:
             case "parquet":

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A forked child that waits to be asked."""
+    """A forked child that waits for a question."""
 
     pid: int
     asked: int
 
     def ask(self) -> int:
-        """What it answers; it has ended by then."""
+        """Ask it; return its answer, after which it has ended."""
         os.write(self.asked, b"!")
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 

@@ -19,7 +19,7 @@ _LINE = re.compile(r"event loop held ran_ms=(?P<ran_ms>[0-9.e+]+) .*")
 
 
 def longest_hold(captured: Iterable[str]) -> str | None:
-    """The line of the longest hold that is too long, of all that was written."""
+    """The log line of the longest hold over the limit."""
     found = [line for text in captured for line in _LINE.finditer(text)]
     too_long = [line for line in found if float(line["ran_ms"]) > RAN_MS_MAX]
     longest = max(too_long, key=lambda line: float(line["ran_ms"]), default=None)

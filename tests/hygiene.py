@@ -62,7 +62,7 @@ _SHM = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that is there at one moment."""
+    """All resources that exist at one moment."""
 
     processes: frozenset[tuple[int, int]]
     fds: dict[int, str]
@@ -122,7 +122,7 @@ def empty(scratch: Path) -> None:
 
 
 def warm_up() -> None:
-    """Start once what libraries keep for good, so that no test is blamed for it."""
+    """Start everything that libraries keep for ever, so that no test is blamed for it."""
     import multiprocessing.util
 
     import fsspec.asyn
@@ -193,7 +193,7 @@ def _running() -> dict[int, tuple[int, int]]:
 
 
 def _read(path: str) -> bytes:
-    """The start of a file of /proc, by as few system calls as there can be."""
+    """The start of a file of /proc, read with as few system calls as possible."""
     fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 4096)

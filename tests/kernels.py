@@ -14,7 +14,7 @@ from dataplane.worker.rows import CompiledRows, NumpyRows, Rows
 
 
 def without(missing: str) -> NoReturn:
-    """What CI must have is not there: elsewhere the test is skipped."""
+    """Fail in CI, which must have this; skip the test elsewhere."""
     told = f"{missing}: install one, and run `make setup`"
     if os.environ.get("CI"):
         pytest.fail(told)

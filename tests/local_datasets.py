@@ -146,7 +146,7 @@ class Together(Samples):
 
 
 class Flow(IterableDataset[Any]):
-    """The same, one after the other, each worker its share."""
+    """The same samples as an iterable dataset; each worker reads its share."""
 
     def __init__(self, kind: str, count: int) -> None:
         self.kind, self.count = kind, count

@@ -42,7 +42,7 @@ class Machine:
         return decision.answer
 
     def wait(self, seconds):
-        """Time passes while the coordinator is awake."""
+        """Let time pass while the coordinator is awake."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + 1.0, until)

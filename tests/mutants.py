@@ -142,7 +142,7 @@ def mutant(whole: bytes, draw: random.Random) -> bytes:
 
 
 def _place(content: bytearray, draw: random.Random) -> int:
-    """Anywhere, and more often where headers and footers are."""
+    """A random place, more often in headers and footers."""
     size = len(content)
     first, last = draw.choice(
         ((0, size), (0, size), (0, 600), (size - 3000, size), (size - 64, size))
@@ -166,7 +166,7 @@ def _set_length(content: bytearray, draw: random.Random) -> None:
 
 
 def _set_number(content: bytearray, draw: random.Random) -> None:
-    """A digit for another, where there is text."""
+    """Replace a digit in text with another."""
     at = _place(content, draw)
     digits = [i for i in range(at, min(at + 200, len(content))) if 0x30 <= content[i] <= 0x39]
     if digits:
@@ -188,7 +188,7 @@ def _insert(content: bytearray, draw: random.Random) -> None:
 
 
 def _move(content: bytearray, draw: random.Random) -> None:
-    """Bytes of one place at another."""
+    """Copy bytes from one place to another."""
     size = draw.choice((4, 16, 64))
     start, at = _place(content, draw), _place(content, draw)
     content[at : at + size] = content[start : start + size]

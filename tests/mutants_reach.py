@@ -20,14 +20,14 @@ HISTORIES = "tests/scheduler/test_histories.py::"
 
 @dataclass(slots=True)
 class Reached:
-    """What one test ran: (file, line) of the room, and processor seconds that it took."""
+    """The lines that one test ran, as (file, line), and its CPU seconds."""
 
     lines: set[tuple[str, int]] = field(default_factory=set)
     cpu_s: float = 0.0
 
 
 class Reach:
-    """Notes what each test reaches. Lines that other processes run are not seen."""
+    """Records the lines that each test reaches. Lines run by other processes are not seen."""
 
     def __init__(self, tree: Path, room: str) -> None:
         self._tree = f"{tree}/"
@@ -37,7 +37,7 @@ class Reach:
         self._names: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """One history reaches what another does."""
+        """Trace only one history, since all reach the same lines."""
         histories = [each for each in items if each.nodeid.startswith(HISTORIES)]
         items[:] = [each for each in items if each not in histories[1:]]
 
@@ -91,7 +91,7 @@ class Chosen:
         items[:] = [found[name] for name in self._limits if name in found]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """SIGPROF ends a process that says nothing of it."""
+        """Let SIGPROF end the process, as by default."""
         signal.setitimer(signal.ITIMER_PROF, self._limits[nodeid])
 
     def pytest_runtest_logfinish(self) -> None:

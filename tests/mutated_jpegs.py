@@ -122,7 +122,7 @@ def _change(image: bytearray, random: np.random.Generator) -> None:
 
 
 def pass_through(image: bytes, sound: bytes, number: int) -> Outcomes:
-    """All that makes pixels of one mutant; how often pixels were made, and how often refused."""
+    """Make pixels of one mutant in all ways; count how often that worked and was refused."""
     outcomes: Outcomes = collections.Counter()
     random = np.random.default_rng(number)
     makers = [maker()] if number % _PILLOW_EVERY else [maker(), pillow_maker()]
@@ -180,7 +180,7 @@ _kept: list[Bytes] = []
 
 
 def _placed(images: Sequence[bytes]) -> NDArray[np.int64]:
-    """Where images lie, each of which ends where its memory ends."""
+    """The places of images in memory, each of which ends where its memory ends."""
     _kept[:] = [np.frombuffer(image, np.uint8).copy() for image in images]
     return np.array([(one.ctypes.data, one.nbytes) for one in _kept], np.int64).reshape(-1, 2)
 

@@ -1,4 +1,4 @@
-"""JPEGs of kinds that no encoder among the test requirements writes.
+"""JPEGs of kinds that none of the tests' required encoders writes.
 
 Each is `drawn(57, 83)` of pictures.py, encoded by libjpeg-turbo's cjpeg at a quality of 60.
 """

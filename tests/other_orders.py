@@ -12,7 +12,7 @@ from dataplane.plan.windows import Int64
 
 
 class Backwards:
-    """Another order from its end to its beginning."""
+    """Another order, reversed."""
 
     def __init__(self, order: SampleOrder) -> None:
         self._order = order
@@ -27,7 +27,7 @@ class Backwards:
 
 
 class Concatenated:
-    """Orders of several datasets, one after the other. Their blocks are numbered through."""
+    """Orders of several datasets, one after the other, with consecutive block numbers."""
 
     def __init__(self, orders: Sequence[SampleOrder], block_counts: Sequence[int]) -> None:
         self._orders = orders

@@ -1,4 +1,4 @@
-"""Images to make pixels of: where they lie, what Pillow makes of them, and some that are drawn."""
+"""Images for tests: real ones, drawn ones, and the pixels that Pillow makes of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataplane.transforms.view import PixelView
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Images in memory: what `sizes` and `render` take, and what keeps it alive."""
+    """Images in memory: the arguments of `sizes` and `render`, and the object that owns them."""
 
     places: Ints
     memory: tuple[NDArray[np.uint8], ...]

@@ -52,7 +52,7 @@ class Bench:
         self._blocks: dict[int, int] = {}
 
     def allow(self, memory_bytes: int) -> None:
-        """Let workers have so much for this dataset."""
+        """Let workers take this much memory for this dataset."""
         message = dataclasses.replace(self.dataset.message, memory_bytes=memory_bytes)
         self.dataset = dataclasses.replace(self.dataset, message=message)
 

@@ -31,7 +31,7 @@ ANSWER_S = 60.0
 
 
 class Node:
-    """An embedded node process of our own. Ends by itself when its last trainer has."""
+    """An embedded node process. It ends by itself after its last trainer."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.name = f"dp-test-{os.getpid()}-{time.monotonic_ns()}"
@@ -145,7 +145,7 @@ class Trainer:
     def slabs(
         self, job: str = "j", *, epoch: int = 0, cursor: int = 0, first: int = 0, stride: int = 1
     ) -> Iterator[messages.Slab]:
-        """Slab after slab, each released when the next is asked for."""
+        """The slabs of a stream; each is released when the next is requested."""
         request = messages.OpenStream(job, epoch, cursor, first, stride)
         stream = self.call(request).stream_id
         while True:

@@ -1,4 +1,4 @@
-"""A dataset in a bucket behind a proxy, and its first epoch as the plan has it."""
+"""A dataset in a bucket behind a proxy, and its first epoch in planned order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def manifest(bucket: str) -> Manifest:
 
 @pytest.fixture
 def whole(manifest: Manifest) -> list[list[object]]:
-    """The epoch as the plan has it."""
+    """The epoch in planned order."""
     order = Order(manifest.block_rows, 3, shuffle=True, lanes=2, window=64, epoch=0)
     blocks, rows = order.locate(np.arange(COUNT))
     first = np.cumsum(manifest.block_rows) - manifest.block_rows

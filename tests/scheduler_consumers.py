@@ -175,7 +175,7 @@ class Consumer:
             self.is_open = False
 
     def leave(self) -> None:
-        """Its process has ended: nothing is held any more."""
+        """End its process: it holds nothing any more."""
         self.close()
         self.held.clear()
         self.run.tell(events.HolderGone(self.place.delivery_id, self.number))

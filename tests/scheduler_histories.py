@@ -18,7 +18,7 @@ _TOGETHER = 20
 
 
 def failure(seed: int) -> str:
-    """What went wrong in the history of this seed, or nothing."""
+    """The traceback of the history of this seed, or "" if it holds."""
     try:
         history(seed)
     except Exception:  # noqa: BLE001 - whatever goes wrong is what is looked for

@@ -1,7 +1,7 @@
 """The numbered invariants of the scheduler's modules, checked from the inside after every event.
 
-It is asked some hundred times a history, so it goes over everything once. Those invariants that
-show in the traffic with the outside are checked in scheduler_traffic.py.
+It runs some hundred times per history, so it makes one pass over everything. Invariants that are
+visible in events and effects are checked in scheduler_traffic.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Used = dict[int, list[int]]
 
 
 class Invariants:
-    """Those of one scheduler, over all of the datasets that it has seen."""
+    """The invariants of one scheduler, over all datasets that it has seen."""
 
     def __init__(self, scheduler: Scheduler, worlds: list[World], times: Times) -> None:
         self._scheduler = scheduler
@@ -181,7 +181,7 @@ class Invariants:
         assert found == waiting_count, "slab_tasks 4: what is gone still waits"
 
     def _check_ahead(self, stream: StreamState) -> None:
-        """Every stream is planned ahead, and a free slot is used by who has a right to it."""
+        """Every stream is planned ahead, and free slots go to the streams that may have them."""
         layout, tasks = stream.delivery.slots.layout, stream.tasks
         if not stream.planning and not stream.planned_all:
             assert len(tasks) + planned_together(len(tasks)) > PLANNED_AHEAD + layout.ahead_slots
@@ -200,7 +200,7 @@ class Invariants:
                     return
 
     def _check_first(self, stream: StreamState) -> None:
-        """scheduler 1 and 3, slab_tasks 5: what a consumer waits for is made as soon as it can be."""
+        """scheduler 1 and 3, slab_tasks 5: a requested slab is made as soon as possible."""
         task = stream.tasks[0]
         assert task.phase not in {SlabPhase.READY, SlabPhase.FAILED}, "scheduler 1"
         if task.phase is not SlabPhase.WAITING or task.missing or stream.is_ahead:

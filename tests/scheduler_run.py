@@ -1,4 +1,4 @@
-"""A run of chance over what consumers of a scheduler and its outside do, on a virtual clock."""
+"""A random run of a scheduler with its consumers, stores and workers, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Run:
         return self.consumers[stream_id - 1]
 
     def settle(self) -> None:
-        """Until the scheduler waits for the outside."""
+        """Run until the scheduler waits for an event."""
         for _ in range(1000):
             if self.scheduler.is_settled:
                 return
@@ -166,7 +166,7 @@ class Run:
     def consume(
         self, place: Place, dp_rank: int, dp_size: int, steps: tuple[int, int] | None = None
     ) -> Consumer:
-        """One more consumer, which begins anywhere."""
+        """Add a consumer that begins at a random place."""
         chance = self.chance
         epoch, cursor = chance.choice([0, 0, 0, 1]), 0
         if place.group is None and chance.random() < 0.2:
@@ -246,7 +246,7 @@ class Run:
             self.chance.choice((self.stop_one, self.move_one, self.refuse_one, self.adopt_one))()
 
     def go(self, acts_max: int = _ACTS_MAX) -> None:
-        """Act until nothing is left to do; then every consumer must have what it asked for."""
+        """Act until nothing is left to do; then every request must have been answered."""
         self.settle()
         while actions := self.actions():
             self.acts += 1
@@ -263,7 +263,7 @@ class Run:
         self.tell(events.Ticked(self.chance.random() * 4, self.chance.random()))
 
     def stop_one(self) -> None:
-        """A consumer has enough, or its process ends."""
+        """A consumer leaves, or its process ends."""
         one = self.chance.choice(self.consumers)
         self.chance.choice((one.close, one.leave))()
 

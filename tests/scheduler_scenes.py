@@ -1,4 +1,4 @@
-"""What runs of a scheduler begin with, and whole histories, each of them drawn from one seed."""
+"""Starting points of a scheduler's runs, and whole histories, each drawn from one seed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mixed(run: Run) -> None:
 
 
 def history(seed: int) -> Run:
-    """Everything that a scheduler may live through, of all kinds and at any pace.
+    """A history with every kind of event that a scheduler may see, at any speed.
 
     Raises:  AssertionError: names the invariant that did not hold.
     """

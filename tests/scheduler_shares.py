@@ -1,4 +1,4 @@
-"""What each stream of a scheduler may have: how far it is planned, how many slots, how much memory."""
+"""The shares of a scheduler's streams: plans ahead, slots, and memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataplane.scheduler.records import SlabPhase, SlabTask, StreamState
 from dataplane.scheduler.scheduler import Scheduler
 
 PLANNED_AHEAD = 16
-"""Slabs planned for each stream, beside those that may have slots."""
+"""Slabs planned for each stream in addition to those that may have slots."""
 _MEMORY_SHARE = 0.9
 
 
 def planned_together(task_count: int) -> int:
-    """How many plans a stream with so many tasks asks for at once."""
+    """How many plans a stream with this many tasks requests at once."""
     return min(max(task_count, 1), 8)
 
 
 def count_of_slots(stream: StreamState) -> int:
-    """Slots of slabs that the consumer of a stream has not got yet."""
+    """Slots of slabs that the consumer of a stream has not received yet."""
     count = sum(task.slot is not None for task in stream.tasks)
     if stream.is_ahead and stream.after is not None:
         count += sum(task.slot is not None for task in stream.after.tasks)
@@ -50,7 +50,7 @@ def depth_of(task: SlabTask) -> tuple[int, int]:
 
 
 def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:
-    """Plans are split if the arena could not hold their blocks, and for nothing else.
+    """Plans are split only if the arena could not hold their blocks.
 
     Raises:  AssertionError: one was not split, or was.
     """
@@ -70,9 +70,9 @@ def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:
 
 
 def check_makes(scheduler: Scheduler, effects: Sequence[events.Effect]) -> None:
-    """What is needed first is made first, and nobody takes more slots than are theirs.
+    """Slabs that are needed first are made first, and no stream exceeds its share of slots.
 
-    Raises:  AssertionError: somebody does.
+    Raises:  AssertionError: one does.
     """
     making = scheduler._tasks._assembling
     makes = [e for e in effects if isinstance(e, events.AssembleSlab | events.CopyKept)]

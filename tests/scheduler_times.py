@@ -1,4 +1,4 @@
-"""What a scheduler says of times, compared with what somebody with a watch has seen.
+"""Compares the times that a scheduler reports with times measured from outside.
 
 The stages of a slab, the time that reads and decodings took, and how long a request has waited.
 """
@@ -21,7 +21,7 @@ _US_A_S = 1e6
 
 @dataclass(slots=True)
 class _Seen:
-    """When a task came, and when it went from one stage to the next."""
+    """When a task was planned, and when it entered each stage."""
 
     planned: float
     is_gathered: bool = False
@@ -40,7 +40,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class Times:
-    """Of everything that one scheduler was told and has asked for."""
+    """The times of all events and effects of one scheduler."""
 
     now: float = 0.0
     _blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -54,10 +54,10 @@ class Times:
     done: np.ndarray = field(default_factory=lambda: np.zeros(2))
     """Seconds of reading, while a dataset is read, and of decoding."""
     told: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    """The same, as the times of slabs tell."""
+    """The same, as reported in the times of slabs."""
 
     def before(self, event: events.Event, now: float) -> None:
-        """An event is about to be told."""
+        """Record an event before the scheduler sees it."""
         for dataset_id, count in self._reads.items():
             if count:
                 self.done[0] += now - self._read_at[dataset_id]
@@ -139,9 +139,9 @@ class Times:
         return self.now - self._asked[stream_id, request_id]
 
     def check_end(self, accounts: list[Account]) -> None:
-        """When nothing is under way: what was not told stands in the accounts.
+        """Check that work not yet reported is in the accounts; call it when no work is running.
 
-        Raises:  AssertionError: more or less was told than was done.
+        Raises:  AssertionError: more or less was reported than was done.
         """
         left = [account.take(self.now)[1:3] for account in accounts]
         told = self.told + np.array(left).sum(0) / _US_A_S

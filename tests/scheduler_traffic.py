@@ -1,4 +1,4 @@
-"""What the invariants of the scheduler say of its traffic: events in, effects out."""
+"""Checks the scheduler's invariants on its traffic: events in, effects out."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Traffic:
     # -- events ----------------------------------------------------------------------------------
 
     def before(self, event: events.Event, now: float) -> _Before | None:
-        """To be asked before each event; the answer goes to `after`."""
+        """Call it before each event, and pass the result to `after`."""
         self.times.before(event, now)
         self._is_settling = isinstance(event, events.Settled)
         match event:

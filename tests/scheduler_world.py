@@ -66,7 +66,7 @@ class World:
 
     @property
     def datasets(self) -> DatasetLookup:
-        """What an order over it is over."""
+        """The blocks that an order over this dataset covers."""
         return DatasetLookup(self.blocks)
 
     def job(self) -> JobSpec:
@@ -187,7 +187,7 @@ class Outside:
         self.row_bytes = row_bytes
         self.now = 0.0
         self.pending: list[tuple[float, Callable[[], events.Event]]] = []
-        """When each of the things that were asked for ends, and how."""
+        """The time and the result of the end of each running effect."""
         self.pace: dict[type, tuple[float, float]] = {}
         """Seconds that each kind of them takes, at least and at most."""
         self.known: dict[int, tuple[World, int, Region | None]] = {}
@@ -195,7 +195,7 @@ class Outside:
         self.dropped: set[int] = set()
         self.deliveries: dict[int, memoryview] = {}
         self.lookups: dict[int, DatasetLookup] = {}
-        """Of each delivery arena: which blocks its orders speak of."""
+        """For each delivery arena, the blocks that its orders cover."""
         self.loads = 0
         self.assembled: list[bytes] = []
         self.copied = 0
@@ -364,6 +364,6 @@ class Outside:
 
 
 def slab_bytes(batch: messages.Batch, row_bytes: int) -> int:
-    """What a batch takes: some are much larger than others."""
+    """The size of a batch: some are much larger than others."""
     swollen = 6 if batch.step % 7 == 3 else 1
     return 16 + batch.rows * (16 + row_bytes * swollen) // 16 * 16

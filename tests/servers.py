@@ -44,7 +44,7 @@ class S3Server:
         return self.server.secret_key
 
     def environment(self) -> dict[str, str]:
-        """What a process needs in its environment to reach this server, and no other."""
+        """The environment variables with which a process reaches this server, and no other."""
         return self.server.environment()
 
     def bucket(self) -> str:

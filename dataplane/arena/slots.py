@@ -12,8 +12,8 @@ Invariants:
    as it may still gets batches.
 
     slot                  held by the trainer as long as it likes     | held_slots
-    slot                  slabs ready or being made                | ahead_slots
-    zone                  one oversized batch on its way              | one
+    slot                  a slab that is ready or being made          | ahead_slots
+    zone                  one oversized batch                         | one
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ AHEAD_STREAMS_MAX = 2
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Consecutive batches of a stream, and the memory that they lie in: as Slab and Column say.
+    """Consecutive batches of a stream, and their memory; Slab and Column say where they are in it.
 
     Shapes:  memory: uint8[bytes], writable; offsets count from its start. The batches live as long
     as this memory or a view of it.
@@ -87,7 +87,7 @@ class SlabStream:
 
         Held memory is bounded: beyond the bound, batches are copied to ordinary memory one by one.
 
-        Raises:  DataStallError: no slab within the deadline.  DataplaneError: as the node says.
+        Raises:  DataStallError: no slab within the deadline.  DataplaneError: the node's error.
         """
         started = time.monotonic()
         if self._handed_over is not None:

@@ -97,7 +97,7 @@ class Roster:
         self._put(moved, now)
         self.job = replace(self.job, active_at=now)
         writes: list[Write] = [Keep(moved), Keep(self.job)]
-        # Twice dp_size, so that there is one to forget beside the last of every dp rank.
+        # Twice dp_size, so that besides the last one of every dp rank there is one to forget.
         if len(self._gone) > max(GONE_MAX, 2 * self.job.dp_size):
             oldest = next(name for name in self._gone if not self._is_last_gone(name))
             del self.members[oldest], self._gone[oldest]

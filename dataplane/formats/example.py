@@ -176,7 +176,7 @@ def _feature(buffer: memoryview, start: int, end: int) -> Feature:
 
 
 def _check_wire(kind: int, wire: int, length: int) -> None:
-    """Numbers are packed (LEN) or stand alone; both are legal, and joined they read the same."""
+    """Check a value's wire type: numbers may be packed (LEN) or single, which is equivalent."""
     alone = {BYTES: _LEN, FLOATS: _FIXED32, INTS: _VARINT}[kind]
     if wire not in {alone, _LEN} or (kind == FLOATS and length % 4):
         raise MalformedExample(f"a value of wire type {wire} in a {KIND_NAMES[kind]}")

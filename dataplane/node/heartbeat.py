@@ -24,7 +24,7 @@ from dataplane.trace import Trace
 
 # A lease survives two lost beats.
 _BEATS_A_LEASE = 3
-# How often progress is reported, whatever the lease: people watch it.
+# How often progress is reported even if leases are long, since people watch it.
 _BEAT_S_MAX = 2.0
 # Limit on the outages of stores that a beat reports.
 _OUTAGES_MAX = 16

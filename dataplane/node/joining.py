@@ -16,7 +16,7 @@ _PAUSE_S_MAX = 1.0
 
 
 async def pause() -> None:
-    """Pause between two attempts. It is short, since each attempt waits by itself."""
+    """Pause between two attempts. It is short, since each attempt itself waits for an answer."""
     await asyncio.sleep(random.uniform(0, _PAUSE_S_MAX))  # noqa: S311 - jitter is no secret
 
 

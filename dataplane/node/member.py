@@ -48,12 +48,12 @@ class ServedMember:
 
     @property
     def job_id(self) -> str:
-        """Its job."""
+        """The id of its job."""
         return self.request.job_id
 
     @property
     def member_id(self) -> str:
-        """Its own name."""
+        """Its id."""
         return self.request.member_id
 
     def reached(self, epoch: int, cursor: int) -> None:

@@ -1,6 +1,6 @@
-"""Finds the interval in which each place lies. A table gives the interval approximately, and one or
-two comparisons exactly. That takes a fraction of the time of a binary search, whose branches the
-processor cannot predict.
+"""Finds the interval that contains each place. A table gives the approximate interval, and one or
+two comparisons the exact one. This takes a fraction of the time of a binary search, whose branches
+the processor cannot predict.
 
 1. The cost is the same for a thousand intervals and for millions: the table has about one entry per
    interval, and entries outside the caches are prefetched.

@@ -1,5 +1,5 @@
-"""Advice on what to install so that a host makes pixels, or the same ones as another host. Imports
-nothing.
+"""Advice on what to install so that a host can make pixels, or makes the same as another host.
+Imports nothing.
 
 The maker of pixels has a name (`pixels_library.Maker.name`): "libjpeg-turbo 2.1.5, kernels
 79c2f673; Pillow 13.0.0 (…)", or only what follows the semicolon if Pillow makes them alone.

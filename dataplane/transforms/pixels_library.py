@@ -1,4 +1,4 @@
-"""The maker of pixels and its name: libpixels.so over libjpeg-turbo, or Pillow alone."""
+"""The software that makes pixels, and its name: libpixels.so with libjpeg-turbo, or only Pillow."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _CHANGE: compiled.Signature = (None, (_POINTER, _I32, _I32, _POINTER, _POINTER))
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """`library` is None where Pillow and numpy make all pixels; `missing` says why.
+    """`library` is None if Pillow and numpy make all pixels; `missing` says why.
 
     Two makers with the same `name` make the same pixels of the same images.
     """

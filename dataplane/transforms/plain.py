@@ -3,7 +3,7 @@
 Arrow has several layouts for one value (dictionaries, run ends, views, 32 and 64 bit offsets), and
 its kernels support only some of them. Values without a tensor form are therefore kept in one layout
 of each kind: large lists, large strings, structs, maps, unions. Dates, times, timestamps and
-durations are the stored integers, nested or not: Python's have neither nanoseconds nor the range.
+durations are the stored integers, nested or not: Python's types lack nanoseconds and range.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbered invariants of arena/forks.py, and what a child has of an arena."""
+"""The numbered invariants of arena/forks.py, and the memory of an arena in a child."""
 
 from __future__ import annotations
 

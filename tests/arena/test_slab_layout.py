@@ -1,4 +1,4 @@
-"""The layout of a slab: pieces do not meet, are aligned, and are read where they were put."""
+"""The layout of a slab: pieces are aligned and disjoint, and are read where they were written."""
 
 from __future__ import annotations
 

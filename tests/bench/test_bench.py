@@ -44,7 +44,7 @@ def systems_of(report, scenario=0, case=0):
 
 
 def examples():
-    """What docs/benchmarks.md shows as a small run: one that writes a report, one that shows it."""
+    """The small run in docs/benchmarks.md: a command that writes a report, one that shows it."""
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     run, show = re.findall(r"^dataplane bench (.*small\.json.*)$", page, re.MULTILINE)
     asked, to, name = run.partition(" > ")

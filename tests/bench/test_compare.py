@@ -1,4 +1,4 @@
-"""Two reports side by side: what changed, by how much, and what cannot be compared."""
+"""Comparison of two reports: what changed, by how much, and what cannot be compared."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def start(started, *options):
 
 
 def no_new_sockets(before):
-    """Whether none stays: a server that another test ends just now has one for a moment."""
+    """Whether none stays: a server that another test is just ending may have one for a moment."""
     for _ in range(1000):
         if stale_sockets() <= before:
             return True

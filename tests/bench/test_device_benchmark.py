@@ -1,4 +1,4 @@
-"""benchmarks/device.py says what it needs where it cannot measure."""
+"""benchmarks/device.py says what it needs if it cannot measure."""
 
 from __future__ import annotations
 

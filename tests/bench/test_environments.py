@@ -27,7 +27,7 @@ def offline(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Peer:
-    """An adapter as far as its environment is concerned."""
+    """The parts of an adapter that concern its environment."""
 
     requirements: tuple[str, ...]
     name: str = "tiny"
@@ -39,7 +39,7 @@ class Peer:
 
 
 def wheel(folder: Path, name: str, number: str, needs: str = "") -> str:
-    """A package of one module that knows its version."""
+    """A wheel with one module, which contains its version number."""
     module = name.replace("-", "_")
     path = folder / f"{module}-{number}-py3-none-any.whl"
     info = f"{module}-{number}.dist-info"

@@ -1,4 +1,4 @@
-"""What trials amount to, by hand and at random; a report survives being written."""
+"""Figures computed from trials, checked by hand and at random; reports survive serialization."""
 
 from __future__ import annotations
 

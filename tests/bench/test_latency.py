@@ -1,4 +1,4 @@
-"""The far away S3 server: requests wait, answers do not, and every byte arrives."""
+"""The proxy of a distant S3 server: requests are delayed, answers are not, every byte arrives."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def echo(connection):
 
 
 def large(connection):
-    """Every byte that comes asks for LARGE bytes."""
+    """Answers every received byte with LARGE bytes."""
     block = bytes(range(256)) * (LARGE // 256)
     while asked := connection.recv(64):
         for _ in asked:

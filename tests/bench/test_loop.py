@@ -1,4 +1,4 @@
-"""The trainer's loop: what it says of a window is what happened in it."""
+"""The trainer's loop: its report of a window matches what happened in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's loaders read: mapped arrays, the same in ranges, and batches of lists and crops."""
+"""The files of torch's loaders: mapped arrays, ranges of them, and batches of lists and crops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 def mixed(folder) -> Workload:
-    """Some of everything, with empty lists and texts, in two shards."""
+    """Columns of all kinds, with empty lists and texts, in two shards."""
     for shard, ids in enumerate(np.array_split(np.arange(101), 2)):
         point = pa.array(np.arange(len(ids) * 6, dtype=np.float32))
         point = pa.FixedSizeListArray.from_arrays(point, 3)

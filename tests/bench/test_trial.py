@@ -139,7 +139,7 @@ def test_a_daemon_starts_before_the_loaders_and_all_find_it(trial, tmp_path):
     assert served == "opened 0 "
     assert all(line.startswith("opened 0 daemon of ") for line in others)
     assert journal.read_text().count("closed") == 3
-    # Where there is none, the case is run without.
+    # A system without a daemon runs the case without one.
     trial(Mode.FIRST, served=True)
 
 
@@ -182,7 +182,7 @@ def test_what_a_loader_does_wrong_ends_the_order(workload, tmp_path, mode, does,
 
 
 def harness_words(over):
-    """What a harness says until it has an answer."""
+    """The messages of a harness until its answer."""
     yield from ("open\n", "go 1\n", "end\n")
     over.wait(60)
 

@@ -208,7 +208,7 @@ def test_memory_of_files_is_told_apart(tmp_path):
 
 
 class Looking:
-    """Looks that take as long as the test likes, and an event after some of them."""
+    """Looks that take as long as a test says, and an event after some of them."""
 
     def __init__(self, enough, takes_s=0.0):
         self.over, self._left, self._takes_s = threading.Event(), enough, takes_s

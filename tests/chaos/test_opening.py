@@ -75,7 +75,7 @@ class Ranks:
             stop.over.set()
 
     def stream(self) -> Rows:
-        """The epoch that they have read."""
+        """The epoch that the ranks have read."""
         return interleaved([epoch.result(WAIT_S) for epoch in self._epochs], 0)
 
 
@@ -97,7 +97,7 @@ class _Stop:
 
 
 def until(found: Callable[[], list[psutil.Process]]) -> psutil.Process:
-    """The first process that there is, as soon as there is one."""
+    """Wait for the first process, and return it."""
     for _ in range(WAIT_S * 200):
         with contextlib.suppress(psutil.Error):
             if processes := found():
@@ -107,7 +107,7 @@ def until(found: Callable[[], list[psutil.Process]]) -> psutil.Process:
 
 
 def embedded_nodes() -> list[psutil.Process]:
-    """The nodes that this process has started and that live."""
+    """The live nodes that this process has started."""
     children = psutil.Process().children()
     return [one for one in children if "--listener-fd" in one.cmdline()]
 

@@ -58,7 +58,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def whole(url: str) -> list[list[object]]:
-    """The epoch as the plan has it."""
+    """The epoch in planned order."""
     manifest = index_dataset(url)
     order = Order(manifest.block_rows, 11, shuffle=True, lanes=4, window=50, epoch=0)
     blocks, rows = order.locate(np.arange(COUNT))
@@ -113,7 +113,7 @@ def test_killed_workers_and_nodes_cost_no_batch(tmp_path, url, whole):
         run.order("go 12")
         node.kill()
         run.answers()
-        run.go(25)  # more than was handed over before: they have asked another node for it
+        run.go(25)  # more than was handed over before: another node has made it
         (second,) = node_processes(run.launch)
         assert second.pid != node.pid
         second.kill()
@@ -156,5 +156,5 @@ def test_after_sigkill_of_everything_nothing_is_left(tmp_path, url, when):
         for process in everyone:
             process.send_signal(signal.SIGKILL)
         run.kill()
-    # Processes, memfds, descriptors, files and shared memory: the suite's own fixture looks after
-    # every test, and tells ours from what others that run beside us have.
+    # Processes, memfds, descriptors, files and shared memory: the suite's fixture checks them after
+    # every test, and ignores those of other test runs.

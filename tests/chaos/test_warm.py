@@ -1,4 +1,4 @@
-"""Forked trainers are processes like others: see warm.py."""
+"""Forked trainers behave like other processes: see warm.py."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_a_test_forgets_is_found_and_killed(tmp_path, run_mark):
     process = fleet.WARM[0].run([str(script), "first"], {"OWN": "value"}, sys.stderr.fileno())
     assert process.pid in {pid for pid, _ in hygiene._new_processes(before, run_mark)}
     hygiene.kill_new(before, run_mark)
-    # Its parent may have been killed before it, and then says nothing.
+    # Its parent may have been killed first, and then reports nothing.
     process.stdin.close()
     process.stdout.close()
     process._told.close()

@@ -53,7 +53,7 @@ def write(path: Path, ids: range, kind: pa.DataType | None = None) -> None:
 
 
 def wrong(url: str, **options: object) -> DataplaneError:
-    """The error of the first thing that is asked of a loader."""
+    """The error that the first use of a loader raises."""
     with (
         pytest.raises(DataplaneError) as caught,
         DataLoader(url, **{"batch_size": 4, **options}) as loader,

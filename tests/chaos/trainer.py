@@ -1,4 +1,4 @@
-"""One rank of a run, as a process: reads orders on stdin, writes every batch it got to a file.
+"""One rank of a run, as a process: reads orders from stdin, writes every batch to a file.
 
 Orders, one a line: `go N` (take N more steps, then answer), `end` (take all that are left). The
 answer is one JSON line: steps taken so far, the loader's state, and whether the epoch is over.
@@ -18,7 +18,7 @@ from dataplane.model import Topology
 
 
 def rows_of(batch: dict[str, Any]) -> list[list[Any]]:
-    """Every value of a batch, a row a list."""
+    """Every value of a batch, one list per row."""
     names = sorted(batch)
     columns = [
         batch[name] if isinstance(batch[name], list) else batch[name].tolist() for name in names

@@ -52,7 +52,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 
 def greeted(address: str) -> socket.socket:
-    """A trainer's connection to the node that serves this host, after the first words."""
+    """A trainer's connection to this host's node, after the greeting."""
     sock = local.connect(names.served_name(os.getuid(), address), 10.0)
     greet(sock)
     return sock

@@ -1,4 +1,4 @@
-"""What a forked child of a trainer can still read is not written again."""
+"""Memory that a forked child of a trainer can still read is not written again."""
 
 from __future__ import annotations
 

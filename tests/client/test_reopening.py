@@ -1,4 +1,4 @@
-"""Nodes that are lost while a job is opened, late, or not what they were when they come back."""
+"""Nodes that are lost while a job opens, start late, or differ when they return."""
 
 from __future__ import annotations
 

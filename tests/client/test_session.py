@@ -30,7 +30,7 @@ from dataplane.rpc.messages import CloseJob, OpenJob, Release
 
 
 def wait_until(node, condition) -> None:
-    """Until the node, which runs in a thread, has seen something."""
+    """Wait until the node, which runs in a thread, has seen something."""
     for _ in range(3000):
         if condition():
             return
@@ -272,7 +272,7 @@ def test_ctrl_c_while_waiting_loses_nothing(fake, session, monkeypatch) -> None:
     before, give = mine.mount(), node._give
 
     def interrupt(*_given) -> None:
-        """Once, as the trainer waits: an interrupt while it sends costs a connection."""
+        """Interrupt the trainer once while it waits: during a send it would cost a connection."""
         monkeypatch.setattr(node, "_give", lambda *_: False)
         wait_until(node, lambda: before.wire.is_waiting)
         os.kill(os.getpid(), signal.SIGINT)
@@ -290,7 +290,7 @@ def test_ctrl_c_while_waiting_loses_nothing(fake, session, monkeypatch) -> None:
 
 
 def interrupt_after(monkeypatch, place: object, name: str) -> None:
-    """Ctrl-C as the main thread comes back from this function, once."""
+    """Press Ctrl-C once, when the main thread returns from this function."""
     real = getattr(place, name)
 
     def interrupted(*given):

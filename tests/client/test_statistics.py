@@ -1,4 +1,4 @@
-"""What a wait was for, what statistics add up to, and which stage bounds a run."""
+"""The attribution of waits, the sums of statistics, and the stage that bounds a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_wait_is_attributed_to_the_last_stages_of_its_slab_and_only_once(waite
     of = (times.fetch, times.decode, times.room, times.queue, times.assemble)
     waits = (fetch, decode, room, queue, assemble)
     assert all(0 <= part <= whole for part, whole in zip(waits, of, strict=True))
-    # A stage that was waited for has the later ones waited for to the end.
+    # If a stage was waited for, all later stages were waited for completely.
     first = next((i for i, part in enumerate(waits) if part), len(waits))
     assert waits[first + 1 :] == of[first + 1 :]
 

@@ -49,7 +49,7 @@ def test_a_copied_batch_has_the_same_pieces_in_other_memory(positions: Any) -> N
 
 
 class Consumer:
-    """One iterator of a program that holds batches as it likes."""
+    """One iterator of a program that holds any number of batches."""
 
     def __init__(self, session: Session) -> None:
         self.stream, self.step = SlabStream(session, 0, 0), 0
@@ -73,7 +73,7 @@ class Consumer:
 )
 @settings(max_examples=40)
 def test_whatever_is_held_stays_right_and_never_blocks_what_comes(plan: Any, copy_out: Any) -> None:
-    """Memory that the node has back is poisoned, and only 6 slots are there."""
+    """Memory that was returned to the node is poisoned, and there are only 6 slots."""
     name = f"test-{uuid.uuid4().hex}"
     with serving(Script(sample_count=57, arena_bytes=6 * 4096, copy_out=copy_out), name) as node:
         session = Session(Served("host:1", name), open_job())

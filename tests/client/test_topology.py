@@ -200,7 +200,7 @@ WRAPPED = ("sh", "-c", '"$@"; true', "sh")
 
 
 def run_of_a_rank(size: int, rank: str = "", within: tuple[str, ...] = ()) -> str:
-    """The run of a rank that this process starts; `rank` is what the environment says of it."""
+    """The run of a rank that this process starts, with `rank` in its environment."""
     environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
     return subprocess.check_output(
         [*within, sys.executable, "-c", SAYS_ITS_RUN, str(size)],

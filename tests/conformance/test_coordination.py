@@ -1,4 +1,4 @@
-"""What every Coordination does, in this process or behind gRPC."""
+"""The behaviour of every Coordination, in this process or behind gRPC."""
 
 import asyncio
 import contextlib

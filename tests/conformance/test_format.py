@@ -178,7 +178,7 @@ def format_(case: Case) -> registry.Format:
 
 
 def attempt(format_: registry.Format, content: bytes, schema: pa.Schema) -> list[Row] | None:
-    """What a training run would get of these bytes; None for one of our own errors."""
+    """The samples of a training run over these bytes; None if it raises one of our own errors."""
     try:
         return rows_of(decoded(format_, content, schema=schema, url=URL))
     except CorruptShard as error:

@@ -1,4 +1,4 @@
-"""What every store does, run against each of them: the disk, memory, S3 twice."""
+"""The behaviour of every store, tested with each of them: disk, memory, S3 in two ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the state machine share."""
+"""Fixtures for the tests of the state machine."""
 
 import pytest
 from machine import Machine

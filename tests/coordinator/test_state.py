@@ -1,4 +1,4 @@
-"""The state machine, one test a promise; numbers are those of coordinator/state.py."""
+"""The invariants of the state machine, by their numbers in coordinator/state.py."""
 
 import pytest
 from machine import LEASE_S, other

@@ -1,4 +1,4 @@
-"""Arrow IPC metadata that contradicts itself: no sample is left out or changed without a word."""
+"""Arrow IPC metadata that contradicts itself: no sample is silently left out or changed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_footer_that_names_some_batches_only_says_what_the_file_is() -> None:
 
 
 def test_no_message_is_skipped() -> None:
-    """Of a stream whose metadata has one byte changed, all rows are read, or none."""
+    """If one byte of a stream's metadata is changed, all rows are read, or none."""
     content = arrow_bytes(TABLE, rows=1)
     metadata = [
         at

@@ -1,4 +1,4 @@
-"""Every damaged file gives an error that names shard and place, where the damage can be seen."""
+"""Damage that can be detected raises an error that names shard and place."""
 
 from __future__ import annotations
 

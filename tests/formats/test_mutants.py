@@ -1,4 +1,4 @@
-"""A few mutants of each format; tests/foreign.py reads thousands, and the files of others."""
+"""A few mutants of each format; tests/foreign.py reads thousands, and other writers' files."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Value = tuple[int, bytes]
 
 
 def check(content: bytes) -> FooterFacts | None:
-    """What both readers make of a footer; None if both refuse it."""
+    """The result of both readers for a footer; None if both refuse it."""
     library = reader().library
     if library is None:
         without(reader().missing)

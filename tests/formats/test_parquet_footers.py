@@ -1,4 +1,4 @@
-"""A footer is parsed once for the blocks of its shard, and never taken for another."""
+"""A footer is parsed once for the blocks of its shard, and never confused with another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a loader that is given to Accelerate itself, or that it is to read for all."""
+"""Loaders that are passed to Accelerate itself, or that one process reads for all."""
 
 from __future__ import annotations
 

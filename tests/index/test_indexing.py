@@ -1,4 +1,4 @@
-"""Indexing a dataset: the same manifest however it came about, and no work done twice."""
+"""Indexing a dataset gives the same manifest in every way, and does no work twice."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def parquet(tmp_path: Path) -> str:
 
 @pytest.fixture
 def arrow(tmp_path: Path) -> str:
-    """Three mapped shards, each of one block: nothing of them is decoded."""
+    """Three mapped shards, each of one block that needs no decoding."""
     for i in range(3):
         whole = table(30 * i, 30).select(["x"])
         with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), whole.schema) as writer:

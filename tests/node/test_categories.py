@@ -1,4 +1,4 @@
-"""The values of a column: how many there may be, and that they are read once for all."""
+"""The values of a column are limited in number, and are read once for all jobs."""
 
 from __future__ import annotations
 

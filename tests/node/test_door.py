@@ -43,7 +43,7 @@ class Party:
         return self.inside[-1]
 
     async def comes(self, stack: contextlib.ExitStack) -> socket.socket:
-        """One more, and the door has seen it."""
+        """Open another connection, and wait until the door has seen it."""
         sock = stack.enter_context(local.connect(self.name, 10.0))
         await turns()
         return sock

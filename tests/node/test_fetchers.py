@@ -242,7 +242,7 @@ def test_what_a_killed_fetcher_alone_saw_is_over_with_it(awry: Awry) -> None:
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise it."""
+    """The exception that libraries in Rust raise."""
 
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError("by zero"), Panic("index out of bounds")])

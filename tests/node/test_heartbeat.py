@@ -1,4 +1,4 @@
-"""What follows from the verdicts of a heartbeat."""
+"""The node's reaction to the verdicts of a heartbeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataplane.trace import Trace
 
 
 def test_a_fenced_member_may_have_left_before_it_is_notified() -> None:
-    """To send finds the trainer gone, and that closes all of its streams."""
+    """Sending finds that the trainer is gone, which closes all of its streams."""
     coordinator = Coordinator(CoordinatorConfig(""))
     jobs: Any = SimpleNamespace(members={})
     streams: dict[int, Any] = {0: "first", 1: "second"}

@@ -1,4 +1,4 @@
-"""What nodes write on their logs: served ones and embedded ones, for people and for programs."""
+"""The logs of served and of embedded nodes, for people and for programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def url(tmp_path: Path) -> str:
 
 
 def train(url: str, service: str = "") -> str:
-    """What came to stderr of a trainer that reads one epoch."""
+    """The stderr of a trainer that reads one epoch."""
     done = subprocess.run(
         [sys.executable, "-c", TRAINER, url, service], capture_output=True, text=True, check=False
     )

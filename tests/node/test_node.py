@@ -1,4 +1,4 @@
-"""A node process over its real protocol: right bytes, clear refusals, and an end without traces."""
+"""A node process over its real protocol: right bytes, clear errors, and a clean end."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_places_that_no_column_can_have_are_refused(numbers: list[int]) -> None:
 
 
 def cut(block: RawBlock, pieces: tuple[Region, ...]) -> RawBlock:
-    """The same block with nothing but these pieces."""
+    """The same block with only these pieces."""
     start = block.place.offset
     parts = [bytes(block.body[p.offset - start : p.offset - start + p.length]) for p in pieces]
     return RawBlock(
@@ -227,7 +227,7 @@ def test_a_job_reads_the_columns_it_asked_for_and_no_others(
 
 
 def mapped_bytes(node: Node, path: Path) -> int:
-    """What of a file its workers have in their memory."""
+    """How much of a file the workers have in memory."""
     workers = worker_processes(psutil.Process(node.process.pid))
     maps = [one for worker in workers for one in worker.memory_maps() if one.path == str(path)]
     return sum(one.rss for one in maps)

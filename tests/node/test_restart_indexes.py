@@ -1,4 +1,4 @@
-"""Where restart indexes lie, and which blocks have some."""
+"""The places of restart indexes, and the blocks that have them."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _order_over(datasets: list[Dataset]) -> SampleOrder:
 
 
 async def _values(engine: Engine, datasets: list[Dataset]) -> list[int]:
-    """All that a stream over these datasets hands over."""
+    """All batches of a stream over these datasets."""
     spec = JobSpec("several", global_batch=8)
     sizes = slab_sizes(datasets[0], spec, 1, MIB)
     layout = plan_slots(4 * sizes.slot_bytes, sizes.slot_bytes)

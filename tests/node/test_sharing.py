@@ -45,7 +45,7 @@ def url(tmp_path: Path) -> str:
 
 
 def spoil(url: str) -> None:
-    """From now on it is another shard than the one that was indexed."""
+    """Replace the shard, so that it differs from the indexed one."""
     os.utime(Path(url) / "0.arrow", ns=(1, 1))
 
 

@@ -37,7 +37,7 @@ def wait_for_a_file_server(seconds: float) -> None:
 
 
 def seen_of(held: Callable[[], object], count: int = 1) -> LoopHolds:
-    """What a watchdog sees of a loop that is held by this, so often."""
+    """The reports of a watchdog on a loop that this call holds, this many times."""
 
     async def play() -> LoopHolds:
         dog = Watchdog(Trace("test"))
@@ -80,7 +80,7 @@ def test_a_call_that_blocks_holds_the_loop_and_is_named(caplog: pytest.LogCaptur
 def test_a_thread_that_keeps_the_interpreter_to_itself_holds_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One long call of C that does not let go of the lock."""
+    """One long call in C that does not release the interpreter lock."""
     chance = random.Random(1)
     numbers = [chance.random() for _ in range(400_000)]
 

@@ -1,4 +1,4 @@
-"""docs/order.md in plain Python, word by word: slow, and with nothing of the product in it."""
+"""docs/order.md in plain Python, word for word: slow, and independent of the product."""
 
 from __future__ import annotations
 

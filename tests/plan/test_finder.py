@@ -1,4 +1,4 @@
-"""A place is found in the interval that a search finds it in."""
+"""The finder gives the same intervals as a binary search."""
 
 from __future__ import annotations
 

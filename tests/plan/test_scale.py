@@ -8,7 +8,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "plan_scale.py"
 SMALL = ("--blocks", "2000", "--rows", "50")
-# Far beyond anything: a test must not depend on the machine's mood.
+# Very generous: a test must not depend on the machine's load.
 EASY = ("--plan-s-max", "1e9", "--plan-mb-max", "1e9", "--seek-ms-max", "1e9")
 
 

@@ -30,7 +30,7 @@ class Refusing:
 
 
 def refused(every):
-    """What a client gets for each of these errors."""
+    """The errors that a client receives for these errors."""
 
     async def main():
         service, server, found = Refusing(), GrpcServer("127.0.0.1:0"), []

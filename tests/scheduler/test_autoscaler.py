@@ -25,7 +25,7 @@ def look_at(count: int, useful: float, demand: float) -> Utilization:
     """At most `useful` of `count` workers help; a trainer consumes what `demand` of them make."""
     made = min(count, useful)
     is_awaited = demand > made
-    # Those that are too many are as busy, with the same memory.
+    # Surplus workers are as busy, since all share the same memory bandwidth.
     return Utilization(float(count) if is_awaited else demand, min(made, demand), is_awaited)
 
 

@@ -1,4 +1,4 @@
-"""A delivery's orders may be over several datasets: whose block each number is, and what follows."""
+"""A delivery's orders may cover several datasets: which block each number means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some of the histories that `python tests/scheduler_histories.py` has thousands of."""
+"""Some histories; `python tests/scheduler_histories.py` runs thousands."""
 
 from __future__ import annotations
 

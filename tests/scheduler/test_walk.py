@@ -1,4 +1,4 @@
-"""Plans, one after the other, are the steps of the slice: none twice, none left out."""
+"""The plans of a walk cover the steps of the slice exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the file of each step declares: its place in a list, its parameters, its draws, its code.
+"""The declarations in each step's file: its place in a list, its parameters, its draws, its code.
 
 Each step belongs to a group, which says what code it has:
 
