@@ -203,4 +203,10 @@ EQUAL = (
         "if slab.length <= 1:",
         "what is left of a slot is a multiple of 64 bytes",
     ),
+    (
+        _SCHEDULER + "shared.py",
+        "if group is None or task.oversize or not self._slabs:",
+        "if (group is None and task.oversize and (not self._slabs)):",
+        "no kept slab is of no group, or of steps that do not fit into a slot",
+    ),
 )

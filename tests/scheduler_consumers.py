@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scheduler_world import World, slab_bytes
+from scheduler_world import Unplanned, World, slab_bytes
 
 from dataplane.arena.slab_layout import row_index_bytes
 from dataplane.config import JobSpec
@@ -114,6 +114,9 @@ class Consumer:
         body = effect.body
         if isinstance(body, DataplaneError):
             self.error = body
+            if isinstance(body, Unplanned):
+                behind = self.at.cursor + self.next_step * self.place.spec.global_batch
+                assert behind == self.walk.position, "an error before what was planned"
             if isinstance(body, BudgetTooSmall) and "its slab has" in str(body):
                 self._check_size(body)
         elif isinstance(body, messages.EndOfStream):

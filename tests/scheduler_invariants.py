@@ -34,6 +34,7 @@ class Invariants:
         self._times = times
         self._worlds = worlds
         self._needs: dict[int, tuple[object, list[int]]] = {}
+        self._ready: set[int] = set()
         self._emptied: tuple[SlabTask | None, int] = None, 0
         assert scheduler.is_settled
 
@@ -72,6 +73,8 @@ class Invariants:
             dataset_id, phase = block.dataset.dataset_id, block.phase
             assert block.key == key, "blocks 4"
             assert table._blocks[dataset_id, block.index] is block, "blocks 4"
+            order = table._uses if block.regions else table._direct
+            assert table._uses_of[key] is order, "next_use: blocks in memory, and those without"
             is_ready = phase is BlockPhase.READY
             assert keys[dataset_id][block.index] == (key if is_ready else 0), "blocks 4"
             assert is_ready or block.restart_indexes is None, "blocks 5"
@@ -110,7 +113,7 @@ class Invariants:
             self._count_pins(pins, task)
             slab = task.shared
             is_copy = slab is not None and slab.made is not None
-            assert is_copy or pinned == self._blocks_of(task), "slab_tasks 1"
+            assert pinned == ([] if is_copy else self._blocks_of(task)), "slab_tasks 1"
             if slab is None:
                 continue
             assert kept.get((slab.group, slab.key)) is slab, "shared 3"
@@ -129,6 +132,9 @@ class Invariants:
         batch_count = 0 if head is None else len(head.plan.batches)
         former, former_count = self._emptied
         self._emptied = head, batch_count
+        if head is not None and head is not former:
+            assert not any(block.is_evictable for block in self._scheduler._blocks._by_key.values())
+            assert not self._scheduler._shared.spare()
         if head is not None:
             assert head is not former or batch_count == former_count, "scheduler 2: it was cut"
             if self._scheduler.is_settled:
@@ -143,7 +149,7 @@ class Invariants:
         """slab_tasks 3 and 4, scheduler 1 and 2: tasks are in order, a task lacks exactly the
         blocks that are not ready, and of the waiting tasks only the head has pins.
         """
-        scheduler, waiting_count = self._scheduler, 0
+        scheduler, waiting_count, ready_now = self._scheduler, 0, set[int]()
         for delivery in scheduler._deliveries.values():
             assert all(s is scheduler._streams.find(s.stream_id) for s in delivery.streams)
         for stream in scheduler._streams._streams.values():
@@ -159,6 +165,14 @@ class Invariants:
                     slots.append(task.slot.offset)
                 has_slot = task.phase in {SlabPhase.ASSEMBLING, SlabPhase.READY}
                 assert has_slot == (task.slot is not None), "slab_tasks 2"
+                assert not task.oversize or len(batches) == 1, "an oversize slab of several batches"
+                if task.phase is SlabPhase.READY:
+                    ready_now.add(task.number)
+                elif task.number in self._ready:
+                    self._check_made_again(task)
+                if task.phase is not SlabPhase.WAITING:
+                    assert not task.missing, "slab_tasks 4"
+                    assert not task.idle, "slab_tasks 4"
                 if task.phase is SlabPhase.WAITING:
                     needed = datasets.parts(task.plan.blocks)
                     waiting_count += len(needed)
@@ -177,8 +191,15 @@ class Invariants:
                 self._check_ahead(stream)
                 if stream.requests and stream.tasks:
                     self._check_first(stream)
+        self._ready = ready_now
         found = sum(map(len, scheduler._tasks._waiting.values()))
         assert found == waiting_count, "slab_tasks 4: what is gone still waits"
+
+    def _check_made_again(self, task: SlabTask) -> None:
+        """scheduler 3: a slab loses its slot only to one that a consumer waits for."""
+        assert task.phase is SlabPhase.WAITING
+        firsts = [each.tasks[0] for each in task.delivery.streams if each.requests and each.tasks]
+        assert any(each.phase is SlabPhase.ASSEMBLING for each in firsts), "scheduler 3"
 
     def _check_ahead(self, stream: StreamState) -> None:
         """Every stream is planned ahead, and free slots go to the streams that may have them."""

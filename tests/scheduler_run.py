@@ -119,8 +119,10 @@ class Run:
                     consumer.stalled.append(effect)
                 case events.AllPlanned():
                     assert not self._consumer(effect.stream_id).planned
-                    assert not effect.has_failed
-                    self._consumer(effect.stream_id).planned = True
+                    self._consumer(effect.stream_id).planned = not effect.has_failed
+                    assert effect.has_failed == (
+                        isinstance(event, events.Planned) and event.error is not None
+                    )
                 case events.Note():
                     self.notes.append(effect)
                     assert effect.is_failure == effect.event.startswith("blocks are read again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from scheduler_run import STALL_S, Run
+from scheduler_world import Unplanned
 
 from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced, StoreDenied
 
@@ -80,6 +81,9 @@ def history(seed: int) -> Run:
         allowed.append(StoreDenied)
         for world in run.worlds.values():
             world.broken.add(chance.randrange(len(world.sizes)))
+    if chance.random() < 0.1:
+        run.outside.unplanned = 0.1
+        allowed.append(Unplanned)
     for consumer in run.consumers:
         consumer.stopped = chance.random() < 0.05
     for _ in range(chance.choice([0, 0, 0, 1, 3])):

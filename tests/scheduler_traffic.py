@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
@@ -17,6 +17,7 @@ from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.dataset import DatasetLookup
 from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
+from dataplane.scheduler.walk import SlabSizes
 from dataplane.transforms.restart_indexes import restart_index_bytes
 
 _NEVER = 1 << 62
@@ -55,6 +56,7 @@ class Traffic:
         self.times = Times()
         self._is_settling = False
         self._making: dict[int, int] = {}
+        self._sizes: dict[int, SlabSizes] = {}
         self._in_use: Counter[int] = Counter()
         self._requests: defaultdict[int, deque[int]] = defaultdict(deque)
         self._layouts: dict[int, events.DeliveryOpened] = {}
@@ -79,6 +81,7 @@ class Traffic:
                 self._take_back(event.delivery_id)
             case events.StreamStarted():
                 self._streams[event.stream_id] = event
+                self._sizes[event.stream_id] = replace(event.walk.sizes)
             case events.StreamClosed():
                 self._requests.pop(event.stream_id, None)
             case events.Requested():
@@ -99,6 +102,7 @@ class Traffic:
                     self._nowhere.add(event.key)  # nothing of it is anywhere
                 self._end(event.key)
             case events.SlabAssembled():
+                self._learn(event)
                 self._busy.pop(("slab", event.number), None)
                 del self._making[event.number]
                 made = self._makes.pop(event.number, None)
@@ -113,6 +117,17 @@ class Traffic:
             for slab_id, loan in self._lent.items()
             if loan[0] != delivery_id or holder not in {None, loan[1]}
         }
+
+    def _learn(self, event: events.SlabAssembled) -> None:
+        """What a slab tells of the sizes of batches."""
+        task, result = self._scheduler._tasks._assembling[event.number], event.result
+        is_wanted = task.phase is not SlabPhase.GONE and not task.stream.walk.is_aligned
+        if is_wanted and isinstance(result, tasks.Assembled) and result.batch_count:
+            made = self._makes[event.number]
+            is_cut = result.batch_count < len(made.plan.batches)
+            self._sizes[task.stream.stream_id].fitted(
+                result.batch_count, result.bytes_used, made.slab.length, cut=is_cut
+            )
 
     def _end(self, key: int) -> None:
         del self._loading[key]
@@ -138,6 +153,9 @@ class Traffic:
         """
         self._effects(before, effects)
         match event:
+            case events.SlabAssembled():
+                for stream in self._scheduler._streams:
+                    assert stream.walk.sizes == self._sizes[stream.stream_id], "walk 2"
             case events.Planned():
                 check_fits(self._scheduler, event, self.times.now)
             case events.Settled():

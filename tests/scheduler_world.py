@@ -19,7 +19,7 @@ from other_orders import Backwards, Concatenated
 
 from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
-from dataplane.errors import BudgetTooSmall, StoreDenied, StoreUnavailable
+from dataplane.errors import BudgetTooSmall, DataplaneError, StoreDenied, StoreUnavailable
 from dataplane.model import End, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order, SampleOrder
@@ -34,6 +34,10 @@ PAGE = 4096
 BATCH_MAX = 8
 # (url scheme, zero copy): fetched and decoded, fetched, decoded, neither.
 KINDS = (("s3", False), ("s3", True), ("file", False), ("file", True))
+
+
+class Unplanned(DataplaneError):
+    """The plan of a stream could not be made."""
 
 
 class World:
@@ -206,6 +210,8 @@ class Outside:
         """How many of the reads end with the store still away."""
         self.refused = 0.0
         """The share of requests for which the machine has no memory."""
+        self.unplanned = 0.0
+        """The share of plans that fail."""
         self.restart_indexes_of: Callable[[int], Region | None]
         """The place of a block's restart indexes, which are not written here."""
         self.locate: Callable[[int], tuple[DatasetBlocks, int]]
@@ -265,6 +271,8 @@ class Outside:
         return BudgetTooSmall("the machine has no memory") if is_refused else None
 
     def _planned(self, effect: events.PlanSteps) -> events.Planned:
+        if self.chance.random() < self.unplanned:
+            return events.Planned(effect.stream_id, error=Unplanned("no plan"))
         return events.Planned(effect.stream_id, effect.walk.next_plans(effect.count))
 
     def _fetched(self, effect: events.Fetch) -> events.BlockFetched:

@@ -83,7 +83,6 @@ class Autoscaler:
             former=self.count,
             rate_before=self._rate,
             trial=TRIAL_LOOKS,
-            hungry=0,
             calm=0,
             needed=0.0,
         )

@@ -329,7 +329,6 @@ class Scheduler:
         if self._emptied_for is not head:
             self._empty_for(head)
             self._tasks.unpin(head)
-            self._head = None
             self._blocks.drop_unpinned()
         elif self._tasks.halve(head):
             self._empty_for(None)

@@ -170,7 +170,7 @@ class SlabTasks:
         for loan in delivery.lent.values():
             self.drop(loan.task)
         delivery.lent.clear()
-        if delivery.group is not None and not delivery.closing:
+        if delivery.group is not None:
             self._leave(delivery.group)
         delivery.closing = True
         self._close_if_idle(delivery)
@@ -209,8 +209,6 @@ class SlabTasks:
 
     def _fit(self, task: SlabTask) -> None:
         """Split a task whose blocks the arena could not hold together."""
-        if task.phase is not SlabPhase.WAITING:
-            return
         need = task.memory_needed
         if need <= self._blocks.arena_bytes * _MEMORY_SHARE:
             return

@@ -6,21 +6,41 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator
 from dataplane.arena.slots import Slots, plan_slots
 from dataplane.config import JobSpec
+from dataplane.errors import BudgetTooSmall
 from dataplane.model import Region, Stream
 from dataplane.plan.order import Order
 from dataplane.rpc import tasks
+from dataplane.rpc.messages import Batch
 from dataplane.scheduler import blocks as blocks_module
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import DatasetBlocks, DatasetLookup, Marks
-from dataplane.scheduler.events import BlockFetched, Effect, Fetch, ForgetBlock
-from dataplane.scheduler.records import Delivery, Group, Moment, SharedSlab, StreamState
+from dataplane.scheduler.events import (
+    BlockDecoded,
+    BlockFetched,
+    DecodeBlock,
+    Effect,
+    Fetch,
+    ForgetBlock,
+)
+from dataplane.scheduler.records import (
+    Delivery,
+    Group,
+    Moment,
+    SharedSlab,
+    SlabPhase,
+    SlabTask,
+    StreamState,
+)
 from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.slab_tasks import SlabTasks
 from dataplane.scheduler.streams import StreamTable
-from dataplane.scheduler.walk import SlabSizes, Walk
+from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 
 COUNT = 12
 ROWS = np.full(COUNT, 2, np.int64)
@@ -37,14 +57,16 @@ class Table:
         position: int = 0,
         is_remote: bool = True,
         spec: JobSpec = IN_ORDER,
+        decoded_bytes: int = 0,
     ) -> None:
         raw = np.full(COUNT, GRANULE_BYTES if is_remote else 0, np.int64)
-        marks = Marks.of(raw, np.zeros(COUNT, np.int64), np.full(COUNT, is_remote))
+        marks = Marks.of(raw, np.full(COUNT, decoded_bytes), np.full(COUNT, is_remote))
         self.dataset = DatasetBlocks(1, "d", marks, raw, url=str)
         self.allocator, moment, streams = Allocator(pages * GRANULE_BYTES), Moment(), StreamTable()
         self.shared = SharedSlabs(self.allocator, streams, moment)
         self.effects: list[Effect] = []
         self.blocks = BlockTable(self.allocator, 4, self.shared, self.effects.append, moment)
+        self.tasks = SlabTasks(self.blocks, self.shared, self.effects.append, moment)
         self.group = Group("g", is_declared=True)
         delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)
         order = Order(ROWS, 0, spec.shuffle, spec.lanes, spec.window, 0)
@@ -58,8 +80,8 @@ class Table:
             self.blocks.fetched(BlockFetched(self.effects[-1].key))
         return is_started
 
-    def keep_slab(self) -> SharedSlab:
-        slab = SharedSlab(self.group, (0, 0, 1, 1), 1, Region(0, 1))
+    def keep_slab(self, number: int = 1) -> SharedSlab:
+        slab = SharedSlab(self.group, (0, number, 1, 1), number, Region(0, 1))
         at = self.allocator.allocate(1)
         assert at is not None
         self.shared.begin(slab, Region(at, 1))
@@ -141,3 +163,101 @@ def test_in_open_windows_the_least_recently_used_block_is_evicted_first() -> Non
     assert table.resident == [0, 1, 9]
     assert table.load(3, greedy=True)
     assert table.resident == [0, 1, 3]
+
+
+def test_a_slab_is_kept_in_memory_that_no_block_needs_and_in_place_of_less_needed_slabs() -> None:
+    table = Table(4, position=4)  # blocks 0 and 1 are behind it
+    for index in (1, 7, 5):
+        assert table.load(index)
+    table.keep_slab()
+    (kept,) = table.shared.spare()
+    assert table.blocks.room_for_slab(GRANULE_BYTES, [])
+    assert table.resident == [5, 7]
+    assert table.blocks.room_for_slab(GRANULE_BYTES, []) is None
+    assert table.blocks.room_for_slab(2 * GRANULE_BYTES, [kept]) is None
+    assert table.shared.spare() == [kept]
+    assert table.blocks.room_for_slab(GRANULE_BYTES, [kept])
+    assert table.resident == [5, 7]
+    assert table.shared.spare() == []
+
+
+def test_kept_slabs_make_way_for_a_block_even_if_no_block_could() -> None:
+    table = Table(2)
+    for number in (1, 2):
+        table.keep_slab(number)
+    assert table.load(3)
+    assert [slab.number for slab in table.shared.spare()] == [2]
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_a_block_that_is_larger_than_its_index_says_is_decoded_again_unless_no_arena_holds_it(
+    is_remote: bool,
+) -> None:
+    arena_bytes = 3 * GRANULE_BYTES
+    for size, is_refused in ((arena_bytes, False), (arena_bytes + 1, True)):
+        table = Table(3, is_remote=is_remote, decoded_bytes=1)
+        assert table.load(3)
+        assert table.blocks.start(table.dataset, 3, greedy=True)
+        decode = table.effects[-1]
+        assert isinstance(decode, DecodeBlock)
+        table.blocks.take_changes()
+        table.blocks.decoded(BlockDecoded(decode.key, tasks.Decoded(size, stored=False), 0.0))
+        (change,) = table.blocks.take_changes()
+        assert (change.error is not None) == is_refused
+        if isinstance(change.error, BudgetTooSmall):
+            assert change.error.needed == size + GRANULE_BYTES * is_remote
+            assert change.error.budget == arena_bytes
+        assert table.dataset.marks.decoded[3] == size
+        assert table.blocks.in_flight_count == 0
+        assert table.allocator.free_bytes == arena_bytes - GRANULE_BYTES * (
+            is_remote and not is_refused
+        )
+
+
+def _planned(table: Table, *counts: int) -> list[SlabTask]:
+    """The tasks of a plan whose batches need so many blocks each."""
+    blocks = np.arange(sum(counts), dtype=np.int64)
+    index = np.zeros((len(blocks), 2), np.int32)
+    index[:, 0] = blocks
+    batches = tuple(Batch(step, rows, rows) for step, rows in enumerate(counts))
+    table.tasks.add(table.stream, Plan(batches, blocks, index, 0))
+    return list(table.stream.tasks)
+
+
+def test_a_plan_is_split_if_its_blocks_take_more_than_nine_tenths_of_the_arena() -> None:
+    assert [len(task.plan.batches) for task in _planned(Table(10), 4, 5)] == [2]
+    assert [len(task.plan.batches) for task in _planned(Table(10), 5, 5)] == [1, 1]
+    assert [len(task.plan.batches) for task in _planned(Table(4), 1, 1, 1, 1)] == [2, 2]
+    assert [len(task.plan.batches) for task in _planned(Table(4), 1, 1, 2, 2)] == [2, 1, 1]
+
+
+def test_a_batch_may_need_the_whole_arena_and_no_more() -> None:
+    (task,) = _planned(Table(4), 4)
+    assert task.phase is SlabPhase.WAITING
+    (task,) = _planned(Table(4), 5)
+    assert task.phase is SlabPhase.FAILED
+    assert isinstance(task.error, BudgetTooSmall)
+    assert (task.error.needed, task.error.budget) == (5 * GRANULE_BYTES, 4 * GRANULE_BYTES)
+
+
+def test_a_task_is_halved_as_long_as_it_has_two_batches() -> None:
+    table = Table(12)
+    (task,) = _planned(table, 1, 1, 1)
+    assert table.tasks.halve(task)
+    assert [len(each.plan.batches) for each in table.stream.tasks] == [1, 2]
+    assert not table.tasks.halve(task)
+    assert table.tasks.halve(table.stream.tasks[1])
+    assert [each.plan.batches[0].step for each in table.stream.tasks] == [0, 1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=COUNT))
+def test_a_task_needs_its_decoded_blocks_and_the_largest_that_is_still_raw(
+    sizes: list[tuple[int, int]],
+) -> None:
+    table = Table(12)
+    (task,) = _planned(table, len(sizes))
+    for block, (raw, decoded) in enumerate(sizes):
+        table.dataset.marks.raw[block], table.dataset.marks.decoded[block] = raw, decoded
+    on_the_way = [raw for raw, decoded in sizes if decoded]
+    kept = sum(decoded or raw for raw, decoded in sizes)
+    assert task.memory_needed == kept + max(on_the_way, default=0)

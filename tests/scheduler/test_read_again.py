@@ -63,6 +63,6 @@ def test_an_arena_larger_than_the_dataset_reads_nothing_twice_and_a_smaller_one_
     for seed in range(8):
         simulate(lambda seed=seed: Run(random.Random(seed), tight=False, factor=50), several)
     assert not counted
-    for seed in range(8):
+    for seed in range(24):
         simulate(lambda seed=seed: Run(random.Random(seed), tight=False, factor=1), several)
     assert counted

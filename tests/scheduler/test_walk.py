@@ -127,6 +127,13 @@ def test_what_batches_take_is_followed_with_room_for_how_much_they_differ():
     assert sizes.batches == 1
 
 
+def test_a_slab_of_less_than_half_of_the_usual_batches_changes_no_estimate() -> None:
+    for usual, found in ((8, 100), (9, 9)):
+        sizes = SlabSizes(usual, 1000, 0)
+        sizes.fitted(4, 400, 10_000, cut=False)
+        assert sizes.batches == found
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 9), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4))
 def test_aligned_plans_end_at_the_same_steps_of_the_epoch_whoever_walks(
