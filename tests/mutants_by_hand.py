@@ -76,9 +76,9 @@ BY_HAND = (
         "",
     ),
     (
-        "a second request is not seen",
+        "a slab keeps its share of the slots until something else happens",
         _SCHEDULER,
-        "            self.is_settled = False  # the task after it is awaited from now on\n",
+        "            self._deliver(stream)  # first: a slab that was handed over makes way for the next\n",
         "            pass\n",
     ),
     (

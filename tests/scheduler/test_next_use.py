@@ -175,6 +175,36 @@ def test_a_block_is_offered_for_eviction_even_if_a_reader_now_needs_it_sooner() 
     assert memory.farthest() == [(index, 40)]
 
 
+def test_blocks_stay_in_order_when_one_of_them_changes_its_reader_during_a_look() -> None:
+    order = Order(np.ones(300, np.int64), 1, False, 1, 1, 0)
+    memory = Memory([1] * 300, [WalkPosition(1, order, 50), WalkPosition(2, order, 0)])
+    memory.touch(200)
+    memory.touch(90)
+    assert memory.farthest() == [(200, 150), (90, 40)]
+    memory.readings = [WalkPosition(1, order, 55), WalkPosition(2, order, 80)]
+    assert memory.farthest() == [(200, 120), (90, 10)]
+
+
+@settings(max_examples=60)
+@given(
+    st.sets(st.integers(0, 299), min_size=1, max_size=12),
+    st.lists(st.lists(st.integers(0, 120), min_size=3, max_size=3), min_size=1, max_size=6),
+)
+def test_readers_that_overtake_each_other_keep_the_order_of_eviction(
+    blocks: set[int], moves: list[list[int]]
+) -> None:
+    order = Order(np.ones(300, np.int64), 1, False, 1, 1, 0)
+    memory = Memory([1] * 300, [WalkPosition(number, order, 0) for number in range(3)])
+    for index in blocks:
+        memory.touch(index)
+    for move in moves:
+        memory.readings = [
+            reading._replace(position=reading.position + ahead)
+            for reading, ahead in zip(memory.readings, move, strict=True)
+        ]
+        _check_farthest(memory)
+
+
 def test_what_was_only_looked_at_is_still_there() -> None:
     rows = [2] * 20
     memory = Memory(rows, [WalkPosition(1, _order(rows, 1, 1, 4), 11)])
