@@ -176,7 +176,7 @@ def _shards(urls: Sequence[str], format_name: str) -> tuple[str, list[str]]:
 
 def _agrees(one: Manifest, first: Manifest, findings: Findings) -> bool:
     from dataplane.commands.datasets import schema_of
-    from dataplane.index.indexing import check_same
+    from dataplane.index.one_schema import check_same
 
     url, first_url = one.shards[0].url, first.shards[0].url
     try:

@@ -3,8 +3,8 @@
 Invariants:
 1. It has no credentials and opens no connection: the node reads for it, except local files.
 2. Several shards are indexed at once, each in a thread, since most of the time goes into waiting
-   for bytes. If the process crashes or runs out of memory, any of them may be the cause: the node
-   finds out which.
+   for bytes. Of a shard that waits for a thread, only the parts are held that came with it. If the
+   process crashes or runs out of memory, any shard may be the cause: the node finds out which.
 3. It exits when its socket closes.
 """
 
@@ -19,7 +19,9 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -36,6 +38,8 @@ from dataplane.store.local import LocalStore
 
 PART_BYTES = 8 << 20
 """Maximum bytes of a read, or of an index, in one message."""
+_SHARDS_AT_ONCE = 16
+"""Each may take memory; others wait for them."""
 _STACK_BYTES = 4 << 20  # per thread, since it counts against the limit
 _TELL_S = 1.0
 
@@ -44,7 +48,7 @@ class _Over(Exception):
     """The node knows why this shard cannot be read."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _AskedShard:
     """A shard whose bytes the node reads."""
 
@@ -52,10 +56,15 @@ class _AskedShard:
     task: int
     url: str
     size_bytes: int
+    parts: tuple[tasks.ShardPart, ...]
     _asked: dict[int, queue.SimpleQueue[tasks.ShardBytes]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def read(self, offset: int, length: int) -> Buffer:
+        for part in self.parts:
+            at = offset - part.offset
+            if at >= 0 and at + length <= len(part.content):
+                return memoryview(part.content)[at : at + length]
         parts = [
             self._answer(self._ask(Region(at, min(PART_BYTES, offset + length - at)))).content
             for at in range(offset, offset + length, PART_BYTES)
@@ -123,7 +132,8 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
     collect_rarely()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    asked: dict[int, _AskedShard] = {}
+    asked: weakref.WeakValueDictionary[int, _AskedShard] = weakref.WeakValueDictionary()
+    threads = ThreadPoolExecutor(_SHARDS_AT_ONCE)
     while True:
         try:
             order, _ = local.receive(sock, tasks.ToIndexer)
@@ -137,9 +147,9 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
         if body.is_local:
             shard = _LocalShard(sock, order.task, body.url, body.size_bytes, body.etag)
         else:
-            shard = _AskedShard(sock, order.task, body.url, body.size_bytes)
+            shard = _AskedShard(sock, order.task, body.url, body.size_bytes, body.parts)
             asked[order.task] = shard
-        threading.Thread(target=_index, args=(shard, body.format), daemon=True).start()
+        threads.submit(_index, shard, body.format)
 
 
 def _index(shard: _AskedShard | _LocalShard, format_name: str) -> None:

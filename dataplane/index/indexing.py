@@ -7,26 +7,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from operator import itemgetter
+from typing import TypeVar
 
 import pyarrow as pa
 from typing_extensions import Buffer
 
 from dataplane import collector, suffixes
-from dataplane.errors import ClosedError, ConfigError, SchemaMismatch
+from dataplane.errors import ClosedError, ConfigError
 from dataplane.formats import not_shards, registry
 from dataplane.formats.base import Block, Format, ShardIndex
-from dataplane.formats.conform import same_type
-from dataplane.formats.inferred import contradicts, is_closed, is_inferred
+from dataplane.formats.inferred import is_inferred
 from dataplane.formats.nulls import aligned, node_count
 from dataplane.index.journal import IndexJournal, digest, listing_key, shard_keys
+from dataplane.index.one_schema import check_same
 from dataplane.model import ObjectInfo
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.null_counts import NEVER
@@ -39,6 +44,7 @@ from dataplane.store.urls import Url, normalise
 MANIFEST_BYTES_MAX = 8 << 30
 _NAMES_SHOWN = 3
 
+T = TypeVar("T")
 Connect = Callable[[str], Store]
 IndexShard = Callable[[Format, "StoredShard"], ShardIndex]
 Progress = Callable[["IndexProgress"], None]
@@ -272,21 +278,21 @@ class _Run:
         self, workers: int, todo: Sequence[int], keys: Sequence[str], journal: IndexJournal | None
     ) -> None:
         waiting = iter(todo)
-        running: dict[Future[ShardIndex], int] = {}
+        ended: queue.SimpleQueue[tuple[int, Future[ShardIndex]]] = queue.SimpleQueue()
         pool = ThreadPoolExecutor(max(1, workers), thread_name_prefix="dataplane-index")
+        running = 0
         try:
             while True:
-                while len(running) < 2 * max(1, workers):
-                    shard = next(waiting, None)
-                    if shard is None:
-                        break
-                    running[pool.submit(self._index, shard)] = shard
+                for shard in islice(waiting, 2 * max(1, workers) - running):
+                    end = partial(_put, ended, shard)
+                    pool.submit(self._index, shard).add_done_callback(end)
+                    running += 1
                 if not running:
                     return
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
                 # If several shards fail at once, report the first one's error.
-                for future in sorted(ended, key=running.__getitem__):
-                    shard = running.pop(future)
+                together = sorted(_all_of(ended), key=itemgetter(0))
+                running -= len(together)
+                for shard, future in together:
                     self._accept_new(shard, keys[shard], future.result(), journal)
         finally:
             self._stop.set()
@@ -330,6 +336,22 @@ class _Run:
             self._progress(IndexProgress(shards, done, self._bytes_done, self._bytes_total))
 
 
+def _put(
+    ended: queue.SimpleQueue[tuple[int, Future[ShardIndex]]],
+    shard: int,
+    future: Future[ShardIndex],
+) -> None:
+    ended.put((shard, future))
+
+
+def _all_of(waiting: queue.SimpleQueue[T]) -> Iterator[T]:
+    """All that is there; waits for the first one."""
+    yield waiting.get()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield waiting.get_nowait()
+
+
 def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:
     """A shard's blocks, their columns in the order of the dataset's schema, not of the shard's."""
     if index.schema is schema or index.schema.names == schema.names:
@@ -353,40 +375,3 @@ def _nulls_as(schema: pa.Schema, nodes: int, index: ShardIndex) -> Sequence[int]
     if found and index.schema is not schema and not index.schema.equals(schema):
         found = aligned(schema, index.schema, found, rows)
     return found if len(found) == nodes else ()
-
-
-def check_same(found: pa.Schema, url: str, expected: pa.Schema, first_url: str) -> None:
-    """Refuse a shard whose schema is not the first shard's. Metadata, nullability and the order of
-    columns may differ; inferred schemas may differ as long as they do not contradict each other.
-
-    Raises:  SchemaMismatch: shard, field, expected, found.
-    """
-    if found.equals(expected):
-        return
-    inferred = is_inferred(expected)
-    for field in expected:
-        at = found.get_field_index(field.name)
-        if at < 0:
-            if not inferred:
-                raise _mismatch(url, first_url, field.name, str(field.type), "no such column")
-            continue
-        kind = found.field(at).type
-        same = not contradicts(field.type, kind) if inferred else same_type(field.type, kind)
-        if not same:
-            raise _mismatch(url, first_url, field.name, str(field.type), str(kind))
-    for field in found:
-        is_known = expected.get_field_index(field.name) >= 0
-        if not is_known and (not inferred or is_closed(expected)):
-            raise _mismatch(url, first_url, field.name, "no such column", str(field.type))
-
-
-def _mismatch(url: str, first_url: str, field: str, expected: str, found: str) -> SchemaMismatch:
-    return SchemaMismatch(
-        f"{url}: column {field!r}: the dataset's first shard ({first_url}) has {expected}, this "
-        f"one has {found}; all shards of a dataset have one schema: rewrite the shard, or leave "
-        "it out",
-        shard=url,
-        field=field,
-        expected=expected,
-        found=found,
-    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -65,7 +66,7 @@ class IndexJournal:
         self._folder = Path(cache_dir) / "index" / dataset
         self._log: int | None = None
         self._log_path = self._folder / f"run-{secrets.token_hex(8)}.log"
-        self._written: set[str] = set()
+        self._frames = _Frames()
         with cache_faults(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._sweep()
@@ -98,16 +99,16 @@ class IndexJournal:
             if self._log is None:
                 flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
                 self._log = os.open(self._log_path, flags, 0o600)
-            _write(self._log, _encoded(key, index, self._written))
+            _write(self._log, self._frames.of(key, index))
 
     def finish(
         self, key: str, manifest: Manifest, shards: Iterable[tuple[str, ShardIndex]]
     ) -> None:
         """Publish the manifest and one log of all its shards; remove the logs of other runs."""
-        written: set[str] = set()
+        frames = _Frames()
         kept = self._folder / f"shards-{key}.log"
         with cache_faults(self._folder):
-            publish(kept, b"".join(_encoded(name, index, written) for name, index in shards))
+            publish(kept, b"".join(frames.of(name, index) for name, index in shards))
             publish(self._folder / f"{key}.manifest", manifest.to_bytes())
             for path in {*self._found, self._log_path} - {kept}:
                 path.unlink(missing_ok=True)
@@ -150,7 +151,7 @@ def _written_at(path: Path) -> float:
 
 def encode_index(index: ShardIndex) -> bytes:
     """Serialise one shard's index for another process."""
-    return _encoded("", index, set())
+    return _Frames().of("", index)
 
 
 def decode_index(content: bytes) -> ShardIndex:
@@ -158,20 +159,34 @@ def decode_index(content: bytes) -> ShardIndex:
     return _read_log(content)[""]
 
 
-def _encoded(key: str, index: ShardIndex, written: set[str]) -> bytes:
-    """One shard's frame, preceded by its schema's frame if the log does not have it yet."""
-    schema = index.schema.serialize().to_pybytes()
-    name = hashlib.blake2b(schema, digest_size=16).hexdigest()
-    frames = b""
-    if name not in written:
-        written.add(name)
-        frames = _frame({"schema": name}, schema)
+class _Frames:
+    """Makes the frames of one log."""
+
+    def __init__(self) -> None:
+        self._written: set[str] = set()
+        self._last: tuple[pa.Schema, str] | None = None
+
+    def of(self, key: str, index: ShardIndex) -> bytes:
+        """One shard's frame, preceded by its schema's frame if the log does not have it yet."""
+        frames = b""
+        # Shards that were indexed together share one schema object.
+        if self._last is None or self._last[0] is not index.schema:
+            schema = index.schema.serialize().to_pybytes()
+            name = hashlib.blake2b(schema, digest_size=16).hexdigest()
+            self._last = (index.schema, name)
+            if name not in self._written:
+                self._written.add(name)
+                frames = _frame({"schema": name}, schema)
+        return frames + _shard_frame(key, index, self._last[1])
+
+
+def _shard_frame(key: str, index: ShardIndex, schema_name: str) -> bytes:
     table = np.array(
         [(b.rows, b.place.offset, b.place.length, b.decoded_bytes) for b in index.blocks], "<i8"
     )
     facts = {
         "shard": key,
-        "of": name,
+        "of": schema_name,
         "preamble": [index.preamble.offset, index.preamble.length],
         "zero_copy": index.zero_copy,
         "blocks": len(index.blocks),
@@ -179,7 +194,7 @@ def _encoded(key: str, index: ShardIndex, written: set[str]) -> bytes:
     }
     columns = b"".join(np.array(block.columns, "<i8").tobytes() for block in index.blocks)
     nulls = np.array(index.nulls, "<i8").tobytes()
-    return frames + _frame(facts, table.tobytes() + columns + nulls)
+    return _frame(facts, table.tobytes() + columns + nulls)
 
 
 def _frame(facts: Mapping[str, object], body: bytes) -> bytes:
@@ -199,6 +214,12 @@ def _frames(content: bytes) -> Iterator[bytes]:
         at += _FRAME.size + length
 
 
+@functools.lru_cache(maxsize=4)
+def _schema(serialised: bytes) -> pa.Schema:
+    """The same object for the same bytes: shards with one schema compare at no cost."""
+    return pa.ipc.read_schema(pa.py_buffer(serialised))
+
+
 def _read_log(content: bytes) -> dict[str, ShardIndex]:
     schemas: dict[str, pa.Schema] = {}
     found: dict[str, ShardIndex] = {}
@@ -206,7 +227,7 @@ def _read_log(content: bytes) -> dict[str, ShardIndex]:
         end = _HEADER.size + _HEADER.unpack_from(payload)[0]
         facts, body = json.loads(payload[_HEADER.size : end]), payload[end:]
         if "schema" in facts:
-            schemas[facts["schema"]] = pa.ipc.read_schema(pa.py_buffer(body))
+            schemas[facts["schema"]] = _schema(body)
             continue
         numbers, count = np.frombuffer(body, "<i8"), facts["blocks"]
         end = len(numbers) - facts["nulls"]

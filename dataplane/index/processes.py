@@ -32,6 +32,7 @@ from dataplane.index.indexer import PART_BYTES
 from dataplane.index.indexing import Connect, StoredShard, open_dataset
 from dataplane.index.journal import decode_index
 from dataplane.machine import OwnTime, kill_count_for_memory
+from dataplane.model import Region
 from dataplane.plan.manifest import Manifest
 from dataplane.rpc import local, messages, tasks
 from dataplane.store.urls import local_path
@@ -45,8 +46,9 @@ _PROCESSES_MAX = 4
 _TASKS_BEFORE_NEXT = 2
 """Number of shards in each process before another one is started."""
 # Indexing a shard is mostly waiting for a few round trips.
-_INDEXED_AT_ONCE = 16
-_READS_AT_ONCE = 16
+_INDEXED_AT_ONCE = 64
+_READS_AT_ONCE = 64
+_END_BYTES = 64 << 10
 _LOOK_S = 0.25
 _END_S = 5.0
 
@@ -124,7 +126,12 @@ class IndexProcesses:
     def _index(self, format_: Format, shard: StoredShard, *, is_local: bool) -> ShardIndex:
         listed = shard.listed
         order = tasks.IndexShard(
-            format_.name, listed.url, listed.size_bytes, listed.etag, is_local=is_local
+            format_.name,
+            listed.url,
+            listed.size_bytes,
+            listed.etag,
+            is_local=is_local,
+            parts=() if is_local else self._first_parts(format_.name, shard),
         )
         ends: list[ProcessEnd] = []
         with contextlib.suppress(_Ended), self._one_of_many() as process:
@@ -138,6 +145,21 @@ class IndexProcesses:
                 raise blame("indexing it", WorkerPlace(listed.url), ends, limit_bytes) from None
             finally:
                 process.kill()
+
+    def _first_parts(self, format_name: str, shard: StoredShard) -> tuple[tasks.ShardPart, ...]:
+        """What the process would ask for first: reading it now saves a round trip or two, and the
+        messages.
+        """
+        places = _first_reads(format_name, shard.size_bytes)
+        others = [
+            self._reads.submit(shard.read, place.offset, place.length) for place in places[1:]
+        ]
+        read = [shard.read(place.offset, place.length) for place in places[:1]]
+        read += [other.result() for other in others]
+        return tuple(
+            tasks.ShardPart(place.offset, bytes(memoryview(content)))
+            for place, content in zip(places, read, strict=True)
+        )
 
     @contextlib.contextmanager
     def _one_of_many(self) -> Iterator[_Process]:
@@ -236,7 +258,7 @@ class _Process:
                     return decode_index(task.index)
 
     def _next(self, task: _Task, timeout_s: float) -> tasks.FromIndexerBody:
-        own = OwnTime(self._process.pid, time.monotonic())
+        own: OwnTime | None = None
         while True:
             try:
                 body = task.arrived.get(timeout=_LOOK_S)
@@ -244,8 +266,8 @@ class _Process:
                 if task.shard.stop.is_set():
                     raise ClosedError("indexing was stopped") from None
                 now = time.monotonic()
-                if task.reads:
-                    own.begin(now)
+                if own is None or task.reads:
+                    own = OwnTime(self._process.pid, now)
                 elif own.exceeds(timeout_s, now):
                     words = f"did not end within {timeout_s:g} s of its own time"
                     raise self._ended(ProcessEnd(Cause.STUCK, words)) from None
@@ -310,6 +332,16 @@ def open_manifest(config: NodeConfig, connect: Connect, source: messages.Dataset
             connect=connect,
             index_shard=processes.index,
         )
+
+
+def _first_reads(format_name: str, size_bytes: int) -> tuple[Region, ...]:
+    """The ranges that indexing a shard of this size needs before it knows more."""
+    tail = Region(max(0, size_bytes - _END_BYTES), min(size_bytes, _END_BYTES))
+    if format_name == "arrow":
+        if size_bytes <= 2 * _END_BYTES:
+            return (Region(0, size_bytes),)
+        return Region(0, _END_BYTES), tail
+    return (tail,) if format_name == "parquet" else ()
 
 
 def _bytes_for(task: _Task, asked: tasks.ReadShard) -> tasks.ShardBytes:

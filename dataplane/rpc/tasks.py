@@ -196,14 +196,25 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardPart:
+    """Bytes of a shard, from that offset on."""
+
+    offset: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class IndexShard:
-    """Index one shard. If it `is_local`, it is a file that the process reads itself."""
+    """Index one shard. If it `is_local`, it is a file that the process reads itself. `parts` were
+    read already, since it will ask for them first.
+    """
 
     format: str
     url: str
     size_bytes: int
     etag: str
     is_local: bool = False
+    parts: tuple[ShardPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,8 @@ SHARDS: dict[str, dict[str, bytes]] = {
     "jsonl.gz": {"0.jsonl.gz": gzip.compress(json_lines(TABLE.to_pylist()))},
     "tar": {"0.tar": tar_bytes([(f"{i}.txt", b"abc") for i in range(9)])},
 }
+READ_IN_STEPS = SHARDS["jsonl"]["0.jsonl"]
+"""A shard that the node does not read before a process asks for it."""
 
 
 @pytest.mark.parametrize("kind", SHARDS)
@@ -165,9 +167,10 @@ def indexing(folder: Path, held: Held, processes: IndexProcesses) -> Iterator[Fu
 def test_a_process_that_is_killed_costs_time_and_nothing_else(
     tmp_path: Path, processes: IndexProcesses
 ) -> None:
-    written(tmp_path, SHARDS["parquet"])
+    written(tmp_path, {f"{i}.jsonl": READ_IN_STEPS for i in range(5)})
     held = Held()
     with indexing(tmp_path, held, processes) as run:
+        assert children()
         for child in children():
             child.kill()
         held.may_go_on.set()
@@ -177,19 +180,18 @@ def test_a_process_that_is_killed_costs_time_and_nothing_else(
 def test_a_shard_that_ends_two_processes_is_blamed(
     tmp_path: Path, processes: IndexProcesses
 ) -> None:
-    shard = tmp_path / "0.parquet"
-    written(tmp_path, {shard.name: SHARDS["parquet"]["0.parquet"]})
+    written(tmp_path, {"0.jsonl": READ_IN_STEPS})
     held = Held()
     with indexing(tmp_path, held, processes) as run:
         while not run.done():
             for child in children():
                 child.send_signal(signal.SIGSEGV)
-    with pytest.raises(CorruptShard, match=r"0\.parquet: 2 worker processes ended while indexing"):
+    with pytest.raises(CorruptShard, match=r"0\.jsonl: 2 worker processes ended while indexing"):
         run.result(60)
 
 
 def test_a_shard_at_which_processes_hang_is_named(tmp_path: Path) -> None:
-    written(tmp_path, {"0.parquet": SHARDS["parquet"]["0.parquet"]})
+    written(tmp_path, {"0.jsonl": READ_IN_STEPS})
     held = Held()
     with (
         IndexProcesses(HARD, 0.5, 1) as processes,

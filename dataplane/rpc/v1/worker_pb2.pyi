@@ -255,18 +255,28 @@ class FromIndexer(_message.Message):
     def __init__(self, task: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., out_of_memory: _Optional[_Union[OutOfMemory, _Mapping]] = ..., read_shard: _Optional[_Union[ReadShard, _Mapping]] = ..., still_reading: _Optional[_Union[StillReading, _Mapping]] = ..., shard_indexed: _Optional[_Union[ShardIndexed, _Mapping]] = ...) -> None: ...
 
 class IndexShard(_message.Message):
-    __slots__ = ("format", "url", "size_bytes", "etag", "is_local")
+    __slots__ = ("format", "url", "size_bytes", "etag", "is_local", "parts")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
     IS_LOCAL_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     format: str
     url: str
     size_bytes: int
     etag: str
     is_local: bool
-    def __init__(self, format: _Optional[str] = ..., url: _Optional[str] = ..., size_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., is_local: bool = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[ShardPart]
+    def __init__(self, format: _Optional[str] = ..., url: _Optional[str] = ..., size_bytes: _Optional[int] = ..., etag: _Optional[str] = ..., is_local: bool = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ...) -> None: ...
+
+class ShardPart(_message.Message):
+    __slots__ = ("offset", "content")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    content: bytes
+    def __init__(self, offset: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class ReadShard(_message.Message):
     __slots__ = ("request", "place")
