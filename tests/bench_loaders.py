@@ -64,6 +64,7 @@ class Opened:
         note(task, f"opened {task.rank} {task.service}")
 
     def epoch(self, number):
+        note(self.task, f"epoch {number}")
         return self.batches(number, 0)
 
     def batches(self, number, start):

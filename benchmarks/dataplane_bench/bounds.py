@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dataplane_bench import processes
-from dataplane_bench.model import ColumnType, DatasetPlace, StorageKind, Workload
+from dataplane_bench.model import BenchCase, ColumnType, DatasetPlace, StorageKind, Workload
 from dataplane_bench.trial import wire
 from dataplane_bench.trial.launch import TrialFailed
 
@@ -57,6 +57,14 @@ def names(workload: Workload, store: StorageKind) -> tuple[str, ...]:
     return tuple(found)
 
 
+def measured_name(name: str, case: BenchCase) -> str:
+    """The name of a measurement in a report: what S3 gives depends on the line to the server."""
+    if name != S3:
+        return name
+    line = f"{case.delay_ms:g}_ms{'_tls' if case.over_tls else ''}"
+    return f"s3_{line}{name.removeprefix('s3')}"
+
+
 def measure(
     names: Sequence[str], workload: Workload, place: DatasetPlace | None, seconds: float = MEASURE_S
 ) -> dict[str, float]:
@@ -67,6 +75,7 @@ def measure(
     """
     order = wire.line({"names": names, "workload": workload, "place": place, "seconds": seconds})
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    trusted = place.trust() if place else {}
     try:
         done = subprocess.run(
             [*processes.dies_with_us(), sys.executable, *COMMAND],
@@ -75,7 +84,7 @@ def measure(
             text=True,
             timeout=TIMEOUT_S,
             check=True,
-            env={**kept, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+            env={**kept, **trusted, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
         )
     except subprocess.TimeoutExpired as error:
         raise TrialFailed(f"the bounds were not measured within {TIMEOUT_S:g} s") from error

@@ -21,6 +21,8 @@ from dataplane.commands.options import json_option
 from dataplane.errors import ConfigError
 from dataplane_bench.folders import bench_folder
 
+_DELAY_MS_MAX = 10_000
+
 
 class _Bar:
     """Shows the progress of the contest: a bar on a terminal, lines elsewhere. Keeps all notes."""
@@ -125,12 +127,13 @@ def _bar() -> Iterator[_Bar]:
 @click.option(
     "--s3-delay",
     "s3_delay_ms",
-    default=20.0,
+    default="20",
     show_default=True,
-    type=click.FloatRange(0, 10_000),
-    metavar="MS",
-    help="Delay added to every request to the S3 server.",
+    callback=lambda _, __, told: _delays(told),
+    metavar="MS[,MS]...",
+    help="Delay added to every request to the S3 server; several are measured in turn.",
 )
+@click.option("--s3-tls", is_flag=True, help="Read from the S3 server over TLS as well as plain.")
 @json_option
 @click.option("--markdown", is_flag=True, help="Write the tables as Markdown to stdout.")
 @click.option(
@@ -184,6 +187,19 @@ def bench(**given: Any) -> None:
         _clean()
     else:
         _run(given)
+
+
+def _delays(told: str) -> tuple[float, ...]:
+    """Raises:  click.BadParameter: not numbers, or out of range."""
+    try:
+        delays = tuple(float(one) for one in told.split(","))
+    except ValueError:
+        delays = ()
+    if not delays or not all(0 <= one <= _DELAY_MS_MAX for one in delays):
+        raise click.BadParameter(
+            f"{told!r}: milliseconds from 0 to {_DELAY_MS_MAX:,}, separated by commas: 0,20,50"
+        )
+    return delays
 
 
 def _needs_extra() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dataplane_bench import bounds, machine
+from dataplane_bench.cores import CoreIds
 from dataplane_bench.model import BenchCase, DatasetPlace, Mode, Settings, StorageKind, Workload
 from dataplane_bench.peers.registry import HARNESS, REFERENCE, adapter
 from dataplane_bench.prepared import Prepared
@@ -81,10 +82,12 @@ class Contest:
         timing: Timing,
         rounds: int,
         show: Show,
+        usable: CoreIds | None = None,
     ) -> None:
+        """`usable` are the cores of loaders and server, if not only those of this thread."""
         self._entries, self._prepared, self._folder = entries, prepared, folder
         self._timing, self._rounds, self._show = timing, rounds, show
-        self._cores = len(os.sched_getaffinity(0))
+        self._usable, self._cores = usable, len(os.sched_getaffinity(0))
         self._sweeps: dict[tuple[object, ...], tuple[Tried, ...]] = {}
         self._digests: dict[tuple[object, ...], dict[str, Any]] = {}
         self.sample_bytes: dict[str, float] = {}
@@ -97,11 +100,11 @@ class Contest:
         self._show.planned(sum(self._rounds_of(one) for one in going))
         for one in going:
             with self._failing(one):
-                self._prepared.place(one.entry.name, one.entry.python, workload, case.store)
+                self._prepared.place(one.entry.name, one.entry.python, workload, case)
                 self._choose(one, case, workload)
                 self._check(one, case, workload)
         limits: dict[str, list[float]] = {}
-        before = machine.look()
+        before = machine.look(cores=self._usable)
         for round_index in range(self._rounds):
             self._bounds(case, workload, limits)
             for one in runners:
@@ -111,7 +114,7 @@ class Contest:
         for one in runners:
             one.now(trials=tuple(one.trials))
         measured = tuple(HardwareBound(name, tuple(values)) for name, values in limits.items())
-        load = machine.load_between(before, machine.look())
+        load = machine.load_between(before, machine.look(cores=self._usable))
         return CaseResult(case, tuple(one.result for one in runners), measured, load)
 
     def _rounds_of(self, one: _Runner) -> int:
@@ -146,9 +149,12 @@ class Contest:
         # Cases about a start, a resume or a computing trainer use these settings, too.
         if case.mode in (Mode.FIRST, Mode.RESUME) or case.step_ms:
             case = BenchCase(case.label, case.workload)
+        if case.epoch:
+            # The second epoch tells as much as a later one.
+            case = dataclasses.replace(case, epoch=1)
         key = (
-            *(one.entry.name, workload.fingerprint, case.store),
-            *(case.ranks, case.jobs, case.served, case.shared),
+            *(one.entry.name, workload.fingerprint, case.store, case.delay_ms, case.over_tls),
+            *(case.ranks, case.jobs, case.served, case.shared, case.epoch),
         )
         if key not in self._sweeps:
             self._sweeps[key] = tuple(self._tried(one.entry, case, workload))
@@ -178,7 +184,10 @@ class Contest:
         """Compare the checksum of one whole epoch with that of the source."""
         if one.entry.name == HARNESS:
             return
-        whole = BenchCase(case.label, case.workload, Mode.VERIFY, case.store, case.ranks)
+        whole = BenchCase(
+            *(case.label, case.workload, Mode.VERIFY, case.store, case.ranks),
+            over_tls=case.over_tls,
+        )
         truth = self.truth(workload)
         key = (one.entry.name, workload.fingerprint, case.store, case.ranks)
         if key not in self._digests:
@@ -223,16 +232,17 @@ class Contest:
     def _trial(
         self, entry: Entry, case: BenchCase, workload: Workload, settings: Settings, timing: Timing
     ) -> dict[str, Any]:
-        place = self._prepared.place(entry.name, entry.python, workload, case.store)
+        place = self._prepared.place(entry.name, entry.python, workload, case)
         who = Contestant(entry.name, entry.python, place, settings)
-        return run_trial(who, case, workload, timing, self._folder)
+        server = self._prepared.server_cpu_s if case.store is StorageKind.S3 else None
+        return run_trial(who, case, workload, timing, self._folder, server)
 
     def _bounds(self, case: BenchCase, workload: Workload, limits: dict[str, list[float]]) -> None:
         if case.mode not in (Mode.STEADY, Mode.EPOCH) or case.step_ms:
             return
         place: DatasetPlace | None = None
         if case.store is StorageKind.S3:
-            place = self._prepared.source(workload)
+            place = self._prepared.source(workload, case)
         names = bounds.names(workload, case.store)
         try:
             found = bounds.measure(names, workload, place)
@@ -240,7 +250,7 @@ class Contest:
             self._show.note(f"a bound was not measured: {str(error).splitlines()[0]}")
             return
         for name, value in found.items():
-            self.measured.setdefault(name, []).append(value)
+            self.measured.setdefault(bounds.measured_name(name, case), []).append(value)
         for name, value in bounds.bound_of(workload, case.store, found):
             limits.setdefault(name, []).append(value)
 

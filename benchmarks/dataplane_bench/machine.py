@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from dataplane_bench.cores import CoreIds
 from dataplane_bench.trial import watch
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -28,13 +29,14 @@ class CpuSample:
     own_s: float
 
 
-def look(own: Sequence[int] | None = None) -> CpuSample:
-    """The values now. Our own processes are the descendants of `own`, or else of this process.
+def look(own: Sequence[int] | None = None, cores: CoreIds | None = None) -> CpuSample:
+    """The values now. Our own processes are the descendants of `own`, or else of this process; they
+    use `cores`, or else only those of this thread.
 
     Source:  the lines "cpuN" of proc_stat(5).
     """
     own_s = watch.cpu_s((os.getpid(),) if own is None else own)
-    usable = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    usable = {f"cpu{core}" for core in cores or os.sched_getaffinity(0)}
     total = busy = steal = 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *fields = line.split()

@@ -32,7 +32,7 @@ _WARM_BYTES = 8 << 20
 _ROWS_BYTES = 256 << 20
 """The size of the rows to gather from: more than the caches of most processors."""
 _SOURCE_BYTES = 64 << 20
-_GET_BYTES, _GETS_AT_ONCE, _GETS = 8 << 20, 8, 16
+_GET_BYTES, _GETS_AT_ONCE, _GETS = 8 << 20, 16, 32
 _JPEGS = 24
 _DRAWS = 16
 

@@ -90,7 +90,7 @@ class Mode(enum.StrEnum):
     """What a trial measures."""
 
     STEADY = "steady"  # rates once everything is warm, over a window of time
-    EPOCH = "epoch"  # an epoch from an empty cache, its first batch included, or its first seconds
+    EPOCH = "epoch"  # an epoch, its first batch included, or its first seconds
     FIRST = "first"  # the first batch, then the end
     RESUME = "resume"  # the first batch after a restart from a state taken at `fraction`
     VERIFY = "verify"  # one whole epoch, every byte of it summed
@@ -112,6 +112,11 @@ class BenchCase:
     `served` means that the system's daemon, if it has one, is already running. `cold` means that
     the system's own caches are empty. `step_ms`, if set, is how long the trainer computes after
     every batch.
+
+    In the mode EPOCH, `epoch` is measured, counted from 0, after all epochs before it were read.
+    `cache_share`, if set, limits what a loader may keep of the samples from one epoch to the next,
+    in memory and on disk, as a share of their bytes. Every request to S3 waits `delay_ms`, and is
+    encrypted if `over_tls`.
     """
 
     label: str
@@ -125,10 +130,18 @@ class BenchCase:
     cold: bool = False
     step_ms: float = 0.0
     fraction: float = 0.0
+    epoch: int = 0
+    cache_share: float = 0.0
+    delay_ms: float = 0.0
+    over_tls: bool = False
 
     @property
     def process_count(self) -> int:
         return self.ranks * self.jobs
+
+    def cache_bytes_max(self, stored_bytes: int) -> int:
+        """What a loader may keep of samples that take `stored_bytes` in its own format; 0: all."""
+        return int(stored_bytes * self.cache_share)
 
 
 Settings = Mapping[str, Any]
@@ -140,7 +153,9 @@ class DatasetPlace:
     """Where a system's prepared shards are. `url` is `folder` for LOCAL, else "s3://bucket/prefix".
 
     `endpoint` and the keys are those of the S3 server; the process has them in its environment too
-    (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, S3_ENDPOINT_URL).
+    (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, S3_ENDPOINT_URL). Where
+    the endpoint speaks TLS, `authority` is a file with the certificate that its own is signed with,
+    which clients find in the environment too (AWS_CA_BUNDLE, CURL_CA_BUNDLE, SSL_CERT_FILE).
     """
 
     folder: Path
@@ -148,6 +163,17 @@ class DatasetPlace:
     endpoint: str = ""
     access_key: str = ""
     secret_key: str = ""
+    authority: str = ""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all files."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+    def trust(self) -> dict[str, str]:
+        """The variables with which clients trust the endpoint's certificate."""
+        names = ("AWS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE") if self.authority else ()
+        return dict.fromkeys(names, self.authority)
 
 
 @dataclass(frozen=True, slots=True)

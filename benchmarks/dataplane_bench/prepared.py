@@ -27,12 +27,10 @@ class Prepared:
     ) -> None:
         self._root, self._trials = root, trials
         self._storage, self._say = storage, say
-        self._uploaded: dict[Path, DatasetPlace] = {}
+        self._uploaded: set[Path] = set()
 
-    def place(
-        self, system: str, python: str, workload: Workload, store: StorageKind
-    ) -> DatasetPlace:
-        """The place of a system's shards, which are converted and uploaded first if necessary.
+    def place(self, system: str, python: str, workload: Workload, case: BenchCase) -> DatasetPlace:
+        """The place of a system's shards in this case; converts and uploads them if necessary.
 
         Raises:  TrialFailed: the conversion failed.
         """
@@ -40,19 +38,24 @@ class Prepared:
         folder = self._root / workload.fingerprint / layout
         if not folder.exists():
             self._convert(system, python, workload, folder)
-        return self._at(folder, store)
+        return self._at(folder, case)
 
-    def source(self, workload: Workload) -> DatasetPlace:
-        """The source shards in S3, for measurements of the server."""
-        return self._at(workload.source, StorageKind.S3)
+    def source(self, workload: Workload, case: BenchCase) -> DatasetPlace:
+        """The source shards in this case, for measurements of the server."""
+        return self._at(workload.source, case)
 
-    def _at(self, folder: Path, store: StorageKind) -> DatasetPlace:
-        if store is StorageKind.LOCAL:
+    def server_cpu_s(self) -> float:
+        """CPU seconds that the S3 server and the delay before it have used so far."""
+        return float(self._storage().cpu_s())
+
+    def _at(self, folder: Path, case: BenchCase) -> DatasetPlace:
+        if case.store is StorageKind.LOCAL:
             return DatasetPlace(folder, str(folder))
         if folder not in self._uploaded:
             self._say(f"uploading {folder.name}")
-            self._uploaded[folder] = self._storage().place(folder)
-        return self._uploaded[folder]
+            self._uploaded.add(folder)
+        found: DatasetPlace = self._storage().place(folder, case)
+        return found
 
     def _convert(self, system: str, python: str, workload: Workload, folder: Path) -> None:
         self._say(f"{workload.name}: writing {folder.name} for {system}")

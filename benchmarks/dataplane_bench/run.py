@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import fcntl
 import os
@@ -17,8 +18,9 @@ from typing import Any
 from dataplane.errors import ConfigError
 from dataplane_bench import environments
 from dataplane_bench.contest import Contest, Entry, Show
+from dataplane_bench.cores import CoreIds, Division, confined, divided
 from dataplane_bench.machine import machine_facts
-from dataplane_bench.model import BenchCase, Workload
+from dataplane_bench.model import BenchCase, StorageKind, Workload
 from dataplane_bench.peers.registry import HARNESS, OURS, PEERS
 from dataplane_bench.prepared import Prepared
 from dataplane_bench.report.results import BenchReport, CaseResult, ScenarioResult
@@ -39,7 +41,8 @@ _RUN = "run-"
 @dataclass(frozen=True, slots=True)
 class Options:
     """The user's choices. `scenarios` are "name" or "name/case"; none means every workload from
-    local disk. Scenarios about ranks, jobs, starts and steps load `workload`.
+    local disk. Scenarios about ranks, jobs, starts and steps load `workload`. Cases that read from
+    S3 run once for each of `s3_delay_ms`, and with `s3_tls` once more over TLS.
     """
 
     urls: tuple[str, ...] = ()
@@ -52,7 +55,8 @@ class Options:
     scale: float = 1.0
     batch_size: int | None = None
     byte_limit: int = 1 << 30
-    s3_delay_ms: float = 20.0
+    s3_delay_ms: tuple[float, ...] = (20.0,)
+    s3_tls: bool = False
 
 
 Chosen = tuple[Scenario, tuple[BenchCase, ...]]
@@ -77,6 +81,7 @@ def chosen(options: Options, workload: str) -> list[Chosen]:
         if not wanted:
             labels = ", ".join(f"{name}/{case.label}" for case in cases)
             raise ConfigError(f"scenario {each!r}: there are {labels}", field="scenario")
+        wanted = tuple(line for case in wanted for line in _lines(case, options))
         found[name] = tuple(dict.fromkeys((*found.get(name, ()), *wanted)))
     if workload:
         shapes = {scenario.name for scenario in WORKLOADS} - {workload}
@@ -88,6 +93,22 @@ def chosen(options: Options, workload: str) -> list[Chosen]:
             field="scenario",
         )
     return [(SCENARIOS[name], cases) for name, cases in found.items()]
+
+
+def _lines(case: BenchCase, options: Options) -> tuple[BenchCase, ...]:
+    """The case at the end of each line to the S3 server; a case without the server as it is."""
+    if case.store is StorageKind.LOCAL:
+        return (case,)
+    return tuple(
+        dataclasses.replace(
+            case,
+            label=f"{case.label} {delay_ms:g} ms{' TLS' if over_tls else ''}",
+            delay_ms=delay_ms,
+            over_tls=over_tls,
+        )
+        for over_tls in ((False, True) if options.s3_tls else (False,))
+        for delay_ms in dict.fromkeys(options.s3_delay_ms)
+    )
 
 
 def _cases(name: str, options: Options, workload: str) -> tuple[BenchCase, ...]:
@@ -144,12 +165,17 @@ def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
     mine = _own(options, root, show) if options.urls else None
     plan = chosen(options, mine.shape if mine else "")
     workloads = _workloads(options, plan, mine, root, show)
+    reads_s3 = any(case.store is StorageKind.S3 for _, cases in plan for case in cases)
+    usable = os.sched_getaffinity(0)
+    division = divided(usable) if reads_s3 else Division(usable, usable)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(_scratch(root)))
-        storage = _Storage(stack, folder, options.s3_delay_ms)
+        stack.enter_context(confined(division.loaders))
+        storage = _Storage(stack, folder, division.server, has_tls=options.s3_tls)
         prepared = Prepared(root / "prepared", folder, storage, show.note)
         timing = Timing(settle_s=0.7, window_s=options.window_s, stall_window_s=0.7)
-        contest = Contest(systems, prepared, folder, timing, options.rounds, show)
+        rounds = options.rounds
+        contest = Contest(systems, prepared, folder, timing, rounds, show, division.all)
         results: list[ScenarioResult] = []
         interrupted = False
         try:
@@ -165,7 +191,7 @@ def run(options: Options, root: Path, command: str, show: Show) -> BenchReport:
     return BenchReport(
         created=created,
         command=command,
-        machine=machine_facts(root),
+        machine=machine_facts(root) | _server_facts(division, reads_s3=reads_s3),
         versions={entry.name: entry.versions for entry in systems},
         options={**_plain(options), "interrupted": interrupted},
         workloads=tuple(workloads.values()),
@@ -231,15 +257,25 @@ def _held(folder: Path) -> Iterator[None]:
 class _Storage:
     """The S3 server, started on first use."""
 
-    def __init__(self, stack: contextlib.ExitStack, folder: Path, delay_ms: float) -> None:
-        self._stack, self._folder, self._delay_ms = stack, folder, delay_ms
+    def __init__(
+        self, stack: contextlib.ExitStack, folder: Path, usable: CoreIds, *, has_tls: bool
+    ) -> None:
+        self._stack, self._folder = stack, folder
+        self._usable, self._has_tls = usable, has_tls
         self._storage: Any = None
 
     def __call__(self) -> Any:
         if self._storage is None:
-            started = s3_storage(self._folder, self._delay_ms)
+            started = s3_storage(self._folder, self._usable, has_tls=self._has_tls)
             self._storage = self._stack.enter_context(started)
         return self._storage
+
+
+def _server_facts(division: Division, *, reads_s3: bool) -> dict[str, Any]:
+    """Whether loaders and S3 server share cores, for readers of figures."""
+    if not reads_s3:
+        return {}
+    return {"server_cores": len(division.server) if division.are_apart else 0}
 
 
 def _plain(options: Options) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
     ClientError,
 )
 
+from dataplane_bench.certificates import Certificate
 from dataplane_bench.processes import ProcessEnded, free_ports, running, tool, wait_until
 
 START_TIMEOUT_S = 60.0
@@ -41,13 +42,16 @@ _VOLUMES_MAX = 1000  # of all buckets: a limit, nothing is reserved
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """A running S3 server, and the one identity that it accepts."""
+    """A running S3 server, and the one identity that it accepts. It speaks TLS at `tls_port`, or
+    nowhere if that is 0.
+    """
 
     endpoint: str
     port: int
     pid: int
     access_key: str
     secret_key: str
+    tls_port: int = 0
 
     def environment(self) -> dict[str, str]:
         """The environment variables with which a process reaches this server, and no other."""
@@ -89,22 +93,33 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def s3_server(folder: Path, environment: Mapping[str, str]) -> Iterator[S3Server]:
+def s3_server(
+    folder: Path, environment: Mapping[str, str], certificate: Certificate | None = None
+) -> Iterator[S3Server]:
     """Run a server until the block ends, with its files in `folder`. It starts in a few seconds.
+    With a certificate it also speaks TLS.
 
     Raises:  ProcessEnded: it does not start; has the end of its output.
     """
     with contextlib.ExitStack() as stack:
-        yield _started(stack, folder, environment)
+        yield _started(stack, folder, environment, certificate)
 
 
-def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str, str]) -> S3Server:
+def _started(
+    stack: contextlib.ExitStack,
+    folder: Path,
+    environment: Mapping[str, str],
+    certificate: Certificate | None,
+) -> S3Server:
     access_key, secret_key = "dataplane", secrets.token_hex(16)
     log = folder / "s3.log"
     for attempt in range(START_ATTEMPTS):
-        ports = free_ports(len(_PORTS), _PORT_BELOW)
+        *ports, tls_port = free_ports(len(_PORTS) + 1, _PORT_BELOW)
         with contextlib.ExitStack() as trial:
             command = _command(folder, ports, access_key, secret_key)
+            if certificate is not None:
+                command += [f"-s3.port.https={tls_port}", f"-s3.key.file={certificate.key}"]
+                command += [f"-s3.cert.file={certificate.certificate}"]
             trial.callback(_remove_sockets, ports)
             process = trial.enter_context(running(command, environment, log))
             # Another process may take a port before the server does: then try other ports.
@@ -116,7 +131,11 @@ def _started(stack: contextlib.ExitStack, folder: Path, environment: Mapping[str
                 continue
             stack.push(trial.pop_all())
             endpoint = f"http://127.0.0.1:{ports[0]}"
-            return S3Server(endpoint, ports[0], process.pid, access_key, secret_key)
+            has_tls = certificate is not None
+            return S3Server(
+                *(endpoint, ports[0], process.pid, access_key, secret_key),
+                tls_port if has_tls else 0,
+            )
     raise AssertionError("the last attempt returns or raises")
 
 

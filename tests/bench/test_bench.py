@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from dataplane_bench.run import _scratch
+from dataplane_bench.peers.registry import adapter
+from dataplane_bench.run import Options, _scratch, chosen
+from dataplane_bench.scenarios.base import Scale, local_and_s3
+from dataplane_bench.workloads.generate import generated
 
 from dataplane.cli import run
 
@@ -103,6 +106,43 @@ def test_starts_and_resumes_are_measured_too(environment):
     assert systems_of(report, 0)["noop"]["refused"]
 
 
+@pytest.mark.slow
+def test_cold_and_steady_epochs_from_s3_are_measured_near_and_far_plain_and_over_tls(environment):
+    asked = ["--scenario", "tokens/s3-cold", "--scenario", "tokens/s3-steady"]
+    asked += ["--s3-delay", "0,5", "--s3-tls", "--peers", "none", "--rounds", "1"]
+    report = json.loads(bench(environment, *asked, *SMALL, "--scale", "0.1", "--json").stdout)
+    cases = report["scenarios"][0]["cases"]
+    assert len(cases) == 8
+    for case in cases:
+        (system,) = [one for one in case["systems"] if one["name"] == "dataplane"]
+        assert_measured(system, rounds=1)
+        assert system["trials"][0]["server_cpu_s"] >= 0
+    lines = {"0_ms", "5_ms", "0_ms_tls", "5_ms_tls"}
+    assert {f"s3_{line}_gb_per_s" for line in lines} <= report["bounds"].keys()
+
+
+def test_a_case_from_s3_is_run_for_every_delay_and_with_tls_once_more():
+    options = Options(
+        scenarios=("text/s3-cold", "text/local"), s3_delay_ms=(0.0, 50.0, 50.0), s3_tls=True
+    )
+    ((_, cases),) = chosen(options, "")
+    assert [(case.label, case.delay_ms, case.over_tls) for case in cases] == [
+        ("s3-cold 0 ms", 0.0, False),
+        ("s3-cold 50 ms", 50.0, False),
+        ("s3-cold 0 ms TLS", 0.0, True),
+        ("s3-cold 50 ms TLS", 50.0, True),
+        ("local", 0.0, False),
+    ]
+
+
+@pytest.mark.parametrize("name", ["mosaic", "litdata"])
+def test_a_peer_whose_cache_cannot_be_small_enough_takes_no_part(name, tmp_path):
+    small = generated("text", tmp_path, 0.01)
+    cold, steady = (case for case in local_and_s3(Scale("text", 1)) if case.label != "local")
+    assert adapter(name).refuses(small, cold) == ""
+    assert "more than 25% of these samples" in adapter(name).refuses(small, steady)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -111,6 +151,8 @@ def test_starts_and_resumes_are_measured_too(environment):
         (["--peers", "tourch"], ("tourch", "torch")),
         (["--peers", "webdataset"], ("not installed", "--install-peer webdataset")),
         (["--limit", "many"], ("many",)),
+        (["--s3-delay", "0,soon"], ("0,soon", "0,20,50")),
+        (["--s3-delay", "-1"], ("-1", "milliseconds")),
         (["--report", "missing.json"], ("missing.json",)),
         (["--compare", "missing.json"], ("missing.json",)),
         (["--install-peer", "nobody"], ("nobody", "webdataset")),

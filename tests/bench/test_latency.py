@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from dataplane_bench import processes
+from dataplane_bench.model import BenchCase, Mode, StorageKind
+from dataplane_bench.trial.members import environment
 from dataplane_bench.workloads.storage import s3_storage
 from obstore.store import S3Store
 
@@ -167,31 +171,75 @@ def test_the_proxy_is_no_bottleneck(tmp_path):
         assert rate(port) > rate(direct) / 8
 
 
-def test_a_real_server_far_away(tmp_path):
+FAR = BenchCase("cold", "shards", Mode.EPOCH, StorageKind.S3, delay_ms=DELAY_MS)
+NEAR = dataclasses.replace(FAR, delay_ms=0.0)
+FAR_OVER_TLS = dataclasses.replace(FAR, over_tls=True)
+
+READ = """
+import sys
+import obstore, s3fs
+from obstore.store import S3Store
+bucket, key, endpoint = sys.argv[1:]
+store = S3Store(bucket, endpoint=endpoint, virtual_hosted_style_request=False)
+body = bytes(obstore.get_range(store, key, start=0, length=100))
+fs = s3fs.S3FileSystem(endpoint_url=endpoint)
+assert fs.cat_ranges([f"{bucket}/{key}"], [0], [100], on_error="raise") == [body]
+print(body.hex())
+"""
+
+
+def store_of(place):
+    """A client of a plain endpoint, and the prefix of what lies there."""
+    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
+    store = S3Store(
+        bucket,
+        endpoint=place.endpoint,
+        access_key_id=place.access_key,
+        secret_access_key=place.secret_key,
+        region="us-east-1",
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+    )
+    return store, prefix
+
+
+def read_as_a_trial(place, name, tmp_path):
+    """The first bytes, as two clients read them in the environment of a trial."""
+    bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, bucket, f"{prefix}/{name}", place.endpoint],
+        env=environment(place, tmp_path, tmp_path, None),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return bytes.fromhex(done.stdout)
+
+
+def test_one_server_is_near_and_far_plain_and_over_tls(tmp_path):
     folder = tmp_path / "shards"
     (folder / "below").mkdir(parents=True)
     (folder / "a.bin").write_bytes(os.urandom(3 << 20))
-    (folder / "below" / "b.bin").write_bytes(b"b")
+    (folder / "below" / "b.bin").write_bytes(b"b" * 100)
     (tmp_path / "scratch").mkdir()
-    with s3_storage(tmp_path / "scratch", DELAY_MS) as storage:
-        place = storage.place(folder)
-        assert storage.place(folder) is place
-        assert (place.folder, place.endpoint) == (folder, storage.endpoint)
-        bucket, _, prefix = place.url.removeprefix("s3://").partition("/")
-        store = S3Store(
-            bucket,
-            endpoint=place.endpoint,
-            access_key_id=place.access_key,
-            secret_access_key=place.secret_key,
-            region="us-east-1",
-            virtual_hosted_style_request=False,
-            client_options={"allow_http": True},
-        )
-        listed = [meta["path"] for page in store.list(prefix) for meta in page]
-        assert sorted(listed) == [f"{prefix}/a.bin", f"{prefix}/below/b.bin"]
-        began = time.monotonic()
-        assert store.get(f"{prefix}/a.bin").bytes() == (folder / "a.bin").read_bytes()
-        assert time.monotonic() - began >= DELAY_MS / 1000
+    with s3_storage(tmp_path / "scratch", has_tls=True) as storage:
+        places = [storage.place(folder, case) for case in (NEAR, FAR, FAR_OVER_TLS)]
+        assert storage.place(folder, FAR) == places[1], "it is uploaded once, with one delay"
+        assert len({place.url for place in places}) == 1
+        assert [place.endpoint.partition(":")[0] for place in places] == ["http", "http", "https"]
+        assert places[0].stored_bytes == (3 << 20) + 100
+        before, content = storage.cpu_s(), (folder / "a.bin").read_bytes()
+        for place in places[:2]:
+            store, prefix = store_of(place)
+            listed = [meta["path"] for page in store.list(prefix) for meta in page]
+            assert sorted(listed) == [f"{prefix}/a.bin", f"{prefix}/below/b.bin"]
+            began = time.monotonic()
+            assert store.get(f"{prefix}/a.bin").bytes() == content
+            assert time.monotonic() - began >= (DELAY_MS / 1000 if place is places[1] else 0)
+        assert read_as_a_trial(places[2], "a.bin", tmp_path) == content[:100]
+        assert storage.cpu_s() > before
     assert list((tmp_path / "scratch").iterdir()) == []
 
 

@@ -94,7 +94,8 @@ def test_every_plot_is_drawn(opened, report):
 
 def test_a_case_has_a_plot_of_each_kind(opened, report):
     steady = {"throughput", "cpu", "memory", "waits", "stall", "first", "rates", "memories"}
-    kinds = {"tokens · local": steady, "tokens · s3": steady - {"stall"}, "resume · 50%": {"first"}}
+    kinds = {"tokens · local": steady, "resume · 50%": {"first"}}
+    kinds |= dict.fromkeys(("tokens · s3-cold", "tokens · s3-steady"), steady - {"stall"})
     for place, case in enumerate(case_figures(report)):
         found = {
             one.attributes["id"].removeprefix(f"case-{place}-")

@@ -115,7 +115,8 @@ def test_settings_and_the_whole_sweep_are_reported():
 def test_the_same_sweep_is_reported_once_for_all_cases_of_a_scenario():
     cases = case_figures(bench_report.full())
     ours = dict(notes.sweeps(cases))["Dataplane 1.0"]
-    assert ours[0][0] == "tokens · local, first-batch, resume, compute"
+    starts = ", ".join(f"first-batch · {each}" for each in ("cold", "warm", "served"))
+    assert ours[0][0] == f"tokens · local, {starts}, resume, compute"
 
 
 def test_the_summary_counts_the_faster_systems():
@@ -244,11 +245,13 @@ def test_whatever_can_be_read_can_be_printed(told):
 
 
 def test_what_the_machine_can_do_is_told_with_its_unit():
-    bounds = {"gather_gb_per_s": (5.0, 5.0), "jpeg_decode_per_s": (1500.0,), "new_thing": (1.0,)}
+    bounds = {"gather_gb_per_s": (5.0, 5.0), "jpeg_decode_per_s": (1500.0,)}
+    bounds |= {"s3_20_ms_tls_gb_per_s": (0.5,), "new_thing": (1.0,)}
     report = dataclasses.replace(bench_report.small(), bounds=bounds)
     assert notes.machine_bounds(report) == [
         ("gather of random rows", "5.00 GB/s ±0%"),
         ("JPEG decode", "1.50k/s"),
+        ("S3 server, 20 ms tls", "0.500 GB/s"),
         ("new thing", "1.00/s"),
     ]
 

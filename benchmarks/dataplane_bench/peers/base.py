@@ -11,6 +11,8 @@ What every loader must deliver, so that they can be compared:
   CPU; at the end of an epoch a smaller batch or none is as good;
 - every sample once an epoch (of its rank), shuffled anew each epoch as well as the loader's
   documentation advises: over the whole epoch, or with a buffer of SHUFFLE_BUFFER samples or more;
+- where the case has a `cache_share`, it keeps at most `case.cache_bytes_max(...)` of its samples
+  from one epoch to the next, in memory and on disk together, or takes no part;
 - the best documented settings: whatever its documentation, or an expert, would use on one machine.
   An adapter lists the settings that are worth trying, and the harness tries them.
 """

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4 << 20
 """Of a record batch: large enough to gather from, and small enough to fetch."""
+_BLOCKS_AT_EDGES = 3
 START_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 10.0
 _READY = "ready: node "
@@ -47,8 +48,9 @@ class Dataplane:
         return told
 
     def settings(self, workload: Workload, case: BenchCase, cores: int) -> tuple[Settings, ...]:
-        del workload, case, cores
-        return ({},)
+        del workload, cores
+        # By default, a small dataset is shuffled as a whole, and stays in memory for that.
+        return ({"lanes": 1, "window": "what fits"} if case.cache_share else {},)
 
     def prepare(self, workload: Workload, folder: Path) -> None:
         if workload.urls:
@@ -61,7 +63,7 @@ class Dataplane:
             _write_arrow(pq.read_table(shard), folder / f"{shard.stem}.arrow")
 
     def open(self, task: TrialTask) -> Loader:
-        os.environ.update(_variables(task.settings))
+        os.environ.update(_variables(task))
         if task.size > 1:
             from dataplane_bench.peers import rows
 
@@ -85,6 +87,7 @@ class _Opened:
 
         # Dataplane's name of a column of a user's shards, and the name that all peers use.
         self._names = {leaf: name for name, leaf in leaves(task.workload).items()}
+        lanes, window = _lanes_window(task)
         self._loader = DataLoader(
             _urls(task),
             task.workload.batch_size,
@@ -99,6 +102,8 @@ class _Opened:
             service=task.service or None,
             name=task.run,
             sharing=task.group or None,
+            lanes=lanes,
+            window=window,
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
@@ -133,7 +138,7 @@ class _Service:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "dataplane", "serve", "--listen", "127.0.0.1:0"],
                 cwd=task.cache,
-                env={**os.environ, **_variables(task.settings)},
+                env={**os.environ, **_variables(task)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -161,8 +166,22 @@ def _urls(task: TrialTask) -> list[str]:
     return [f"{task.place.url}/{name}" for name in names]
 
 
-def _variables(settings: Settings) -> dict[str, str]:
-    return {f"DATAPLANE_{name.upper()}": str(value) for name, value in settings.items()}
+def _lanes_window(task: TrialTask) -> tuple[int | None, int | None]:
+    """The defaults; or one lane, with windows of which two fit into three quarters of the block
+    arena, with the blocks at their edges, since a batch may come from both.
+    """
+    if "window" not in task.settings:
+        return None, None
+    limit = task.case.cache_bytes_max(task.place.stored_bytes) or task.place.stored_bytes
+    room = max(limit * 3 // 4 - _BLOCKS_AT_EDGES * BLOCK_BYTES, 0) // 2
+    window = room * task.workload.sample_count // task.place.stored_bytes
+    return task.settings["lanes"], max(window, task.workload.batch_size)
+
+
+def _variables(task: TrialTask) -> dict[str, str]:
+    """The node's settings, with what the case allows it to keep of the samples."""
+    limit = task.case.cache_bytes_max(task.place.stored_bytes)
+    return {"DATAPLANE_BLOCK_ARENA_BYTES": str(limit)} if limit else {}
 
 
 def _same_file(source: Path, target: Path) -> None:

@@ -17,12 +17,15 @@ from dataplane_bench.peers.rows import (
     RowCollate,
     announce,
     record_type,
+    refuses_limit,
     refuses_tables,
     rows,
 )
 
 SHARD_BYTES = 64_000_000
 """About: its documentation's choice."""
+_SHARDS_MIN = 4
+"""In its cache: one that is read, and those that are loaded ahead."""
 
 
 class LitData:
@@ -34,8 +37,9 @@ class LitData:
     distribution = "litdata"
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del case
-        return refuses_tables(workload)
+        return refuses_tables(workload) or refuses_limit(
+            workload, case, _SHARDS_MIN * SHARD_BYTES, "its cache holds some shards of 64 MB"
+        )
 
     def layout(self, workload: Workload) -> str:
         del workload
@@ -129,8 +133,10 @@ def _remote(task: TrialTask) -> dict[str, Any]:
 
     # Its faster client requires TLS, which a local server lacks, and no option turns this off.
     getattr(downloader, "_OBSTORE_CLIENT_OPTIONS", {})["allow_http"] = True
+    limit = task.case.cache_bytes_max(task.place.stored_bytes)
     return {
         "cache_dir": str(task.cache / f"litdata-{task.run}"),
+        **({"max_cache_size": limit} if limit else {}),
         "storage_options": {
             "endpoint_url": task.place.endpoint,
             "aws_access_key_id": task.place.access_key,

@@ -19,7 +19,19 @@ from dataplane_bench.model import (
     WorkloadColumn,
 )
 from dataplane_bench.peers.base import SHUFFLE_BUFFER, Batch
-from dataplane_bench.peers.rows import RowCollate, announce, plain, refuses_tables, rows
+from dataplane_bench.peers.rows import (
+    RowCollate,
+    announce,
+    plain,
+    refuses_limit,
+    refuses_tables,
+    rows,
+)
+
+SHARD_BYTES = 64 << 20
+"""The library's default."""
+_SHARDS_MIN = 4
+"""It refuses a smaller limit of its cache."""
 
 
 class MosaicStreaming:
@@ -31,8 +43,9 @@ class MosaicStreaming:
     distribution = "mosaicml-streaming"
 
     def refuses(self, workload: Workload, case: BenchCase) -> str:
-        del case
-        return refuses_tables(workload)
+        return refuses_tables(workload) or refuses_limit(
+            workload, case, _SHARDS_MIN * SHARD_BYTES, "its cache holds four shards of 64 MiB"
+        )
 
     def layout(self, workload: Workload) -> str:
         del workload
@@ -74,6 +87,8 @@ class _Opened:
         remote = None
         if task.case.store is StorageKind.S3:
             local, remote = str(task.cache / f"mds-{task.run}"), task.place.url
+            if limit := task.case.cache_bytes_max(task.place.stored_bytes):
+                settings["cache_limit"] = limit
         with _ranks_together(task):
             dataset = streaming.StreamingDataset(
                 local=local,

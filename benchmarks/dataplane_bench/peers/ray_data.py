@@ -193,6 +193,7 @@ class _Opened:
                 endpoint_override=host,
                 scheme=scheme,
                 region="us-east-1",
+                tls_ca_file_path=place.authority or None,
             )
             names = [name.removeprefix("s3://") for name in names]
         samples = ray.data.read_parquet(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dataplane_bench.model import ColumnType, TrialTask, Workload, WorkloadColumn
+from dataplane_bench.model import BenchCase, ColumnType, TrialTask, Workload, WorkloadColumn
 from dataplane_bench.peers.base import Batch
 from dataplane_bench.peers.images import random_resized_crop_flip
 from dataplane_bench.peers.padding import padded
@@ -28,6 +28,17 @@ def refuses_tables(workload: Workload) -> str:
     if workload.shape == "tabular":
         return "no columnar format; one record a row is not how tables are stored"
     return ""
+
+
+def refuses_limit(workload: Workload, case: BenchCase, needed_bytes: int, why: str) -> str:
+    """Why a loader whose cache cannot be smaller than this takes no part where caches are limited;
+    "" if it can. The samples are taken to be as large as in the source.
+    """
+    stored_bytes = sum(path.stat().st_size for path in workload.shards)
+    limit = case.cache_bytes_max(stored_bytes)
+    if not case.cache_share or limit >= needed_bytes:
+        return ""
+    return f"{why} at least, more than {case.cache_share:.0%} of these samples: --scale"
 
 
 def rows(workload: Workload, shards: Sequence[Path]) -> Iterator[Row]:

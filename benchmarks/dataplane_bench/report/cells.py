@@ -138,6 +138,13 @@ RATES = (
         lambda one: number(one.cpu_s_per_million),
     ),
     Heading(
+        "server CPU s /M",
+        "S3 server's CPU-s per M samples",
+        "CPU seconds of the S3 server and the delay before it, per million samples; they count to "
+        "no loader",
+        lambda one: number(one.server_cpu_s_per_million),
+    ),
+    Heading(
         "peak GiB",
         "peak memory, GiB",
         "PSS summed over all its processes: what they share counts once",

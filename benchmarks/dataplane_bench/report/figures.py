@@ -94,6 +94,7 @@ class SystemFigures:
     ratio: Spread | None = None
     cpu_s: float | None = None
     cpu_s_per_million: float | None = None
+    server_cpu_s_per_million: float | None = None
     memory_peak: float | None = None
     stall_share: float | None = None
     step_ms: float | None = None
@@ -275,6 +276,7 @@ def _system(
         typical=_typical(result, speeds),
         cpu_s=_middle(result, "cpu_s"),
         cpu_s_per_million=_middle(result, "cpu_s_per_million"),
+        server_cpu_s_per_million=_middle(result, "server_cpu_s_per_million"),
         memory_peak=_middle(result, "memory_peak"),
         stall_share=_middle(result, "stall_share"),
         step_ms=_middle(result, "step_ms"),

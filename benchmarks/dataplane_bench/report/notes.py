@@ -36,7 +36,6 @@ _BOUNDS = {
     "jpeg_decode_resize": "JPEG decode and resize",
     "padded_lists": "lists padded",
     "string_rows": "strings made",
-    "s3": "S3 server",
 }
 
 
@@ -67,26 +66,35 @@ def about(case: CaseFigures) -> str:
 
 
 def _mode(case: BenchCase) -> str:
-    where = {StorageKind.LOCAL: "local disk", StorageKind.S3: "S3"}[case.store]
+    where = {StorageKind.LOCAL: "local disk", StorageKind.S3: _s3(case)}[case.store]
     served = ", with a running daemon" if case.served else ""
     match case.mode:
         case Mode.STEADY:
             what = "steady rates"
         case Mode.EPOCH:
             what = "an epoch, its first batch included"
+            if case.epoch:
+                what = f"epoch {case.epoch + 1}, its first batch included"
         case Mode.FIRST:
             what = "the first batch"
         case Mode.RESUME:
             what = f"the first batch after a restart at {case.fraction:.0%} of an epoch"
         case Mode.VERIFY:
             what = "every byte of an epoch"
-    told = f"{what}, from {where}{', caches empty' if case.cold else ', warm'}{served}"
+    kept = ", caches empty" if case.cold else ", warm"
+    if case.epoch:
+        kept = f", caches of {share(case.cache_share)} of the samples" if case.cache_share else ""
+    told = f"{what}, from {where}{kept}{served}"
     if case.ranks > 1:
         told += f", {case.ranks} ranks"
     if case.jobs > 1:
         told += f", {case.jobs} jobs"
         told += " that share one order" if case.shared else ""
     return told + (f", a step computes for {case.step_ms:g} ms" if case.step_ms else "")
+
+
+def _s3(case: BenchCase) -> str:
+    return f"S3, {case.delay_ms:g} ms away{', over TLS' if case.over_tls else ''}"
 
 
 def _samples(workload: Workload) -> str:
@@ -193,11 +201,18 @@ def machine(report: BenchReport) -> str:
     told = [f"{report.created[:16].replace('T', ' ')} UTC" if report.created else ""]
     told += [str(facts[name]) for name in ("cpu",) if facts.get(name)]
     cores, memory = known(facts.get("cores")), known(facts.get("memory_bytes"))
-    told.append(counted(int(cores), "core") if cores else "")
+    told.append(counted(int(cores), "core") + _server_cores(facts) if cores else "")
     told.append(size(memory) if memory else "")
     told += [f"{name} {facts[name]}" for name in ("kernel", "python", "storage") if facts.get(name)]
     told.append(f"{report.seconds / 60:.0f} min" if known(report.seconds) else "")
     return ", ".join(part for part in told if part)
+
+
+def _server_cores(facts: Mapping[str, object]) -> str:
+    apart = known(facts.get("server_cores"))
+    if apart is None:
+        return ""
+    return f" ({apart:.0f} of them the S3 server's)" if apart else " (shared with the S3 server)"
 
 
 def machine_bounds(report: BenchReport) -> list[tuple[str, str]]:
@@ -215,6 +230,8 @@ def _machine_bound(name: str, value: float) -> tuple[str, str]:
     are_bytes = name.endswith("_gb_per_s")
     what = name.removesuffix("_gb_per_s").removesuffix("_per_s")
     told = f"{number(value)} GB/s" if are_bytes else f"{rate(value)}/s"
+    if what.startswith("s3_"):
+        return f"S3 server, {what.removeprefix('s3_').replace('_', ' ')}", told
     return _BOUNDS.get(what, what.replace("_", " ")), told
 
 

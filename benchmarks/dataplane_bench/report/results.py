@@ -4,6 +4,7 @@ A trial's figures are a mapping with these keys (those that its mode gives):
 
 samples_per_s, sample_count, seconds   of the window, or of the epoch
 cpu_s, cpu_s_per_million               CPU seconds of all its processes; the same per 10^6 samples
+server_cpu_s, server_cpu_s_per_million the same of the S3 server and the delay before it
 first_batch_s                          from opening the loader to its first batch
 stall_share, step_ms                   share of the time that a trainer with such a step waits
 wait_share, wait_p50_ms, wait_p99_ms   of the window: waiting for batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,9 +27,17 @@ class Scenario:
     cases: Callable[[Scale], tuple[BenchCase, ...]]
 
 
+CACHE_SHARE = 0.25
+"""How much of the samples a loader may keep where its steady rate from S3 is measured."""
+STEADY_EPOCH = 2
+
+
 def local_and_s3(scale: Scale) -> tuple[BenchCase, ...]:
-    """A workload from the page cache, and in its first epoch from S3."""
-    return (
-        BenchCase("local", scale.workload),
-        BenchCase("s3", scale.workload, Mode.EPOCH, StorageKind.S3, cold=True),
+    """A workload from the page cache; in its first epoch from S3; and in its third, where no loader
+    may keep more than a quarter of the samples.
+    """
+    cold = BenchCase("s3-cold", scale.workload, Mode.EPOCH, StorageKind.S3, cold=True)
+    steady = dataclasses.replace(
+        cold, label="s3-steady", epoch=STEADY_EPOCH, cache_share=CACHE_SHARE
     )
+    return BenchCase("local", scale.workload), cold, steady

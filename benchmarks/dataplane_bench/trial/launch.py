@@ -52,14 +52,21 @@ class Contestant:
 
 
 def run_trial(
-    who: Contestant, case: BenchCase, workload: Workload, timing: Timing, folder: Path
+    who: Contestant,
+    case: BenchCase,
+    workload: Workload,
+    timing: Timing,
+    folder: Path,
+    server_cpu_s: Callable[[], float] | None = None,
 ) -> dict[str, Any]:
-    """One trial: what its processes told, added up, and what they cost.
+    """One trial: what its processes told, added up, and what they cost. `server_cpu_s` gives the
+    CPU seconds of the server that they read from, where there is one.
 
     The result is JSON; `report.results` says what its fields mean.
     Raises:  TrialFailed.
     """
     with _started(who, case, workload, timing, folder) as trial:
+        trial.server_cpu_s = server_cpu_s
         if case.served and hasattr(registry.adapter(who.system), "serve"):
             trial.serve()
         trial.start()
@@ -77,12 +84,7 @@ def run_trial(
                 trial.open()
                 found = _added(trial.hear())
             case Mode.FIRST | Mode.EPOCH:
-                cpu = trial.members.cpu_s()
-                trial.open()
-                if case.mode is Mode.EPOCH:
-                    trial.stop_after(timing.epoch_s)
-                found = together(trial.hear())
-                found |= _cost(found, trial.members.cpu_s() - cpu)
+                found = _pass(trial, case, timing)
         found["memory"] = trial.members.memory()
         found["memory_peak"] = max(point[1] for point in found["memory"])
         trial.end()
@@ -115,6 +117,14 @@ class _Trial:
         self._ranks: list[TrialProcess] = []
         self._daemons: list[TrialProcess] = []
         self._service = ""
+        self.server_cpu_s: Callable[[], float] | None = None
+
+    def spent(self) -> dict[str, float]:
+        """CPU seconds so far: of the trial's processes, and of the server that they read from."""
+        found = {"cpu_s": self.members.cpu_s()}
+        if self.server_cpu_s is not None:
+            found["server_cpu_s"] = self.server_cpu_s()
+        return found
 
     def serve(self) -> None:
         """Start the system's daemon."""
@@ -211,15 +221,29 @@ def _steady(trial: _Trial, case: BenchCase, workload: Workload, timing: Timing) 
     return found
 
 
+def _pass(trial: _Trial, case: BenchCase, timing: Timing) -> dict[str, Any]:
+    """The first batch; or an epoch, after those before it."""
+    before, first = trial.spent(), {}
+    trial.open()
+    if case.epoch:
+        first = {"first_batch_s": max(said["first_batch_s"] for said in trial.hear())}
+        before = trial.spent()
+        trial.tell("go")
+    if case.mode is Mode.EPOCH:
+        trial.stop_after(timing.epoch_s)
+    found = together(trial.hear()) | first
+    return found | _cost(found, before, trial.spent())
+
+
 def _window(trial: _Trial, step_ms: float, settle_s: float, window_s: float) -> dict[str, Any]:
     trial.tell(f"go {step_ms}")
     processes.pause(settle_s)
-    cpu, start = trial.members.cpu_s(), time.monotonic()
+    before, start = trial.spent(), time.monotonic()
     processes.pause(window_s)
-    end, cpu = time.monotonic(), trial.members.cpu_s() - cpu
+    end, after = time.monotonic(), trial.spent()
     trial.tell(f"stop {start!r} {end!r}")
     found = together(trial.hear())
-    return found | _cost(found, cpu)
+    return found | _cost(found, before, after)
 
 
 def together(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -258,7 +282,12 @@ def _added(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _cost(found: Mapping[str, Any], cpu_s: float) -> dict[str, Any]:
-    if not found.get("sample_count"):
-        return {"cpu_s": cpu_s}
-    return {"cpu_s": cpu_s, "cpu_s_per_million": cpu_s / found["sample_count"] * 1e6}
+def _cost(
+    found: Mapping[str, Any], before: Mapping[str, float], after: Mapping[str, float]
+) -> dict[str, Any]:
+    """What each of them cost, and the same for a million samples."""
+    cost = {name: after[name] - before[name] for name in after}
+    samples = found.get("sample_count")
+    if samples:
+        cost |= {f"{name}_per_million": spent / samples * 1e6 for name, spent in cost.items()}
+    return cost

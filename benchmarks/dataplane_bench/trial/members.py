@@ -228,5 +228,5 @@ def environment(
             "AWS_REGION": "us-east-1",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
-        }
+        } | place.trust()
     return inherited | own

@@ -82,8 +82,7 @@ def run(task: TrialTask, say: Say, ear: Ear) -> None:
                 say({"first_batch_s": time.monotonic() - began})
                 check(batch, task.workload)
             case Mode.EPOCH:
-                batches = _checked(loader.epoch(0), task.workload)
-                say(Loop(batches).whole(began, ear.stop))
+                _epoch(task, loader, began, say, ear)
             case Mode.RESUME:
                 _resume(task, loader, began, say)
         if task.case.mode is not Mode.STEADY:
@@ -107,6 +106,22 @@ def _steady(workload: Workload, loader: Any, began: float, say: Say, ear: Ear) -
             ear.stop.clear()
             seen = loop.window(float(stopped[1]), float(stopped[2]))
             say(seen | {"trainer_cpu_share": cpu})
+
+
+def _epoch(task: TrialTask, loader: Any, began: float, say: Say, ear: Ear) -> None:
+    """The epoch that the case asks for; those before it are read to their ends as well."""
+    never = threading.Event()
+    for number in range(task.case.epoch):
+        batches = _checked(loader.epoch(number), task.workload)
+        seen = Loop(batches).whole(time.monotonic() if number else began, never)
+        if number == 0:
+            first = seen["first_batch_s"]
+    if task.case.epoch:
+        say({"first_batch_s": first})
+        ear.wait_for("go")
+        began = time.monotonic()
+    batches = _checked(loader.epoch(task.case.epoch), task.workload)
+    say(Loop(batches).whole(began, ear.stop))
 
 
 def _sum(workload: Workload, loader: Any) -> dict[str, Any]:
