@@ -120,13 +120,13 @@ def test_ctrl_c_in_the_middle_of_training_leaves_nothing(started):
     demo.send_signal(signal.SIGINT)
     told, errors = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 128 + signal.SIGINT
-    assert "nothing remains" in told
+    assert "nothing is left behind" in told
     assert not errors
     assert no_new_sockets(sockets)
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "3"], ["--ranks", "99"]])
-def test_what_cannot_be_shown_is_refused(arguments, started):
+def test_invalid_arguments_of_the_demo_are_refused(arguments, started):
     demo = start(started, *arguments)
     _, told = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 2
