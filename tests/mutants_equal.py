@@ -209,4 +209,10 @@ EQUAL = (
         "if (group is None and task.oversize and (not self._slabs)):",
         "no kept slab is of no group, or of steps that do not fit into a slot",
     ),
+    (
+        _SCHEDULER + "scheduler.py",
+        "full.add(task.stream.stream_id)",
+        "pass",
+        "later tasks of the stream find no slot either",
+    ),
 )

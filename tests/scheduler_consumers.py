@@ -10,7 +10,7 @@ from scheduler_world import Unplanned, World, slab_bytes
 
 from dataplane.arena.slab_layout import row_index_bytes
 from dataplane.config import JobSpec
-from dataplane.errors import BudgetTooSmall, DataplaneError
+from dataplane.errors import BudgetTooSmall, DataplaneError, LeaseFenced
 from dataplane.model import Stream
 from dataplane.plan.slices import Slice
 from dataplane.rpc import messages
@@ -176,6 +176,23 @@ class Consumer:
         if self.is_open:
             self.run.tell(events.StreamClosed(self.number))
             self.is_open = False
+
+    def late(self) -> None:
+        """Events for a stream or a delivery arena that was closed have no effect."""
+        number, place = self.number, self.place
+        of_stream = (
+            events.StreamClosed(number),
+            events.Requested(number, 1),
+            events.StreamAdopted(number),
+            events.StreamRefused(number, LeaseFenced("another member has its place")),
+        )
+        of_place = (
+            events.DeliveryClosed(place.delivery_id),
+            events.Released(place.delivery_id, [1]),
+            events.HolderGone(place.delivery_id, number),
+        )
+        for event in of_stream * (not self.is_open) + of_place * (not place.is_open):
+            assert not self.run.scheduler.decide(event, self.run.now)
 
     def leave(self) -> None:
         """End its process: it holds nothing any more."""

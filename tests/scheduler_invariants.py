@@ -11,6 +11,7 @@ from collections import Counter
 from scheduler_shares import (
     PLANNED_AHEAD,
     count_of_slots,
+    is_ahead,
     planned_together,
     share_of_slots,
 )
@@ -214,7 +215,7 @@ class Invariants:
                 if (slab is None and not task.missing) or (
                     slab is not None and slab.made is not None
                 ):
-                    is_first = task is tasks[0] and not stream.is_ahead
+                    is_first = task is tasks[0] and not is_ahead(stream)
                     has_all = count_of_slots(stream) >= share_of_slots(stream)
                     assert has_all, "slab_tasks 5: a slot is free"
                     assert not is_first, "slab_tasks 5: a slot is free"
@@ -224,7 +225,7 @@ class Invariants:
         """scheduler 1 and 3, slab_tasks 5: a requested slab is made as soon as possible."""
         task = stream.tasks[0]
         assert task.phase not in {SlabPhase.READY, SlabPhase.FAILED}, "scheduler 1"
-        if task.phase is not SlabPhase.WAITING or task.missing or stream.is_ahead:
+        if task.phase is not SlabPhase.WAITING or task.missing or is_ahead(stream):
             return
         group, shared = stream.delivery.group, self._scheduler._shared
         slab = shared._slabs.get((group, _key(task))) if group is not None else None

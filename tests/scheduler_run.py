@@ -245,7 +245,9 @@ class Run:
         if self.chance.random() < 0.03:
             self.drain()
         if self.chance.random() < self.restless:
-            self.chance.choice((self.stop_one, self.move_one, self.refuse_one, self.adopt_one))()
+            late = self.chance.choice(self.consumers).late
+            acts = (self.stop_one, self.move_one, self.refuse_one, self.adopt_one, late)
+            self.chance.choice(acts)()
 
     def go(self, acts_max: int = _ACTS_MAX) -> None:
         """Act until nothing is left to do; then every request must have been answered."""

@@ -14,6 +14,11 @@ PLANNED_AHEAD = 16
 _MEMORY_SHARE = 0.9
 
 
+def is_ahead(stream: StreamState) -> bool:
+    """Whether the stream that its consumer reads before it is still open."""
+    return stream.after is not None and stream.after in stream.after.delivery.streams
+
+
 def planned_together(task_count: int) -> int:
     """How many plans a stream with this many tasks requests at once."""
     return min(max(task_count, 1), 8)
@@ -22,14 +27,14 @@ def planned_together(task_count: int) -> int:
 def count_of_slots(stream: StreamState) -> int:
     """Slots of slabs that the consumer of a stream has not received yet."""
     count = sum(task.slot is not None for task in stream.tasks)
-    if stream.is_ahead and stream.after is not None:
+    if stream.after is not None and is_ahead(stream):
         count += sum(task.slot is not None for task in stream.after.tasks)
     return count
 
 
 def share_of_slots(stream: StreamState) -> int:
     """How many of them a stream may have, if its first slab is among them."""
-    sharing = [each for each in stream.delivery.streams if not each.is_ahead]
+    sharing = [each for each in stream.delivery.streams if not is_ahead(each)]
     return max(1, stream.delivery.slots.layout.ahead_slots // max(len(sharing), 1))
 
 
@@ -81,6 +86,6 @@ def check_makes(scheduler: Scheduler, effects: Sequence[events.Effect]) -> None:
     assert depths == sorted(depths), "what is needed later is made first"
     for task in tasks:
         stream = task.stream
-        is_first = task is stream.tasks[0] and not stream.is_ahead
-        if stream.after is None or not stream.after.is_ahead:
+        is_first = task is stream.tasks[0] and not is_ahead(stream)
+        if stream.after is None or not is_ahead(stream.after):
             assert is_first or count_of_slots(stream) <= share_of_slots(stream)

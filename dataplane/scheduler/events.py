@@ -32,8 +32,8 @@ class DeliveryOpened:
     delivery_id: int
     layout: SlotLayout
     datasets: DatasetLookup
-    group: object = None
-    is_declared: bool = False
+    group: object
+    is_declared: bool
 
 
 @dataclass(frozen=True, slots=True)

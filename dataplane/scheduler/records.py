@@ -106,7 +106,7 @@ class Group:
     """
 
     name: object
-    is_declared: bool = False
+    is_declared: bool
     users: int = 0
     is_closed: bool = False
     is_whole: bool = False

@@ -41,7 +41,11 @@ def _manifest(lengths: Iterable[int]) -> Manifest:
     )
 
 
-@given(st.lists(st.integers(1, 3 * FETCH_BYTES_MIN), min_size=1, max_size=40), st.data())
+@given(
+    st.lists(st.integers(1, 3 * FETCH_BYTES_MIN), min_size=1, max_size=40)
+    | st.just([FETCH_BYTES_MIN] * 8),
+    st.data(),
+)
 def test_small_blocks_are_fetched_more_at_once_within_two_bounds(
     lengths: list[int], drawn: st.DataObject
 ) -> None:

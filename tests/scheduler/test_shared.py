@@ -217,7 +217,7 @@ def test_the_distance_of_a_slab_is_measured_from_its_nearest_consumer_across_epo
         return _Behind(epoch, position, 0, 0, 1, 1, sample_count=100, goes_on=True)
 
     def away(epoch: int, position: int, *behinds: _Behind) -> int | None:
-        group = Group("group")
+        group = Group("group", is_declared=False)
         return _distance(SharedSlab(group, (epoch, position, 1, 1), 1, Region(0, 1)), behinds)
 
     assert away(2, 30, behind(2, 10)) == 20
