@@ -33,9 +33,10 @@ from dataplane.index.indexing import index_dataset
 from dataplane.model import End, ObjectInfo, Region
 from dataplane.node.dataset import Dataset, dataset_of
 from dataplane.node.datasets import Datasets
+from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import Order, default_lanes_window
+from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
 
 _FOLDER = "s3://training-data/corpus/v3"
@@ -90,8 +91,11 @@ def manifest_of(shards: int, blocks: int) -> Manifest:
 
 
 def spec_of(manifest: Manifest) -> JobSpec:
-    lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
-    return JobSpec(manifest.fingerprint, 7, True, lanes, window, _STEP, End.RAGGED)
+    shuffle = shuffle_of(BlockSizes.of(manifest.block_rows, manifest.block_decoded))
+    return JobSpec(
+        manifest.fingerprint, 7, True, shuffle.lanes, shuffle.window, _STEP, End.RAGGED,
+        ramp=shuffle.ramp,
+    )  # fmt: skip
 
 
 def loaded(path: Path) -> Iterator[ManifestFigure]:
@@ -130,7 +134,7 @@ async def _opened(path: Path) -> list[ManifestFigure]:
     dataset = await Datasets(_CONFIG).open(manifest, spec, {})
     rows = dataset.manifest.block_rows
     order = await asyncio.to_thread(
-        Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, 0
+        Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, 0, spec.ramp
     )
     order.block_span(np.arange(10))
     took, used = time.perf_counter() - began, time.process_time() - cpu

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.model import Region
+from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import Order, default_lanes_window
+from dataplane.plan.order import Order
 from dataplane.plan.permute import key
 from dataplane.plan.shard import Shard
 
@@ -98,7 +99,8 @@ def manifest_of(block_rows: NDArray[np.int64], sample_bytes: int) -> Manifest:
 
 def measure(asked: argparse.Namespace) -> list[PlanFigure]:
     block_rows = np.full(asked.blocks, asked.rows)
-    lanes, window = default_lanes_window(block_rows, block_rows * asked.sample_bytes)
+    shuffle = shuffle_of(BlockSizes.of(block_rows, block_rows * asked.sample_bytes))
+    lanes, window = shuffle.lanes, shuffle.window
     order, plan_s = timed(lambda: Order(block_rows, _SEED, True, lanes, window, 1))
     wide = Order(block_rows, _SEED, True, 64, 65_536, 1)
     seeks, wide_seeks = seek_ms(order), seek_ms(wide)

@@ -13,7 +13,9 @@ from dataplane.model import ColumnOptions, End, ImageSpec, StackSpec, StepSpec
 
 # The build reads the version here. Clients, nodes and coordinators of a service must have the same.
 VERSION = "0.1.0"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+# The order of samples that docs/order.md specifies. States and digests of shuffled jobs contain it.
+ORDER_VERSION = 2
 
 Fact = bool | int | str
 _FACT_LENGTH_MAX = 40
@@ -26,7 +28,8 @@ class JobSpec:
     every join.
 
     `fingerprint` is the manifest's. `transforms` are the image steps of the columns of images.
-    `column_options` decide the form of all columns.
+    `column_options` decide the form of all columns. `ramp` follows from the manifest, lanes and
+    window.
     """
 
     fingerprint: str
@@ -38,9 +41,11 @@ class JobSpec:
     end: End = End.RAGGED
     transforms: tuple[ImageSpec, ...] = ()
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
+    ramp: int = 0
 
     def digest(self) -> str:
-        """32 hex digits over everything but `global_batch`.
+        """32 hex digits over everything but `global_batch`, and the version of the order if the job
+        is shuffled.
 
         The cursor counts samples, so a run may be resumed with another global batch; every other
         difference would change what the remaining samples are, or how they look. A new field with
@@ -49,6 +54,8 @@ class JobSpec:
         """
         fields = _digested(self)
         del fields["global_batch"]
+        if self.shuffle:
+            fields["order"] = ORDER_VERSION
         # In the first version these were fields of the spec itself.
         fields |= fields.pop("column_options")
         return hashlib.blake2b(_json(fields).encode(), digest_size=16).hexdigest()

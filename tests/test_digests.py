@@ -1,5 +1,6 @@
 """Digests of specs are a promise to saved states: a state is refused where its job's digest is
-another. A new option must leave the digest of every job that does not use it as it was.
+another. A new option must leave the digest of every job that does not use it as it was. Those of
+shuffled jobs contain the version of the order.
 """
 
 import dataclasses
@@ -41,7 +42,11 @@ GOLDEN = {
     "plain": (JobSpec(F), "26bdbfdf71583f4f81b7f7295cf83b59"),
     "shuffled": (
         JobSpec(F, seed=(1 << 64) - 1, shuffle=True, lanes=64, window=4096),
-        "7fea8d1b816ea2ced10a546bdd794d18",
+        "494101611b37e198710daa5ce461c3da",
+    ),
+    "ramp": (
+        JobSpec(F, seed=(1 << 64) - 1, shuffle=True, lanes=64, window=4096, ramp=3),
+        "70ebacd6f28fdd2533fa0fcf27f635c3",
     ),
     "any global batch": (JobSpec(F, global_batch=256), "26bdbfdf71583f4f81b7f7295cf83b59"),
     "dropped end": (JobSpec(F, end=End.DROP), "e17ddef7a94bc22fcd316ce8bb104276"),
@@ -122,7 +127,7 @@ GOLDEN = {
                 (StackSpec("x", ("a", "b"), "float16"),),
             ),
         ),
-        "6699eb2548d8bd602568e4e2acf885e4",
+        "47319b5528501ba73cb84efaf5fe062e",
     ),
 }
 

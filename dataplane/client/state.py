@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dataplane.config import Fact, JobSpec
+from dataplane.config import ORDER_VERSION, Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model import DatasetIdentity, End
 from dataplane.rpc.messages import JobOpened
 from dataplane.units import whole
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+_FROM_THE_DATASET = frozenset({"lanes", "window", "ramp"})
 _SHOWN_LENGTH_MAX = 120
 
 
@@ -29,7 +30,8 @@ class RunState:
     `options` are the job's options that differ from their default (see `JobSpec.facts`). They and
     `dataset` are None in states of older versions. `pixels` names the software that decoded the
     images, "" without images or if unknown. `in_last_step`: the state is the start of an epoch, and
-    was taken in the last step of the one before.
+    was taken in the last step of the one before. `order` is the version of the order; states of
+    version 1 do not name theirs.
     """
 
     spec_digest: str
@@ -40,6 +42,7 @@ class RunState:
     dataset: DatasetIdentity | None = None
     pixels: str = ""
     in_last_step: bool = False
+    order: int = ORDER_VERSION
 
     @classmethod
     def of(cls, job: JobOpened, epoch: int, cursor: int) -> RunState:
@@ -55,6 +58,7 @@ class RunState:
             "epoch": self.epoch,
             "cursor": self.cursor,
             "sample_count": self.sample_count,
+            "order": self.order,
         }
         if self.options is not None and self.dataset is not None:
             saved["options"] = dict(self.options)
@@ -121,23 +125,29 @@ class RunState:
             raise ConfigError(
                 f"this state is damaged: in_last_step is {in_last_step!r:.80}", key="in_last_step"
             )
+        order = _number(saved, "order") if version > 1 else 1
         return cls(
-            digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step
-        )
+            digest, epoch, cursor, count, _options(saved), _dataset(saved), pixels, in_last_step,
+            order,
+        )  # fmt: skip
 
     def check(self, job: JobOpened, *, dataset_moved: bool = False) -> bool:
         """Check that this job may resume from here. `dataset_moved` accepts a dataset whose ETags
         differ while its names, sizes, blocks and schema do not. Returns whether that was needed.
 
         Raises:  SpecMismatch: the job would read other samples, or in another order or form; names
-        each option that differs with both values.
+        each option that differs with both values.  VersionMismatch: the state is of the middle of
+        an epoch that was shuffled by another version of the order.
         """
         if (self.spec_digest, self.sample_count) == (job.digest, job.sample_count):
             return False
+        has_other_order = job.spec.shuffle and self.order != ORDER_VERSION
         problems = [*self._dataset_problems(job, dataset_moved), *self._option_problems(job.spec)]
-        if any(problem.field == "dataset" for problem in problems):
-            # Options whose defaults follow from the dataset.
-            problems = [each for each in problems if each.field not in {"lanes", "window"}]
+        if has_other_order or any(problem.field == "dataset" for problem in problems):
+            # Options whose defaults follow from the dataset, by a rule of the order's version.
+            problems = [each for each in problems if each.field not in _FROM_THE_DATASET]
+        if has_other_order and not problems:
+            self._check_epoch_boundary(job.spec)
         if self.dataset is None and not problems:
             problems = [self._unknown(job)]
         if problems:
@@ -150,6 +160,21 @@ class RunState:
                 found=problems[0].found,
             )
         return self.dataset != job.dataset
+
+    def _check_epoch_boundary(self, spec: JobSpec) -> None:
+        at = self.normalised(spec)
+        if not at.cursor:
+            return
+        raise VersionMismatch(
+            f"this state is of the middle of epoch {self.epoch} ({self.cursor} of "
+            f"{self.sample_count} samples), which was shuffled by version {self.order} of the "
+            f"order; this release has version {ORDER_VERSION}, and would repeat some samples and "
+            "leave out others. Finish the epoch with the release that saved the state, or begin a "
+            f"whole epoch without loading the state: set_epoch({self.epoch}) reads this epoch "
+            f"again, set_epoch({self.epoch + 1}) skips the rest of it",
+            expected=ORDER_VERSION,
+            found=self.order,
+        )
 
     def _dataset_problems(self, job: JobOpened, dataset_moved: bool) -> Iterator[_Problem]:
         if self.sample_count != job.sample_count:

@@ -115,17 +115,20 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
 
     Raises:  ConfigError: invalid numbers for an order or a slice.
     """
+    from dataplane.plan.defaults import BlockSizes, shuffle_of
     from dataplane.plan.explain import Cluster, explain
-    from dataplane.plan.order import Order, default_lanes_window
+    from dataplane.plan.order import Order
 
-    lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
+    sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    shuffle = shuffle_of(sizes, question.lanes, question.window)
     order = Order(
         manifest.block_rows,
         question.seed,
         question.shuffle,
-        question.lanes or lanes,
-        question.window or window,
+        shuffle.lanes,
+        shuffle.window,
         question.epoch,
+        shuffle.ramp,
     )
     cluster = Cluster(question.dp_size, min(question.ranks_per_host, question.dp_size))
     return order, cluster, explain(manifest, order, cluster, question.global_batch, question.end)

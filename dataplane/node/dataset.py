@@ -11,8 +11,8 @@ import pyarrow as pa
 from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
 from dataplane.node.projection import Projection
+from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import BlockSizes
 from dataplane.plan.shards import starts_of
 from dataplane.redact import redacted
 from dataplane.rpc import tasks

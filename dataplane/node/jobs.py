@@ -32,9 +32,9 @@ from dataplane.node.joining import patiently
 from dataplane.node.member import ServedMember, progress_of
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
+from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import default_lanes_window
 from dataplane.plan.slices import Slice
 from dataplane.rpc import membership, messages
 from dataplane.rpc.base import Coordination
@@ -55,14 +55,11 @@ _ManifestKey = tuple[messages.DatasetSource, str, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Opened:
-    """An opened dataset, with values that need a pass over its blocks, which runs in a thread.
-    `lanes` and `window` are the defaults for jobs that set neither.
-    """
+    """An opened dataset, with values that need a pass over its blocks, which runs in a thread."""
 
     manifest: Manifest
     identity: DatasetIdentity
-    lanes: int
-    window: int
+    sizes: BlockSizes
 
 
 class Jobs:
@@ -248,8 +245,8 @@ class Jobs:
 
     def _opened(self, source: messages.DatasetSource) -> _Opened:
         manifest = self._open_manifest(source)
-        lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
-        return _Opened(manifest, identity_of(manifest), lanes, window)
+        sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+        return _Opened(manifest, identity_of(manifest), sizes)
 
     def _check_budget(self, dataset: Dataset) -> None:
         """One block must fit: raw and decoded together, while it is decoded."""
@@ -339,16 +336,20 @@ def _check_names(request: messages.OpenJob) -> None:
 
 def _spec_of(opened: _Opened, request: messages.OpenJob) -> JobSpec:
     """The spec with every default filled in."""
+    shuffle = Shuffle(1, 1, 0)
+    if request.shuffle:
+        shuffle = shuffle_of(opened.sizes, request.lanes, request.window)
     return JobSpec(
         fingerprint=opened.manifest.fingerprint,
         seed=request.seed,
         shuffle=request.shuffle,
-        lanes=(request.lanes or opened.lanes) if request.shuffle else 1,
-        window=(request.window or opened.window) if request.shuffle else 1,
+        lanes=shuffle.lanes,
+        window=shuffle.window,
         global_batch=request.global_batch,
         end=request.end,
         transforms=tuple(sorted(request.transforms, key=lambda image: image.column)),
         column_options=in_order(request.column_options),
+        ramp=shuffle.ramp,
     )
 
 

@@ -102,14 +102,13 @@ class Streams:
 
     async def _order(self, member: ServedMember, epoch: int) -> SampleOrder:
         spec = member.spec
-        key = (spec.fingerprint, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch)
+        shape = (spec.seed, spec.shuffle, spec.lanes, spec.window, epoch, spec.ramp)
+        key = (spec.fingerprint, *shape)
         future = self._orders.get(key)
         if future is None:
             rows = member.dataset.manifest.block_rows
             loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(
-                None, Order, rows, spec.seed, spec.shuffle, spec.lanes, spec.window, epoch
-            )
+            future = loop.run_in_executor(None, Order, rows, *shape)
             self._orders[key] = future
             future.add_done_callback(partial(self._forget_failed, key))
             if len(self._orders) > _ORDERS_MAX:

@@ -13,8 +13,9 @@ import numpy as np
 
 from dataplane.errors import ConfigError
 from dataplane.model import End
+from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import BlockSizes, Order
+from dataplane.plan.order import Order
 from dataplane.plan.permute import Domain, key
 from dataplane.plan.slices import Slice
 from dataplane.plan.windows import WINDOW_CACHE_BYTES, Int64

@@ -1,13 +1,13 @@
 """The order of one epoch: which sample is at each position. docs/order.md specifies it.
 
-1. The order is a bijection of [0, N) onto the samples, for every seed, epoch, lanes and window.
+1. The order is a bijection of [0, N) onto the samples, for every seed, epoch, lanes, window and
+   ramp.
 2. It does not depend on ranks, nodes or workers.
 3. Set-up takes O(K) in blocks; memory is O(K) plus cached windows, never O(N).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,17 +24,7 @@ _PIECE = 1 << 16
 # A window's permutation is computed in memory as a whole: four bytes a sample, thirty while it is
 # computed.
 WINDOW_MAX = 1 << 28
-
-# Default limit on the memory of all open windows on one host: the sum of `open_window_bytes` over
-# all lanes. It is half of the smallest default block arena, so that the blocks of the next windows
-# have room while these are open.
-OPEN_WINDOWS_BYTES = 256 << 20
-# When every lane reaches its next window, the permutations of all lanes are computed at one step;
-# this many entries take about a third of a second.
-OPEN_SAMPLES_MAX = 1 << 22
-PERMUTATION_BYTES = 4
-# Numbers of lanes that are divisible by most numbers of GPUs.
-LANES = (1, 2, 4, 8, 24, 48, 96, 192, 480, 960, 1920, 3840, 7680)
+RAMP_MAX = 28
 
 
 class SampleOrder(Protocol):
@@ -68,13 +58,14 @@ class SampleOrder(Protocol):
 class Order:
     """The order of one epoch of one dataset. Not thread-safe, since it caches windows.
 
-    `shuffle=False` is the dataset's own order, whatever `lanes` and `window` say: one lane, and
-    windows of one sample.
+    `ramp` is how often the first window of a lane is halved in epoch 0, so that its first batches
+    need few blocks. `shuffle=False` is the dataset's own order, whatever `lanes`, `window` and
+    `ramp` say: one lane, and windows of one sample.
     """
 
     __slots__ = (
-        "_blocks", "_finder", "_ranks", "_starts", "_windows", "epoch", "lanes", "sample_count",
-        "seed", "shuffle", "window",
+        "_blocks", "_finder", "_ranks", "_starts", "_windows", "epoch", "lanes", "ramp",
+        "sample_count", "seed", "shuffle", "window",
     )  # fmt: skip
 
     def __init__(
@@ -85,8 +76,10 @@ class Order:
         lanes: int,
         window: int,
         epoch: int,
+        ramp: int = 0,
     ) -> None:
-        """Raises:  ConfigError: lanes or window < 1; seed or epoch not uint64; no samples.
+        """Raises:  ConfigError: lanes or window < 1; ramp not in [0, RAMP_MAX]; seed or epoch not
+        uint64; no samples.
 
         Shapes:  block_rows: integer[K], samples of each block of the manifest.
         """
@@ -95,7 +88,7 @@ class Order:
         self.seed = checked_word(seed, "seed")
         self.epoch = checked_word(epoch, "epoch")
         self.shuffle = shuffle
-        check_lanes_window(lanes, window)
+        check_lanes_window(lanes, window, ramp)
         self.lanes = lanes if shuffle else 1
         # A window longer than the longest lane would only widen the table of permutations.
         self.window = min(window, -(-self.sample_count // lanes)) if shuffle else 1
@@ -105,7 +98,8 @@ class Order:
                 f" {WINDOW_MAX} at most, or more lanes",
                 field="window",
             )
-        self._windows = Windows(seed, epoch, self.lanes, self.window, self.sample_count)
+        self.ramp = ramp if shuffle and epoch == 0 else 0
+        self._windows = Windows(seed, epoch, self.lanes, self.window, self.ramp, self.sample_count)
         # The block at each place of the order, and the place of each block. Both are computed here,
         # in a thread, since the first caller may be the node's event loop.
         self._blocks: NDArray[np.integer] | None = None
@@ -174,12 +168,11 @@ class Order:
         blocks = np.asarray(blocks, np.int64)
         self._check(blocks, self.block_count, "block")
         start, stop = self._placed(blocks)
-        lanes, window = self.lanes, self.window
+        lanes = self.lanes
         head, head_place = self._lane_of(start)
         tail, tail_place = self._lane_of(stop - 1)
-        first = head_place // window * window * lanes + head
-        opened = np.minimum((tail_place // window + 1) * window, self._lane_length(tail))
-        last = (opened - 1) * lanes + tail
+        first = self._windows.bounds(head, head_place)[0] * lanes + head
+        last = (self._windows.bounds(tail, tail_place)[1] - 1) * lanes + tail
         # A block that crosses the end of a lane starts the next lane at offset 0. It reaches the
         # end of all of its lanes except the last; the latest of these ends is in the last of the
         # longest lanes.
@@ -279,7 +272,7 @@ def counted(block_rows: NDArray[np.integer]) -> int:
     return int(block_rows.sum(dtype=np.int64))
 
 
-def check_lanes_window(lanes: int, window: int) -> None:
+def check_lanes_window(lanes: int, window: int, ramp: int) -> None:
     """Raises:  ConfigError: a number is not valid for an order."""
     if not 1 <= lanes < 1 << 31:
         raise ConfigError(f"lanes is {lanes}: choose 1 or more (below 2**31)", field="lanes")
@@ -287,56 +280,5 @@ def check_lanes_window(lanes: int, window: int) -> None:
         raise ConfigError(
             f"window is {window}: choose 1 sample or more (below 2**62)", field="window"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSizes:
-    """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones."""
-
-    samples: int
-    block_rows: int
-    block_bytes: int
-    sample_bytes: int
-
-    @classmethod
-    def of(cls, block_rows: NDArray[np.integer], block_decoded: NDArray[np.integer]) -> BlockSizes:
-        """Shapes:  block_rows: integer[K], samples.   block_decoded: integer[K], bytes."""
-        samples, blocks = counted(block_rows), len(block_rows)
-        decoded = int(block_decoded.sum(dtype=np.int64))
-        return cls(samples, -(-samples // blocks), -(-decoded // blocks), -(-decoded // samples))
-
-    def open_window_bytes(self, window: int) -> int:
-        """The memory that one open window takes, the sum of
-
-        - its samples, and their permutation: W * (sample + PERMUTATION_BYTES);
-        - the rest of the blocks in which it begins and ends: half a block each on average.
-        """
-        return window * (self.sample_bytes + PERMUTATION_BYTES) + self.block_bytes
-
-
-def default_lanes_window(
-    block_rows: NDArray[np.integer],
-    block_decoded: NDArray[np.integer],
-    budget_bytes: int = OPEN_WINDOWS_BYTES,
-) -> tuple[int, int]:
-    """Lanes and window for a dataset, from its blocks only, never from the number of ranks or
-    hosts.
-
-    A dataset that fits into the budget is one window: a perfect shuffle. Otherwise as many lanes
-    as the budget has room for windows of at least one block, and windows as long as fit.
-
-    Shapes:  block_rows: integer[K], samples.   block_decoded: integer[K], bytes.
-    Raises:  ConfigError: no samples.
-    """
-    sizes = BlockSizes.of(block_rows, block_decoded)
-    sample_bytes = sizes.sample_bytes + PERMUTATION_BYTES
-    if sizes.samples <= OPEN_SAMPLES_MAX and sizes.samples * sample_bytes <= budget_bytes:
-        return 1, sizes.samples
-    for lanes in reversed(LANES):
-        left = budget_bytes // lanes - sizes.block_bytes
-        window = min(left // sample_bytes, OPEN_SAMPLES_MAX // lanes, -(-sizes.samples // lanes))
-        if window >= sizes.block_rows:
-            return lanes, window
-    # Blocks are too large for the budget: use only the memory that is needed anyway.
-    longest = min(sizes.block_rows, budget_bytes // sample_bytes, OPEN_SAMPLES_MAX)
-    return 1, max(longest, 1)
+    if not 0 <= ramp <= RAMP_MAX:
+        raise ConfigError(f"ramp is {ramp}: choose 0 to {RAMP_MAX}", field="ramp")

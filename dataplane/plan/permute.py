@@ -23,7 +23,7 @@ from dataplane.plan.loops import loops, sort_rows
 Words = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
+GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
@@ -80,9 +80,9 @@ def key(seed: int, *parts: int) -> int:
 
     Raises:  ConfigError: the seed or a part is out of range.
     """
-    word = mix((checked_word(seed, "seed") + _GAMMA) & _MASK)
+    word = mix((checked_word(seed, "seed") + GAMMA) & _MASK)
     for part in parts:
-        word = mix(((word ^ checked_word(part, "key part")) + _GAMMA) & _MASK)
+        word = mix(((word ^ checked_word(part, "key part")) + GAMMA) & _MASK)
     return word
 
 
@@ -93,7 +93,7 @@ def extended(keys: int | Words, parts: NDArray[np.integer]) -> Words:
     """
     words = parts.astype(np.uint64)
     words ^= np.uint64(keys) if isinstance(keys, int) else keys
-    words += np.uint64(_GAMMA)
+    words += np.uint64(GAMMA)
     return mix_in_place(words)
 
 
@@ -124,7 +124,7 @@ def permutations(keys: Sequence[int] | Words, length: int) -> Words:
     for begin in range(0, length, _TOGETHER):
         some = words[:, begin : begin + _TOGETHER]
         index = np.arange(begin, begin + some.shape[1], dtype=np.uint64)
-        np.add(index * np.uint64(_GAMMA), starts, out=some)
+        np.add(index * np.uint64(GAMMA), starts, out=some)
         mix_in_place(some)
         some &= ~index_mask
         some |= index

@@ -1,5 +1,8 @@
 """The shuffle windows of one epoch: offsets of a lane permuted within windows of W samples.
 
+Lanes reach their next windows at different steps, evenly spread over W offsets, so blocks are
+fetched and permutations computed at an even rate. docs/order.md defines where windows begin.
+
 1. A window's permutation depends only on (seed, epoch, lane, window) and on its length.
 2. Caching only saves time: a dropped permutation is computed again with the same result.
 3. Cached windows never take more than `WINDOW_CACHE_BYTES`, or one window if that is larger.
@@ -13,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.plan.loops import loops, number_values
-from dataplane.plan.permute import Domain, extended, key, permutations
+from dataplane.plan.permute import GAMMA, Domain, extended, key, permutations
 
 Int64 = NDArray[np.int64]
 
-# The open window of every lane, and the one before it or after it: all lanes reach their next
-# window at the same step, so a slab that lies across that step needs two of each. Entries take
-# two bytes in windows of up to 65,536 samples and four beyond: 960 lanes of such windows fit.
+# The open window of every lane, and the one before it or after it, since a long slab may reach into
+# the next window of every lane. Entries take two bytes in windows of up to 65,536 samples and four
+# beyond: 960 lanes of such windows fit.
 WINDOW_CACHE_BYTES = 256 << 20
 _HELD_PER_LANE = 2
 
@@ -52,22 +55,38 @@ class Windows:
     """The place in its lane of the sample at each lane offset. Not thread-safe.
 
     `short` lanes come last and have one sample less than the `lanes - short` before them; those
-    have `length`.
+    have `length`. The first window of each lane is cut into `ramp` + 1 parts.
     """
 
-    __slots__ = ("_capacity", "_key", "_lanes", "_lengths", "_pool", "_slots", "_window")
+    __slots__ = (
+        "_capacity", "_key", "_lanes", "_lengths", "_pool", "_ramp", "_shifted", "_slots",
+        "_window",
+    )  # fmt: skip
 
-    def __init__(self, seed: int, epoch: int, lanes: int, window: int, sample_count: int) -> None:
+    def __init__(
+        self, seed: int, epoch: int, lanes: int, window: int, ramp: int, sample_count: int
+    ) -> None:
         self._key = key(seed, Domain.WINDOW, epoch)
         self._lanes = lanes
         self._window = window
+        self._ramp = ramp
         self._lengths = divmod(sample_count, lanes)
+        # A lane that is one window stays one.
+        self._shifted = lanes > 1 and window * lanes < sample_count
         dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
         fitting = WINDOW_CACHE_BYTES // (window * dtype.itemsize)
         self._capacity = max(1, min(_HELD_PER_LANE * lanes, fitting))
         # Pages that were never written take no memory.
         self._pool = np.empty((self._capacity, window), dtype)
         self._slots: OrderedDict[int, int] = OrderedDict()
+
+    def bounds(self, lane: Int64, offset: Int64) -> tuple[Int64, Int64]:
+        """Where the window of each lane offset begins and ends.
+
+        Shapes:  lane, offset: int64[n].   result: int64[n], int64[n], the end excluded.
+        """
+        number = self._number(lane, offset)
+        return self._start(lane, number), np.minimum(self._stop(lane, number), self._length(lane))
 
     def permuted(self, lane: Int64, offset: Int64) -> Int64:
         """The place in its lane of the sample that is served at each lane offset.
@@ -81,10 +100,12 @@ class Windows:
 
         Shapes:  offset, result: int64[n], n > 0.
         """
-        first, last = int(offset.min()) // self._window, int(offset.max()) // self._window
+        ends = np.array([offset.min(), offset.max()])
+        number = self._number(np.zeros_like(ends), ends)
+        first, last = number.tolist()
         if first != last or self._window == 1:
             return self.permuted(np.zeros_like(offset), offset)
-        start = first * self._window
+        start = int(self._start(np.zeros_like(number), number)[0])
         slot = int(self._held(np.array([first]))[0])
         within = offset - start if start else offset
         place: Int64 = self._pool[slot].take(within).astype(np.int64)
@@ -101,8 +122,8 @@ class Windows:
     def _mapped(self, lane: Int64, offset: Int64, *, inverse: bool) -> Int64:
         if self._window == 1 or not len(lane):
             return offset
-        window = offset // self._window
-        start = window * self._window
+        window = self._number(lane, offset)
+        start = self._start(lane, window)
         window *= self._lanes
         window += lane
         within = offset - start
@@ -159,16 +180,58 @@ class Windows:
             self._fill(found[missing], slots[missing])
         return slots
 
+    def _length(self, lane: Int64) -> Int64:
+        shared, longer = self._lengths
+        return shared + (lane < longer)
+
     def _length_of(self, windows: Int64) -> Int64:
-        """How many samples each window has: the last one of a lane may be short.
+        """How many samples each window has: the first and the last one of a lane may be short.
 
         Shapes:  windows: int64[m], window * lanes + lane.   result: int64[m].
         """
         number, lane = np.divmod(windows, self._lanes)
-        shared, longer = self._lengths
-        left: Int64 = shared + (lane < longer) - number * self._window
-        left[left > self._window] = self._window
-        return left
+        stop = np.minimum(self._stop(lane, number), self._length(lane))
+        return stop - self._start(lane, number)
+
+    def _shift(self, lane: Int64) -> Int64:
+        """How many samples the first window of each lane lacks: a share of W that differs between
+        lanes, evenly distributed for any consecutive lanes.
+        """
+        if not self._shifted:
+            return np.zeros_like(lane)
+        share = (lane.astype(np.uint64) * np.uint64(GAMMA)) >> np.uint64(32)
+        return (share.astype(np.int64) * self._window) >> 32
+
+    def _number(self, lane: Int64, offset: Int64) -> Int64:
+        """The window of each lane offset, counted in its lane."""
+        shift = self._shift(lane)
+        number: Int64 = (offset + shift) // self._window
+        if not self._ramp:
+            return number
+        number += self._ramp
+        early = np.flatnonzero(number == self._ramp)
+        whole, place = self._window - shift[early], offset[early]
+        for halved in range(1, self._ramp + 1):
+            number[early] -= place < _divided(whole, halved)
+        return number
+
+    def _start(self, lane: Int64, number: Int64) -> Int64:
+        shift = self._shift(lane)
+        start: Int64 = np.maximum((number - self._ramp) * self._window - shift, 0)
+        if self._ramp:
+            cut = np.flatnonzero((number > 0) & (number <= self._ramp))
+            whole = self._window - shift[cut]
+            start[cut] = _divided(whole, self._ramp + 1 - number[cut])
+        return start
+
+    def _stop(self, lane: Int64, number: Int64) -> Int64:
+        """Where a window ends if its lane is long enough."""
+        shift = self._shift(lane)
+        stop: Int64 = (number - self._ramp + 1) * self._window - shift
+        if self._ramp:
+            cut = np.flatnonzero(number < self._ramp)
+            stop[cut] = _divided(self._window - shift[cut], self._ramp - number[cut])
+        return stop
 
     def _fill(self, windows: Int64, slots: NDArray[np.intp]) -> None:
         lengths = self._length_of(windows)
@@ -180,3 +243,8 @@ class Windows:
             for begin in range(0, len(alike), together):
                 some = alike[begin : begin + together]
                 self._pool[slots[some], :length] = permutations(keys[some], length)
+
+
+def _divided(whole: Int64, halved: Int64 | int) -> Int64:
+    """Divide by 2**halved, rounding up."""
+    return -(-whole >> halved)

@@ -12,12 +12,12 @@ from manifests import small
 from dataplane import config
 from dataplane.client.state import RunState
 from dataplane.config import JobSpec
-from dataplane.errors import ConfigError, SpecMismatch
+from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model import ColumnOptions, Cut, End, ImageSpec, ListPolicy, StackSpec
 from dataplane.plan.identity import identity_of
 from dataplane.rpc.messages import JobOpened
 
-# As version 0.1.0 saved it, of the dataset and the options below.
+# As version 0.1.0 saved it, of the dataset and the options below; early ones had only these keys.
 OLD = {
     "version": 1,
     "spec_digest": "70af450f8d01d7e8710ab0d437851bce",
@@ -25,10 +25,21 @@ OLD = {
     "cursor": 24,
     "sample_count": 60,
 }
+OLD_OPTIONS = OLD | {
+    "options": {
+        "seed": 7, "shuffle": True, "lanes": 8, "window": 99, "end": "drop",
+        "columns": '["id","text"]', "fill_null": '[["id",0.0]]',
+    },
+    "dataset": {
+        "content": "a9ff96e5404ae3a844561a6b89b6c92f", "layout": "dfe7ef56c8798893c9f42bea4d22d2e2",
+    },
+}  # fmt: skip
+OLD_UNSHUFFLED = OLD | {"spec_digest": "ffac864a78210eb15b7bf6952c8c2811"}
 SPEC = JobSpec(
     small().fingerprint, seed=7, shuffle=True, lanes=4, window=16, global_batch=8, end=End.DROP,
     column_options=ColumnOptions(("id", "text"), fill_null=(("id", 0.0),)),
 )  # fmt: skip
+UNSHUFFLED = replace(SPEC, shuffle=False, lanes=1, window=1)
 IMAGE = ImageSpec("jpg", 224, 224, Cut.RANDOM, scale=(0.08, 1.0), ratio=(0.75, 4 / 3), flip=0.5)
 
 
@@ -70,24 +81,51 @@ def test_a_state_records_its_image_software_and_resumes_with_any_other():
 
 
 def test_a_state_that_an_early_version_saved_fits():
-    state = RunState.from_dict(OLD)
-    assert not state.check(job())
-    assert not state.check(job(spec=replace(SPEC, global_batch=64)))
+    state = RunState.from_dict(OLD_UNSHUFFLED)
+    assert not state.check(job(spec=UNSHUFFLED))
+    assert not state.check(job(spec=replace(UNSHUFFLED, global_batch=64)))
 
 
 def test_an_early_state_that_does_not_fit_names_what_may_differ():
-    error = refusal(RunState.from_dict(OLD), job(spec=replace(SPEC, seed=8)))
+    state = RunState.from_dict(OLD_UNSHUFFLED)
+    error = refusal(state, job(spec=replace(UNSHUFFLED, seed=8)))
     for name in ("urls", "ETags", "seed", "shuffle", "window", "columns", "stack"):
         assert name in str(error)
     assert "JobSpec" not in str(error)
     # It cannot be distinguished from a state of another dataset, even with dataset_moved.
-    assert refusal(RunState.from_dict(OLD), job(elsewhere()), dataset_moved=True).field
+    assert refusal(state, job(elsewhere(), UNSHUFFLED), dataset_moved=True).field
+
+
+@pytest.mark.parametrize("saved", [OLD, OLD_OPTIONS])
+def test_the_middle_of_an_epoch_of_another_order_is_refused(saved):
+    with pytest.raises(VersionMismatch) as caught:
+        RunState.from_dict(saved).check(job())
+    for part in ("the middle of epoch 2", "24 of 60", "version 1", "version 2", "set_epoch(3)"):
+        assert part in str(caught.value)
+    assert (caught.value.expected, caught.value.found) == (2, 1)
+
+
+@pytest.mark.parametrize("cursor", [0, 56, 60])
+def test_a_whole_epoch_is_begun_from_a_state_of_another_order(cursor):
+    state = RunState.from_dict(OLD_OPTIONS | {"cursor": cursor})
+    # Its lanes and window were other defaults.
+    assert not state.check(job())
+    assert state.normalised(SPEC).cursor == 0
+    assert "seed: 7 in the state" in str(refusal(state, job(spec=replace(SPEC, seed=8))))
 
 
 def test_a_state_is_the_same_after_it_was_saved():
     state = RunState.of(job(), 2, 24)
     assert RunState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
-    assert {**state.to_dict(), **OLD} == state.to_dict()
+    known = {"version": 2, "spec_digest": job().digest, "order": 2}
+    assert {**state.to_dict(), **OLD, **known} == state.to_dict()
+
+
+def test_a_state_without_its_order_is_refused():
+    saved = RunState.of(job(), 2, 24).to_dict()
+    del saved["order"]
+    with pytest.raises(ConfigError, match="its order is None"):
+        RunState.from_dict(saved)
 
 
 def test_a_state_is_under_a_kilobyte_whatever_the_job_is():

@@ -33,7 +33,16 @@ def permutation(keyed, length):
     return sorted(range(length), key=hashed.__getitem__)
 
 
-def order(block_rows, seed, lanes, window, epoch):
+def cuts(lane, lanes, window, ramp, epoch, count):
+    """Where the windows of a lane end; the last may lie beyond the lane."""
+    window = min(window, -(-count // lanes))
+    share = lane * GAMMA % 2**64 >> 32
+    first = window if lanes * window >= count else window - (share * window >> 32)
+    halves = [-(-first // 2**part) for part in range(ramp, 0, -1)] if epoch == 0 else []
+    return [*halves, *range(first, count + window, window)]
+
+
+def order(block_rows, seed, lanes, window, epoch, ramp=0):
     """(block, row) at every position of the epoch."""
     blocks = permutation(key(seed, BLOCKS, epoch), len(block_rows))
     samples = [(block, row) for block in blocks for row in range(block_rows[block])]
@@ -42,10 +51,11 @@ def order(block_rows, seed, lanes, window, epoch):
     for lane in range(lanes):
         start = lane * shared + min(lane, longer)
         mine = samples[start : start + shared + (lane < longer)]
-        shuffled = []
-        for number, begin in enumerate(range(0, len(mine), window)):
-            inside = mine[begin : begin + window]
-            keyed = key(seed, WINDOW, epoch, lane, number)
-            shuffled += [inside[place] for place in permutation(keyed, len(inside))]
+        shuffled, begin = [], 0
+        for number, end in enumerate(cuts(lane, lanes, window, ramp, epoch, len(samples))):
+            inside, begin = mine[begin:end], end
+            if inside:
+                keyed = key(seed, WINDOW, epoch, lane, number)
+                shuffled += [inside[place] for place in permutation(keyed, len(inside))]
         served.append(shuffled)
     return [served[position % lanes][position // lanes] for position in range(len(samples))]

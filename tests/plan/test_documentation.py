@@ -19,7 +19,7 @@ def test_documentation_has_every_golden_vector_and_no_other():
         *((joined(asked), joined(found)) for asked, found in golden.PERMUTATIONS.items()),
         *((joined(sample), str(key)) for sample, key in golden.SAMPLE_KEYS.items()),
         *((joined(rows), joined(rest), order) for (rows, *rest), order in golden.ORDERS.items()),
-        *((str(place), f"{block}.{row}") for place, (block, row) in golden.FAR.items()),
+        *((joined(at), f"{block}.{row}") for at, (block, row) in golden.FAR.items()),
     ]
     _, vectors = PAGE.read_text().split("## Golden vectors")
     rows = [line for line in vectors.splitlines() if line.startswith("| `")]

@@ -8,20 +8,13 @@ from plan import golden, plain
 
 from dataplane.errors import ConfigError
 from dataplane.plan import windows
-from dataplane.plan.order import (
-    LANES,
-    OPEN_WINDOWS_BYTES,
-    WINDOW_MAX,
-    BlockSizes,
-    Order,
-    default_lanes_window,
-    upcoming,
-)
+from dataplane.plan.order import WINDOW_MAX, Order, upcoming
 
-KIB = 1 << 10
 layouts = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(np.array)
 words = st.integers(0, 2**64 - 1)
 counts = st.integers(1, 70)
+ramps = st.integers(0, 9)
+epochs = st.just(0) | words
 modest = settings(max_examples=150)
 
 
@@ -36,48 +29,48 @@ def sample_ids(order, rows, positions):
 
 
 @modest
-@given(layouts, words, st.booleans(), counts, counts, words)
-def test_order_is_a_bijection(rows, seed, shuffle, lanes, window, epoch):
-    order = Order(rows, seed, shuffle, lanes, window, epoch)
+@given(layouts, words, st.booleans(), counts, counts, epochs, ramps)
+def test_order_is_a_bijection(rows, seed, shuffle, lanes, window, epoch, ramp):
+    order = Order(rows, seed, shuffle, lanes, window, epoch, ramp)
     found = sample_ids(order, rows, everything(order))
     assert np.array_equal(np.sort(found), everything(order))
 
 
 @modest
-@given(layouts, words, counts, counts, words)
-def test_order_is_what_the_documentation_defines(rows, seed, lanes, window, epoch):
-    order = Order(rows, seed, True, lanes, window, epoch)
+@given(layouts, words, counts, counts, epochs, ramps)
+def test_order_is_what_the_documentation_defines(rows, seed, lanes, window, epoch, ramp):
+    order = Order(rows, seed, True, lanes, window, epoch, ramp)
     found = np.stack(order.locate(everything(order)), axis=1)
-    expected = plain.order(rows.tolist(), seed, lanes, window, epoch)
+    expected = plain.order(rows.tolist(), seed, lanes, window, epoch, ramp)
     assert [tuple(pair) for pair in found.tolist()] == expected
 
 
 @modest
-@given(layouts, words, st.booleans(), counts, counts)
-def test_position_of_is_the_inverse_of_locate(rows, seed, shuffle, lanes, window):
-    order = Order(rows, seed, shuffle, lanes, window, 0)
+@given(layouts, words, st.booleans(), counts, counts, ramps)
+def test_position_of_is_the_inverse_of_locate(rows, seed, shuffle, lanes, window, ramp):
+    order = Order(rows, seed, shuffle, lanes, window, 0, ramp)
     positions = everything(order)[::-1]
     assert np.array_equal(order.position_of(*order.locate(positions)), positions)
 
 
 @modest
-@given(layouts, words, counts, counts, st.data())
-def test_positions_are_found_alike_in_any_company(rows, seed, lanes, window, more):
-    order = Order(rows, seed, True, lanes, window, 1)
+@given(layouts, words, counts, counts, ramps, st.data())
+def test_positions_are_found_alike_in_any_company(rows, seed, lanes, window, ramp, more):
+    order = Order(rows, seed, True, lanes, window, 0, ramp)
     whole = sample_ids(order, rows, everything(order))
     some = np.array(more.draw(st.lists(st.integers(0, len(whole) - 1), max_size=50)), np.int64)
     assert np.array_equal(sample_ids(order, rows, some), whole[some])
-    fresh = Order(rows, seed, True, lanes, window, 1)
+    fresh = Order(rows, seed, True, lanes, window, 0, ramp)
     assert np.array_equal(sample_ids(fresh, rows, some), whole[some])
 
 
 @modest
-@given(layouts, words, counts, counts)
-def test_forgotten_windows_are_made_again_with_the_same_content(rows, seed, lanes, window):
-    roomy = Order(rows, seed, True, lanes, window, 0)
+@given(layouts, words, counts, counts, ramps)
+def test_forgotten_windows_are_made_again_with_the_same_content(rows, seed, lanes, window, ramp):
+    roomy = Order(rows, seed, True, lanes, window, 0, ramp)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "WINDOW_CACHE_BYTES", 3 * 2 * window)
-        tight = Order(rows, seed, True, lanes, window, 0)
+        tight = Order(rows, seed, True, lanes, window, 0, ramp)
     positions = everything(roomy)
     expected = roomy.locate(positions)
     assert np.array_equal(tight.locate(positions), expected)
@@ -86,17 +79,22 @@ def test_forgotten_windows_are_made_again_with_the_same_content(rows, seed, lane
 
 
 @modest
-@given(layouts, words, st.booleans(), counts, counts)
+@given(layouts, words, st.booleans(), counts, counts, st.integers(0, 1), ramps)
 def test_block_spans_are_those_of_the_windows_that_need_the_block(
-    rows, seed, shuffle, lanes, window
+    rows, seed, shuffle, lanes, window, epoch, ramp
 ):
-    order = Order(rows, seed, shuffle, lanes, window, 2)
+    order = Order(rows, seed, shuffle, lanes, window, epoch, ramp)
     first, last = np.full(len(rows), order.sample_count), np.full(len(rows), -1)
     for lane in range(order.lanes):
         base, end = order.lane_starts(np.array([lane, lane + 1])).tolist()
-        for number in range(-(-(end - base) // order.window)):
-            opened = number * order.window
-            closed = min(opened + order.window, end - base) - 1
+        stops = range(1, end - base + 1)
+        if shuffle:
+            stops = plain.cuts(lane, lanes, window, ramp, epoch, order.sample_count)
+        starts = [0, *stops]
+        for opened, stop in zip(starts, stops, strict=False):
+            closed = min(stop, end - base) - 1
+            if opened > closed:
+                continue
             offsets = np.arange(opened, closed + 1)
             needed = np.unique(order.locate(offsets * order.lanes + lane)[0])
             first[needed] = np.minimum(first[needed], opened * order.lanes + lane)
@@ -147,18 +145,18 @@ def test_a_lane_holds_its_own_blocks():
 
 @pytest.mark.parametrize(("case", "expected"), golden.ORDERS.items(), ids=str)
 def test_golden_orders(case, expected):
-    rows, seed, lanes, window, epoch = case
-    order = Order(np.array(rows), seed, True, lanes, window, epoch)
+    rows, seed, lanes, window, ramp, epoch = case
+    order = Order(np.array(rows), seed, True, lanes, window, epoch, ramp)
     found = np.stack(order.locate(everything(order)), axis=1)
     assert [f"{block}.{row}" for block, row in found.tolist()] == expected.split()
 
 
-def test_golden_positions_of_ten_thousand_million_samples():
-    order = Order(np.full(2_500_000, 4000), 7, True, 96, 4096, 3)
-    positions = list(golden.FAR)
-    assert [tuple(pair) for pair in np.stack(order.locate(positions), axis=1).tolist()] == [
-        golden.FAR[position] for position in positions
-    ]
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_golden_positions_of_ten_thousand_million_samples(epoch):
+    order = Order(np.full(2_500_000, 4000), 7, True, 96, 4096, epoch, 6)
+    expected = {at: sample for (of, at), sample in golden.FAR.items() if of == epoch}
+    found = np.stack(order.locate(list(expected)), axis=1).tolist()
+    assert [tuple(pair) for pair in found] == list(expected.values())
 
 
 def test_seeds_and_epochs_give_other_orders():
@@ -188,6 +186,8 @@ def test_window_longer_than_a_lane_is_the_whole_lane():
         ({"lanes": 1 << 40}, "lanes"),
         ({"window": 0}, "window"),
         ({"window": 1 << 62}, "window"),
+        ({"ramp": -1}, "ramp"),
+        ({"ramp": 29}, "ramp"),
         ({"seed": -1}, "seed"),
         ({"seed": 1 << 64}, "seed"),
         ({"epoch": -1}, "epoch"),
@@ -234,42 +234,34 @@ def test_no_positions_give_no_samples():
     assert upcoming(order, 4, 4).tolist() == []
 
 
-@modest
-@given(
-    st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 64 << 20)), min_size=1, max_size=20),
-    st.integers(1, 5000),
-)
-def test_default_windows_fit_into_the_budget(blocks, repeat):
-    rows, decoded = (np.repeat(column, repeat) for column in np.array(blocks).T)
-    lanes, window = default_lanes_window(rows, decoded)
-    sizes = BlockSizes.of(rows, decoded)
-    assert lanes in LANES
-    if lanes > 1:
-        assert lanes * sizes.open_window_bytes(window) <= OPEN_WINDOWS_BYTES
-        assert sizes.block_rows <= window <= -(-sizes.samples // lanes)
-    assert 1 <= window <= sizes.samples
-
-
-@pytest.mark.parametrize(
-    ("block_count", "rows", "decoded", "expected"),
-    [
-        (1, 4000, 4000 * KIB, (1, 4000)),
-        (50, 4000, 4000 * KIB, (1, 200_000)),
-        (2_500_000, 4000, 4000 * KIB, (24, 6895)),
-        (2_500_000, 4000, 400 * KIB, (192, 9238)),
-        (100_000, 64, 64 * 1536 * KIB, (1, 106)),
-        (1000, 64, 1 << 30, (1, 15)),
-        (1000, 1_000_000, 0, (4, 1_048_576)),
-        (3, 1, 0, (1, 3)),
-    ],
-)
-def test_golden_defaults(block_count, rows, decoded, expected):
-    columns = np.full(block_count, rows), np.full(block_count, decoded)
-    assert default_lanes_window(*columns) == expected
-
-
 def test_without_shuffling_a_block_spans_its_own_positions():
     order = Order(np.array([3, 2, 4]), 0, False, 2, 8, 0)
     first, last = order.block_span(np.arange(3))
     assert first.tolist() == [0, 3, 5]
     assert last.tolist() == [2, 4, 8]
+
+
+def test_lanes_open_their_windows_at_an_even_rate():
+    lanes, window = 8, 500
+    order = Order(np.full(400, 100), 3, True, lanes, window, 1)
+    first, _ = order.block_span(np.arange(400))
+    offset, lane = np.divmod(first[first >= lanes], lanes)
+    opened = np.unique(np.stack([offset, lane]), axis=1)[0]
+    parts = np.arange(0, order.sample_count // lanes - window, window // 4)
+    # In a quarter of a window, two of eight lanes should open one; with whole blocks up to four do.
+    assert np.histogram(opened, parts)[0].max() <= 4
+
+
+def test_the_first_batches_of_epoch_0_need_few_blocks():
+    orders = [Order(np.full(400, 100), 3, True, 1, 40_000, epoch, 5) for epoch in (0, 1)]
+    needed = [len(np.unique(order.locate(np.arange(600))[0])) for order in orders]
+    assert needed[0] <= 14
+    assert needed[1] > 250
+
+
+def test_the_ramp_halves_the_first_window_and_no_other():
+    order = Order(np.full(400, 100), 3, True, 1, 10_000, 0, 3)
+    block, _ = order.locate(everything(order))
+    for begin, end in ((0, 1250), (1250, 2500), (2500, 5000), (5000, 10_000), (10_000, 20_000)):
+        inside = (end - begin) / 100
+        assert inside <= len(np.unique(block[begin:end])) <= inside + 1

@@ -261,7 +261,7 @@ def test_a_state_of_another_job_is_refused_with_what_differs(fake) -> None:
             {"version": 1, "spec_digest": "d", "epoch": 0.5, "cursor": 0, "sample_count": 1},
             ConfigError,
         ),
-        ({"version": 2}, VersionMismatch),
+        ({"version": 3}, VersionMismatch),
     ],
 )
 def test_garbled_states_are_refused(garbage, error) -> None:

@@ -9,8 +9,9 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.plan.defaults import BlockSizes, shuffle_of
 from dataplane.plan.manifest import Manifest
-from dataplane.plan.order import Order, default_lanes_window
+from dataplane.plan.order import Order
 from dataplane_bench.demo.journal import Step
 
 Int64 = NDArray[np.int64]
@@ -36,8 +37,8 @@ def planned_ids(manifest: Manifest, seed: int, epoch: int) -> Int64:
     Shapes:  result: int64[N].
     """
     rows = manifest.block_rows
-    lanes, window = default_lanes_window(rows, manifest.block_decoded)
-    order = Order(rows, seed, True, lanes, window, epoch)
+    shuffle = shuffle_of(BlockSizes.of(rows, manifest.block_decoded))
+    order = Order(rows, seed, True, shuffle.lanes, shuffle.window, epoch, shuffle.ramp)
     blocks, row = order.locate(np.arange(order.sample_count))
     return (np.cumsum(rows) - rows)[blocks] + row
 

@@ -192,18 +192,18 @@ def _looked_at(
     from dataplane.commands.datasets import opened
     from dataplane.commands.doctor import advice, checks
     from dataplane.machine import this_machine
-    from dataplane.plan.order import BlockSizes, default_lanes_window
+    from dataplane.plan.defaults import BlockSizes, shuffle_of
 
     manifest = opened(urls, format_name, workers, config)
     probe = checks.probe(manifest, config.fetch_count)
     found = [*checks.environment(config, manifest), checks.storage(probe)]
-    lanes, window = default_lanes_window(manifest.block_rows, manifest.block_decoded)
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
+    shuffle = shuffle_of(sizes, job.lanes, job.window)
     at = advice.TrialSetup(
         config,
         this_machine().cpu_count,
         probe,
-        (job.lanes or lanes) * sizes.open_window_bytes(job.window or window),
+        shuffle.lanes * sizes.open_window_bytes(shuffle.window),
         dataset_bytes=_decoded_bytes(manifest, request),
         block_count=manifest.block_count,
         has_images=bool(job.transform),

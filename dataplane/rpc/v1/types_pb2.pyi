@@ -196,7 +196,7 @@ class ColumnOptions(_message.Message):
     def __init__(self, columns: _Optional[_Iterable[str]] = ..., lists: _Optional[_Union[ListPolicy, str]] = ..., fill_null: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., stack: _Optional[_Iterable[_Union[StackSpec, _Mapping]]] = ..., fill_null_all: _Optional[float] = ..., nulls: _Optional[_Union[NullPolicy, str]] = ..., pad_value: _Optional[_Iterable[_Union[ColumnValue, _Mapping]]] = ..., pad_value_all: _Optional[float] = ..., max_length: _Optional[_Iterable[_Union[ColumnLength, _Mapping]]] = ..., max_length_all: _Optional[int] = ..., truncation_side: _Optional[_Union[TruncationSide, str]] = ..., codes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options")
+    __slots__ = ("fingerprint", "seed", "shuffle", "lanes", "window", "global_batch", "end", "transforms", "column_options", "ramp")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class JobSpec(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     TRANSFORMS_FIELD_NUMBER: _ClassVar[int]
     COLUMN_OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RAMP_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     seed: int
     shuffle: bool
@@ -215,7 +216,8 @@ class JobSpec(_message.Message):
     end: End
     transforms: _containers.RepeatedCompositeFieldContainer[ImageSpec]
     column_options: ColumnOptions
-    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., column_options: _Optional[_Union[ColumnOptions, _Mapping]] = ...) -> None: ...
+    ramp: int
+    def __init__(self, fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[End, str]] = ..., transforms: _Optional[_Iterable[_Union[ImageSpec, _Mapping]]] = ..., column_options: _Optional[_Union[ColumnOptions, _Mapping]] = ..., ramp: _Optional[int] = ...) -> None: ...
 
 class DatasetIdentity(_message.Message):
     __slots__ = ("content", "layout")

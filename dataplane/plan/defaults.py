@@ -1,0 +1,163 @@
+"""Default lanes, window and ramp of a dataset. docs/order.md says why these rules are as they are;
+benchmarks/shuffle.py simulates them.
+
+They follow from the manifest alone, never from the number of ranks or hosts, so that a job may be
+resumed on any number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.plan.order import RAMP_MAX, counted
+
+MIB, GIB = 1 << 20, 1 << 30
+
+# The memory that the open windows of all lanes may take, over all hosts: a seventh of the decoded
+# dataset within these limits. With blocks of 64 MiB, 36 GiB have room for 512 lanes.
+OPEN_SHARE = 7
+OPEN_BYTES_MIN = 256 * MIB
+OPEN_BYTES_MAX = 36 * GIB
+# A permutation of so many entries is computed in a third of a second.
+WINDOW_SAMPLES_MAX = 1 << 22
+# All of them take 64 MiB.
+OPEN_SAMPLES_MAX = 1 << 24
+PERMUTATION_BYTES = 4
+
+# The usual numbers of GPUs, which are powers of two or three times one, divide one of them.
+LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1536, 3072)
+# A host reads about its own lanes, so large datasets, which many hosts read, have many.
+LANE_BYTES = GIB
+# A block on the border of two lanes is read for both: at most one more block in seven.
+LANE_BLOCKS_MIN = 7
+# Of a block that is always open, a window covers at least this share.
+WINDOW_SHARE_MIN = 16
+# If fewer blocks than this can be open, lanes make better use of them than long windows.
+SCARCE_BLOCKS = 256
+LANES_IF_SCARCE = 128
+
+# What the first windows of epoch 0 take together; but at least so many blocks, or an eighth of a
+# block a lane, since less than that would not be read sooner.
+RAMP_BYTES = 32 * MIB
+RAMP_BLOCKS_MIN = 8
+RAMP_SHARE_MIN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones."""
+
+    samples: int
+    blocks: int
+    block_rows: int
+    block_bytes: int
+    sample_bytes: int
+
+    @classmethod
+    def of(cls, block_rows: NDArray[np.integer], block_decoded: NDArray[np.integer]) -> BlockSizes:
+        """Shapes:  block_rows: integer[K], samples.   block_decoded: integer[K], bytes.
+        Raises:  ConfigError: no samples.
+        """
+        samples, blocks = counted(block_rows), len(block_rows)
+        decoded = int(block_decoded.sum(dtype=np.int64))
+        return cls(
+            samples, blocks, -(-samples // blocks), -(-decoded // blocks), -(-decoded // samples)
+        )
+
+    @property
+    def dataset_bytes(self) -> int:
+        """The decoded dataset, about."""
+        return self.samples * self.sample_bytes
+
+    def open_window_bytes(self, window: int) -> int:
+        """The memory that one open window takes, the sum of
+
+        - its samples, and their permutation: W * (sample + PERMUTATION_BYTES);
+        - the rest of the blocks in which it begins and ends: half a block each on average.
+        """
+        return window * (self.sample_bytes + PERMUTATION_BYTES) + self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """How an order shuffles; see docs/order.md. `ramp` counts halvings of the first windows."""
+
+    lanes: int
+    window: int
+    ramp: int
+
+
+def shuffle_of(sizes: BlockSizes, lanes: int | None = None, window: int | None = None) -> Shuffle:
+    """Lanes, window and ramp for a dataset: what is given, and defaults for the rest."""
+    lanes = lanes or _lanes(sizes)
+    window = window or _window(sizes, lanes)
+    return Shuffle(lanes, window, _ramp(sizes, lanes, window))
+
+
+def open_bytes_max(sizes: BlockSizes) -> int:
+    """The memory that all open windows may take by default, over all hosts."""
+    return max(OPEN_BYTES_MIN, min(sizes.dataset_bytes // OPEN_SHARE, OPEN_BYTES_MAX))
+
+
+def _is_one_window(sizes: BlockSizes) -> bool:
+    whole_bytes = sizes.samples * (sizes.sample_bytes + PERMUTATION_BYTES)
+    return sizes.samples <= WINDOW_SAMPLES_MAX and whole_bytes <= OPEN_BYTES_MIN
+
+
+def _lanes(sizes: BlockSizes) -> int:
+    if _is_one_window(sizes):
+        return 1
+    wanted = sizes.dataset_bytes // LANE_BYTES
+    is_scarce = open_bytes_max(sizes) < SCARCE_BLOCKS * sizes.block_bytes
+    if is_scarce and _fits(sizes, LANES_IF_SCARCE):
+        wanted = max(wanted, LANES_IF_SCARCE)
+    return next((each for each in reversed(LANES) if each <= wanted and _fits(sizes, each)), 1)
+
+
+def _fits(sizes: BlockSizes, lanes: int) -> bool:
+    return LANE_BLOCKS_MIN * lanes <= sizes.blocks and _longest(sizes, lanes) >= _shortest(sizes)
+
+
+def _shortest(sizes: BlockSizes) -> int:
+    return -(-sizes.block_rows // WINDOW_SHARE_MIN)
+
+
+def _longest(sizes: BlockSizes, lanes: int) -> int:
+    """The longest window within all limits; below 1 if there is none."""
+    left = open_bytes_max(sizes) // lanes - sizes.block_bytes
+    return min(
+        left // (sizes.sample_bytes + PERMUTATION_BYTES),
+        WINDOW_SAMPLES_MAX,
+        OPEN_SAMPLES_MAX // lanes,
+        -(-sizes.samples // lanes),
+    )
+
+
+def _window(sizes: BlockSizes, lanes: int) -> int:
+    if lanes == 1 and _is_one_window(sizes):
+        return sizes.samples
+    longest, shortest = _longest(sizes, lanes), _shortest(sizes)
+    if longest >= shortest:
+        return longest
+    if lanes > 1:
+        return shortest
+    # Blocks are too large for the limit: use only the memory that is needed anyway.
+    fitting = open_bytes_max(sizes) // (sizes.sample_bytes + PERMUTATION_BYTES)
+    return max(min(sizes.block_rows, fitting, WINDOW_SAMPLES_MAX), 1)
+
+
+def _ramp(sizes: BlockSizes, lanes: int, window: int) -> int:
+    """How often windows are halved until the first ones of all lanes take RAMP_BYTES, or are as
+    short as is of use.
+    """
+    least = max(
+        -(-RAMP_BLOCKS_MIN * sizes.block_rows // lanes), -(-sizes.block_rows // RAMP_SHARE_MIN)
+    )
+    ramp, length = 0, min(window, -(-sizes.samples // lanes))
+    while lanes * length * sizes.sample_bytes > RAMP_BYTES and length >= 2 * least:
+        length = -(-length // 2)
+        ramp += 1
+    return min(ramp, RAMP_MAX)
