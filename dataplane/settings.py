@@ -171,8 +171,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "fetch_count",
         units.COUNT,
-        "reads from object storage in flight at once, per node; up to four times as many if "
-        "blocks are small",
+        "reads from object storage in flight at first, per node; more while a trainer waits and "
+        "more reads bring more",
         _fixed(16),
     ),
     Setting(

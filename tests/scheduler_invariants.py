@@ -90,7 +90,7 @@ class Invariants:
                 (r.offset, r.length) for r in (raw, decoded, restart_indexes) if r is not None
             ]
         assert fetching == table._fetching, "blocks 1"
-        assert raw_bytes == table._fetching_bytes, "blocks 1"
+        assert raw_bytes == table.fetches._bytes, "blocks 1"
         assert decoding == table._decoding, "blocks 1"
         for dataset_id, found in keys.items():
             assert len(found) - found.count(0) == ready[dataset_id], "blocks 4"

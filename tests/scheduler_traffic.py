@@ -22,7 +22,7 @@ from dataplane.transforms.restart_indexes import restart_index_bytes
 
 _NEVER = 1 << 62
 _WORKERS, _WORKERS_MAX = 2, 4
-_SMALL_FETCHES = 4
+_SMALL_FETCHES, _FETCH_GROWTH_MAX = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Traffic:
         self._scheduler = scheduler
         self._stall_s = stall_s
         self._workers = _WORKERS
-        self._fetches_max = _SMALL_FETCHES * fetch_count
+        self._fetches_max = _SMALL_FETCHES * _FETCH_GROWTH_MAX * fetch_count
         self._blocks: dict[int, tuple[int, int]] = {}
         self._forgotten: set[int] = set()
         self._nowhere: set[int] = set()

@@ -23,6 +23,7 @@ from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
 from dataplane.rpc import fetches, tasks
+from dataplane.scheduler.in_flight import RANGE_BYTES
 from dataplane.store.base import Store
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
@@ -34,8 +35,6 @@ Report = Callable[[DataplaneError | None], None]
 Connect = Callable[[str], Store]
 Trouble = Callable[[str], StoreError | None]
 
-RANGE_BYTES_MAX = 16 << 20
-"""A longer piece is read in several ranges at once, over several connections."""
 _GIVEN_UP_MAX = 256
 
 
@@ -240,8 +239,8 @@ def _set(reading: asyncio.Future[DataplaneError | None], error: DataplaneError |
 
 
 def _ranges(whole: Region) -> Iterator[Region]:
-    """Equal parts, none longer than RANGE_BYTES_MAX."""
-    count = max(1, -(-whole.length // RANGE_BYTES_MAX))
+    """Equal parts, none longer than RANGE_BYTES."""
+    count = max(1, -(-whole.length // RANGE_BYTES))
     cuts = [whole.length * part // count for part in range(count + 1)]
     for start, stop in itertools.pairwise(cuts):
         yield Region(whole.offset + start, stop - start)

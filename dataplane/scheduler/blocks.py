@@ -37,15 +37,12 @@ from dataplane.scheduler.events import (
     Fetch,
     ForgetBlock,
 )
+from dataplane.scheduler.in_flight import FetchesInFlight
 from dataplane.scheduler.next_use import NEVER, NextUse
 from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment, SharedSlab
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.transforms.restart_indexes import restart_index_bytes
-
-# Fetches in flight must cover a round trip: with small blocks, up to this many times as many.
-FETCH_BYTES_MIN = 2 << 20
-SMALL_FETCHES = 4
 
 _DIRECT_BLOCKS_MAX = 4096
 
@@ -67,7 +64,7 @@ class BlockTable:
         time: Moment,
     ) -> None:
         self._allocator = allocator
-        self._fetch_count = fetch_count
+        self.fetches = FetchesInFlight(fetch_count)
         self._shared = shared
         self._do = do
         self._time = time
@@ -84,7 +81,6 @@ class BlockTable:
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
         self._fetching = 0
-        self._fetching_bytes = 0
         self._decoding = 0
         self.is_short = False
         """Whether one task needs the whole arena."""
@@ -98,14 +94,6 @@ class BlockTable:
     def in_flight_count(self) -> int:
         """Blocks that a fetch or a worker is writing; an event will report the end of each."""
         return self._fetching + self._decoding
-
-    @property
-    def can_fetch(self) -> bool:
-        """Whether one more fetch may start."""
-        return self._fetching < self._fetch_count or (
-            self._fetching < SMALL_FETCHES * self._fetch_count
-            and self._fetching_bytes < self._fetch_count * FETCH_BYTES_MIN
-        )
 
     def pin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
         """Pin these blocks. All of them are ready, and none is listed twice."""
@@ -194,7 +182,7 @@ class BlockTable:
     # -- loading ---------------------------------------------------------------------------------
 
     def _fetch(self, block: CachedBlock, *, greedy: bool) -> bool:
-        if not self.can_fetch:
+        if not self.fetches.may_begin():
             return False
         dataset, index = block.dataset, block.index
         raw = self._room(block, int(dataset.marks.raw[index]), greedy=greedy)
@@ -203,7 +191,7 @@ class BlockTable:
         block.raw, block.phase = raw, BlockPhase.FETCHING
         self._add(block)
         self._fetching += 1
-        self._fetching_bytes += raw.length
+        self.fetches.began(raw.length)
         dataset.account.read_began(self._time.now)
         self._do(Fetch(block.key, dataset.dataset_id, index, raw))
         return True
@@ -213,7 +201,7 @@ class BlockTable:
         block = self._by_key[event.key]
         assert block.raw is not None
         self._fetching -= 1
-        self._fetching_bytes -= block.raw.length
+        self.fetches.ended(block.raw.length)
         dataset = block.dataset
         dataset.account.read_ended(self._time.now, block.raw.length)
         dataset.marks.fetched[block.index] = self._time.now

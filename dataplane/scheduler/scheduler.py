@@ -223,6 +223,7 @@ class Scheduler:
     # -- time ------------------------------------------------------------------------------------
 
     def _tick(self, event: events.Ticked) -> None:
+        self._blocks.fetches.look(self._time.now, is_awaited=self._streams.is_awaited)
         look = Utilization(event.busy, event.bytes_per_s, self._streams.is_awaited)
         before, self._workers = self._workers, self._workers.after(look)
         if self._workers.count != before.count:

@@ -13,9 +13,10 @@ import pytest
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, StoreUnavailable
 from dataplane.model import ObjectInfo, Region
-from dataplane.node.fetch import RANGE_BYTES_MAX, Fetcher, Report
+from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
+from dataplane.scheduler.in_flight import RANGE_BYTES
 from dataplane.store.gate import Pause
 
 BODY = bytes(range(256)) * 4
@@ -189,7 +190,7 @@ def test_a_long_block_is_read_in_ranges_that_leave_nothing_out() -> None:
     async def run() -> list[fetches.ReadBody]:
         origin = Noted([])
         fetcher = Fetcher(origin, Preambles(PAGE))
-        length = 3 * RANGE_BYTES_MAX + 1
+        length = 3 * RANGE_BYTES + 1
         whole, nothing = Region(100, length), Region(0, 0)
         raw = tasks.RawBlockRef("url", 0, 1, whole, nothing, 1 << 40, "tag")
         fetcher.fetch(1, raw, Region(5, length), lambda _: None, is_copied=False)
@@ -200,9 +201,9 @@ def test_a_long_block_is_read_in_ranges_that_leave_nothing_out() -> None:
     for order in asyncio.run(run()):
         assert isinstance(order, fetches.ReadRange)
         assert (order.offset, order.into.offset) == (100 + at, 5 + at)
-        assert 0 < order.into.length <= RANGE_BYTES_MAX
+        assert 0 < order.into.length <= RANGE_BYTES
         at += order.into.length
-    assert at == 3 * RANGE_BYTES_MAX + 1
+    assert at == 3 * RANGE_BYTES + 1
 
 
 def test_a_failed_preamble_fails_its_waiters_and_is_read_again() -> None:

@@ -1,0 +1,169 @@
+"""Decides how many reads from object stores are in flight. Pure.
+
+A store that is far away, or gives each connection little, needs many reads in flight; one that is
+near needs few, and more of them only wait for each other. The number that is needed is bandwidth
+times the time of a read. While reads share a link, that time cannot be told from the time that they
+wait for each other, and both change. So the number is found by trial: it is doubled as long as
+twice as many reads bring more.
+
+Invariants:
+1. Never fewer than at first, never more than `most`.
+2. The number is doubled only while a trainer waits and reads are held back. If that does not bring
+   more bytes per second it is halved again; the next attempt comes after a delay that grows each
+   time.
+3. Small reads are mostly latency: up to SMALL_FETCHES times as many are in flight, as long as they
+   have fewer bytes than so many reads of FETCH_BYTES_MIN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+RANGE_BYTES = 8 << 20
+"""A block is read in ranges of at most this length, each over a connection of its own."""
+FETCH_BYTES_MIN = 2 << 20
+SMALL_FETCHES = 4
+GROWTH_MAX = 16
+HUNGRY_LOOKS = 2
+TRIAL_LOOKS = 4
+"""Looks that a trial takes at least. Reads begun before it end during the first half."""
+TRIAL_LOOKS_MAX = 40
+_GAIN_MIN = 1.2
+_ENDED_MIN = 16
+_PAUSE_LOOKS = 60
+_PAUSE_LOOKS_MAX = 3840
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLook:
+    """Since the last look: bytes read per second, how many reads ended, and whether a trainer waits
+    while reads were held back.
+    """
+
+    bytes_per_s: float
+    ended: int
+    is_short: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadsInFlight:
+    """`limit` reads, and what the last looks showed. While `trial` is not 0, a trial runs that
+    compares the rate of `limit` reads with `rate_before`, the rate of half as many; `trial` counts
+    its looks.
+    """
+
+    limit: int
+    most: int
+    rates: tuple[float, ...] = ()
+    ended: int = 0
+    trial: int = 0
+    rate_before: float = 0.0
+    pause: int = 0
+    pause_next: int = _PAUSE_LOOKS
+
+    @classmethod
+    def at_first(cls, count: int) -> ReadsInFlight:
+        """So many at first, and GROWTH_MAX times as many at most."""
+        return cls(count, GROWTH_MAX * count)
+
+    def after(self, look: ReadLook) -> ReadsInFlight:
+        """The number after this look."""
+        if self.trial:
+            return self._tried(look)
+        pause = max(self.pause - 1, 0)
+        if not look.is_short or pause or self.limit == self.most:
+            return replace(self, rates=(), ended=0, pause=pause)
+        rates, ended = (*self.rates, look.bytes_per_s), self.ended + look.ended
+        # Few reads end in a look if they are slow: a rate is that of enough of them.
+        if len(rates) < HUNGRY_LOOKS or ended < _ENDED_MIN:
+            return replace(self, rates=rates[-TRIAL_LOOKS_MAX:], ended=ended, pause=pause)
+        return replace(
+            self,
+            limit=min(2 * self.limit, self.most),
+            rates=(),
+            ended=0,
+            trial=1,
+            rate_before=sum(rates) / len(rates),
+        )
+
+    def _tried(self, look: ReadLook) -> ReadsInFlight:
+        if not look.is_short:  # so many are enough
+            return replace(self, rates=(), ended=0, trial=0, pause_next=_PAUSE_LOOKS)
+        seen = replace(
+            self,
+            rates=(*self.rates, look.bytes_per_s),
+            ended=self.ended + look.ended,
+            trial=self.trial + 1,
+        )
+        is_long = len(seen.rates) >= TRIAL_LOOKS and seen.ended >= 2 * self.limit
+        if not is_long and len(seen.rates) < TRIAL_LOOKS_MAX:
+            return seen
+        later = seen.rates[len(seen.rates) // 2 :]
+        if sum(later) / len(later) >= _GAIN_MIN * self.rate_before:
+            return replace(seen, rates=(), ended=0, trial=0, pause_next=_PAUSE_LOOKS)
+        return replace(
+            seen,
+            limit=-(-self.limit // 2),
+            rates=(),
+            ended=0,
+            trial=0,
+            pause=self.pause_next,
+            pause_next=min(2 * self.pause_next, _PAUSE_LOOKS_MAX),
+        )
+
+
+class FetchesInFlight:
+    """The fetches of blocks that are in flight; `count` reads are allowed at first."""
+
+    def __init__(self, count: int) -> None:
+        self._allowed = ReadsInFlight.at_first(count)
+        self._reads = 0
+        self._bytes = 0
+        self._ended_reads = 0
+        self._ended_bytes = 0
+        self._was_held_back = False
+        self._looked: float | None = None
+
+    @property
+    def limit(self) -> int:
+        """How many large reads may be in flight."""
+        return self._allowed.limit
+
+    def may_begin(self) -> bool:
+        """Whether one more fetch may begin; the caller has one."""
+        may = self._has_room()
+        self._was_held_back = self._was_held_back or not may
+        return may
+
+    def began(self, length: int) -> None:
+        """The fetch of a block of this length has begun."""
+        self._reads += _reads_of(length)
+        self._bytes += length
+
+    def ended(self, length: int) -> None:
+        """The fetch of a block of this length has ended."""
+        self._reads -= _reads_of(length)
+        self._bytes -= length
+        self._ended_reads += _reads_of(length)
+        self._ended_bytes += length
+
+    def look(self, now: float, *, is_awaited: bool) -> None:
+        """Time has passed; `is_awaited`: a trainer waits."""
+        seconds = max(now - (self._looked if self._looked is not None else now), 1e-3)
+        is_short = is_awaited and self._was_held_back
+        look = ReadLook(self._ended_bytes / seconds, self._ended_reads, is_short)
+        if self._looked is not None:
+            self._allowed = self._allowed.after(look)
+        self._looked = now
+        self._ended_reads = self._ended_bytes = 0
+        self._was_held_back = False
+
+    def _has_room(self) -> bool:
+        limit = self._allowed.limit
+        return self._reads < limit or (
+            self._reads < SMALL_FETCHES * limit and self._bytes < limit * FETCH_BYTES_MIN
+        )
+
+
+def _reads_of(length: int) -> int:
+    return max(1, -(-length // RANGE_BYTES))

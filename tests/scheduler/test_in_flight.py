@@ -1,0 +1,120 @@
+"""How many reads are in flight, with a store that is a rate, a latency and a cap per connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.scheduler.in_flight import (
+    FETCH_BYTES_MIN,
+    GROWTH_MAX,
+    RANGE_BYTES,
+    FetchesInFlight,
+    ReadLook,
+    ReadsInFlight,
+)
+
+LOOK_S = 0.5
+MINUTE = round(60 / LOOK_S)
+looks = st.builds(ReadLook, st.floats(0, 1e10), st.integers(0, 10_000), st.booleans())
+
+
+@dataclass(frozen=True)
+class Link:
+    """A store: what it gives in all, its first byte's latency, and what a connection gets."""
+
+    bytes_per_s: float
+    latency_s: float
+    connection_bytes_per_s: float
+
+    def reads_per_s(self, in_flight: int, length: int) -> float:
+        share = min(self.connection_bytes_per_s, self.bytes_per_s / in_flight)
+        return min(in_flight / (self.latency_s + length / share), self.bytes_per_s / length)
+
+
+LINKS = {
+    "a server in this rack": Link(1.2e9, 0.0005, 1e9),
+    "S3 at 10 Gbit/s": Link(1.2e9, 0.03, 90e6),
+    "S3 at 25 Gbit/s, far away": Link(3e9, 0.1, 90e6),
+    "S3 at 100 Gbit/s": Link(12e9, 0.03, 90e6),
+    "a home line": Link(12e6, 0.05, 12e6),
+}
+
+
+def settled(
+    reads: ReadsInFlight, link: Link, minutes: float = 2, length: int = RANGE_BYTES
+) -> ReadsInFlight:
+    """After so long with a trainer that takes all that comes."""
+    owed = 0.0
+    for _ in range(round(minutes * MINUTE)):
+        owed += LOOK_S * link.reads_per_s(reads.limit, length)
+        ended = int(owed)
+        owed -= ended
+        reads = reads.after(ReadLook(ended * length / LOOK_S, ended, is_short=True))
+    return reads
+
+
+@given(first=st.integers(1, 64), seen=st.lists(looks, max_size=300))
+def test_there_are_never_fewer_than_at_first_nor_more_than_allowed(
+    first: int, seen: list[ReadLook]
+) -> None:
+    reads = ReadsInFlight.at_first(first)
+    for look in seen:
+        reads = reads.after(look)
+        assert first <= reads.limit <= GROWTH_MAX * first
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+@pytest.mark.parametrize("length", [256 << 10, RANGE_BYTES])
+def test_a_store_gives_nearly_what_it_can_and_no_more_reads_wait_than_that_takes(
+    link: Link, length: int
+) -> None:
+    reads = settled(ReadsInFlight.at_first(16), link, length=length)
+    limit = reads.limit if not reads.trial else reads.limit // 2
+    best = link.reads_per_s(reads.most, length)
+    assert link.reads_per_s(limit, length) >= 0.8 * best
+    # Half as many would bring less, unless it is as many as at first.
+    assert limit == 16 or link.reads_per_s(limit // 2, length) < 0.9 * best
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+def test_the_number_does_not_swing(link: Link) -> None:
+    """Attempts become rare, since each waits twice as long as the last."""
+    reads = settled(ReadsInFlight.at_first(16), link)
+    limits, before = [], reads.limit
+    for _ in range(30 * MINUTE):
+        reads = settled(reads, link, 1 / MINUTE)
+        limits.append(reads.limit)
+    changes = sum(a != b for a, b in zip([before, *limits], limits, strict=False))
+    assert changes <= 14
+
+
+def test_many_connections_are_found_within_seconds() -> None:
+    far = LINKS["S3 at 100 Gbit/s"]
+    assert settled(ReadsInFlight.at_first(16), far, 0.25).limit >= 128
+
+
+def test_only_a_waiting_trainer_gets_more_reads_in_flight() -> None:
+    fetches = FetchesInFlight(4)
+    for number in range(100):
+        while fetches.may_begin():
+            fetches.began(RANGE_BYTES)
+        fetches.look(float(number), is_awaited=False)
+        for _ in range(4):
+            fetches.ended(RANGE_BYTES)
+    assert fetches.limit == 4
+
+
+def test_a_long_block_counts_as_the_ranges_that_it_is_read_in() -> None:
+    fetches = FetchesInFlight(4)
+    fetches.began(3 * RANGE_BYTES)
+    assert fetches.may_begin()
+    fetches.began(RANGE_BYTES)
+    assert not fetches.may_begin()
+    fetches.ended(RANGE_BYTES)
+    fetches.began(FETCH_BYTES_MIN)
+    fetches.ended(3 * RANGE_BYTES)
+    assert fetches.may_begin()
