@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.model import Region
-from dataplane.plan.column_places import ColumnPlaces
+from dataplane.plan.column_places import ColumnPlaces, PlacesPart
 from dataplane.worker.columns import Ints
 
 HOLE_BYTES_MIN = 256 << 10
@@ -47,30 +48,26 @@ class Projection:
     ) -> Self:
         """The bytes to leave out if only the `wanted` columns are read: none for a block whose
         column places are unknown or overlap.
+
+        Raises:  ConfigError: columns do not lie in these blocks.
         """
-        order = np.argsort(places.offset, axis=1, kind="stable")
-        offset = np.take_along_axis(places.offset, order, 1)
-        stop = offset + np.take_along_axis(places.length, order, 1)
-        is_clear = (offset[:, 1:] >= stop[:, :-1]).all(axis=1) & (stop[:, -1] > 0)
-        # Bytes between two columns belong to the first of them.
-        ends = np.concatenate([offset[:, 1:], block_length[:, None]], axis=1)
-        is_spare = ~np.asarray(wanted, np.bool_)[order] & is_clear[:, None]
-        edge = np.zeros((len(offset), 1), np.bool_)
-        after_spare = np.concatenate([edge, is_spare[:, :-1]], axis=1)
-        before_spare = np.concatenate([is_spare[:, 1:], edge], axis=1)
-        block, at = np.nonzero(is_spare & ~after_spare)
-        last = np.nonzero(is_spare & ~before_spare)[1]
-        start, end = offset[block, at] + _SLACK_BYTES, ends[block, last]
-        start += (end - start) % _ALIGNED_BYTES
-        is_hole = end - start >= HOLE_BYTES_MIN
-        block, start, end = block[is_hole], start[is_hole], end[is_hole]
-        skipped = np.zeros(len(block_length), np.int64)
-        np.add.at(skipped, block, end - start)
-        first = np.searchsorted(block, np.arange(len(block_length) + 1))
-        is_known = places.length.any(axis=1)
-        size = places.decoded[:, np.asarray(wanted, np.bool_)].sum(axis=1)
-        size = np.where(is_known, np.minimum(size, block_decoded), block_decoded)
-        return cls(first, start, end, skipped, size)
+        is_wanted = np.asarray(wanted, np.bool_)
+        skipped, decoded = np.zeros(len(block_length), np.int64), block_decoded.copy()
+        blocks, starts, stops = ([np.empty(0, np.int64)] for _ in range(3))
+        for part in places.parts():
+            rows = slice(part.first, part.first + len(part.offset))
+            length = block_length[rows]
+            part.check(length)
+            block, start, stop = _holes(part, length, is_wanted)
+            np.add.at(skipped[rows], block, stop - start)
+            blocks.append(part.first + block)
+            starts.append(start)
+            stops.append(stop)
+            size = np.minimum(part.decoded[:, is_wanted].sum(axis=1), decoded[rows])
+            decoded[rows] = np.where(part.length.any(axis=1), size, decoded[rows])
+        bounds = np.arange(len(block_length) + 1)
+        first = np.searchsorted(np.concatenate(blocks), bounds)
+        return cls(first, np.concatenate(starts), np.concatenate(stops), skipped, decoded)
 
     def pieces(self, block: int, place: Region) -> tuple[Region, ...]:
         """The pieces of a block to read in the shard; empty if that is all of it."""
@@ -81,3 +78,30 @@ class Projection:
             return ()
         found = zip(starts, stops, strict=True)
         return tuple(Region(place.offset + at, end - at) for at, end in found if end > at)
+
+
+def _holes(
+    part: PlacesPart, block_length: Ints, is_wanted: npt.NDArray[np.bool_]
+) -> tuple[Ints, Ints, Ints]:
+    """Of each hole: its block in this part, where it starts in the block, and where it stops."""
+    offset, length = part.offset, part.length
+    if (offset[:, 1:] < offset[:, :-1]).any():
+        order = np.argsort(offset, axis=1, kind="stable")
+        offset, length = (np.take_along_axis(each, order, 1) for each in (offset, length))
+        is_spare = ~is_wanted[order]
+    else:
+        is_spare = np.broadcast_to(~is_wanted, offset.shape)
+    stop = offset + length
+    is_clear = (offset[:, 1:] >= stop[:, :-1]).all(axis=1) & (stop[:, -1] > 0)
+    is_spare = is_spare & is_clear[:, None]
+    # Bytes between two columns belong to the first of them.
+    ends = np.concatenate([offset[:, 1:], block_length[:, None]], axis=1)
+    edge = np.zeros((len(offset), 1), np.bool_)
+    after_spare = np.concatenate([edge, is_spare[:, :-1]], axis=1)
+    before_spare = np.concatenate([is_spare[:, 1:], edge], axis=1)
+    block, at = np.nonzero(is_spare & ~after_spare)
+    last = np.nonzero(is_spare & ~before_spare)[1]
+    start, end = offset[block, at] + _SLACK_BYTES, ends[block, last]
+    start += (end - start) % _ALIGNED_BYTES
+    is_hole = end - start >= HOLE_BYTES_MIN
+    return block[is_hole], start[is_hole], end[is_hole]

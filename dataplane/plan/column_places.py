@@ -1,35 +1,69 @@
-"""Where the columns of each block lie within it, as far as its shard's index knows."""
+"""Where the columns of each block lie within it, as far as its shard's index knows.
+
+1. Only a job that leaves out columns needs these places, so they stay compressed: a manifest takes
+   the memory of its file for them, at most, and loading it takes no time for them.
+2. They are encoded and decoded in parts of a bounded number of columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from dataplane.errors import ConfigError
 
 Int64 = NDArray[np.int64]
 
 PLACES_MAX = 1 << 25
-"""If there are more columns than this in total (0.75 GiB), nothing is stored, and blocks are read
-whole."""
+"""If there are more columns than this in total, nothing is stored, and blocks are read whole."""
+PART_COLUMNS = 1 << 16
+_HEADER = struct.Struct("<QQ")
+_LENGTH_BYTES = 4
+_NARROW, _WIDE = np.dtype("<u4"), np.dtype("<i8")
+_NUMBERS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacesPart:
+    """The places of columns in k consecutive blocks, of which the first one is `first`. If a
+    block's places are unknown, all of its columns have (0, 0).
+
+    Shapes:  offset, length: int64[k, F], bytes in the block.
+             decoded: int64[k, F], bytes, an estimate.
+    """
+
+    first: int
+    offset: Int64
+    length: Int64
+    decoded: Int64
+
+    def check(self, block_length: Int64) -> None:
+        """Raises:  ConfigError: columns do not lie in these blocks.
+
+        Shapes:  block_length: int64[k].
+        """
+        lowest = min(each.min(initial=0) for each in (self.offset, self.length, self.decoded))
+        if lowest < 0 or (self.offset > block_length[:, None] - self.length).any():
+            raise ConfigError("a column lies outside of its block")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnPlaces:
-    """Places of the F top-level columns of the dataset's schema, in its order, in each of K blocks.
-    If a block's places are unknown, all of its columns have (0, 0). The arrays are read-only.
-
-    Shapes:  offset, length: int64[K, F], bytes in the block.
-             decoded: int64[K, F], bytes, an estimate.
+    """Places of the F top-level columns of the dataset's schema, in its order, in each of K blocks:
+    for each part, a byte that says which numbers are narrow, then all gaps, lengths and decoded
+    sizes, compressed. The gap between a column and the one before it is mostly 0.
     """
 
-    offset: Int64
-    length: Int64
-    decoded: Int64
+    block_count: int
+    column_count: int
+    encoded: tuple[Buffer, ...]
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[int]]) -> Self | None:
@@ -39,57 +73,106 @@ class ColumnPlaces:
         Raises:  ConfigError: blocks of different numbers of columns, or impossible numbers.
         """
         width = max(map(len, blocks), default=0)
-        if not width or len(blocks) * width // 3 > PLACES_MAX:
+        if not width or len(blocks) * width // _NUMBERS > PLACES_MAX:
             return None
-        table = np.zeros((len(blocks), width), np.int64)
-        for row, columns in zip(table, blocks, strict=True):
-            if columns:
-                if len(columns) != width:
-                    raise ConfigError("blocks of one dataset have different numbers of columns")
-                row[:] = columns
-        return cls(*(_fixed(table[:, at::3]) for at in range(3)))
-
-    @property
-    def column_count(self) -> int:
-        """F."""
-        return int(self.offset.shape[1])
-
-    def check(self, block_length: Int64) -> None:
-        """Raises:  ConfigError: columns do not lie in these blocks."""
-        shape = (len(block_length), self.column_count)
-        columns = (self.offset, self.length, self.decoded)
-        if any(each.shape != shape for each in columns):
-            raise ConfigError("the places of columns are not those of the blocks")
-        lowest = min(each.min(initial=0) for each in columns)
-        if lowest < 0 or (self.offset > block_length[:, None] - self.length).any():
-            raise ConfigError("a column lies outside of its block")
-
-    def to_lists(self) -> tuple[Int64, Int64, Int64]:
-        """(gap, length, decoded), each int64[K * F]: the gap between a column and the one before it
-        is mostly 0, which compresses well.
-        """
-        gap = self.offset.copy()
-        gap[:, 1:] -= self.offset[:, :-1] + self.length[:, :-1]
-        return gap.reshape(-1), self.length.reshape(-1), self.decoded.reshape(-1)
+        if any(len(columns) not in {0, width} for columns in blocks):
+            raise ConfigError("blocks of one dataset have different numbers of columns")
+        count, encoded = width // _NUMBERS, []
+        for first, stop in _parts(len(blocks), count):
+            table = np.zeros((stop - first, width), np.int64)
+            for row, columns in zip(table, blocks[first:stop], strict=True):
+                if columns:
+                    row[:] = columns
+            offset, length, decoded = (table[:, at::_NUMBERS] for at in range(_NUMBERS))
+            gap = offset.copy()
+            gap[:, 1:] -= offset[:, :-1] + length[:, :-1]
+            encoded.append(_encoded(gap, length, decoded))
+        return cls(len(blocks), count, tuple(encoded))
 
     @classmethod
     def from_lists(
         cls, gap: NDArray[Any], length: NDArray[Any], decoded: NDArray[Any], block_count: int
     ) -> Self | None:
-        """The inverse of `to_lists`; None for empty lists.
+        """From int64[K * F] each, as manifests had them; None for empty lists.
 
         Raises:  ValueError: they do not match the number of blocks.
         """
         if not len(gap) + len(length) + len(decoded):
             return None
         shape = (block_count, len(gap) // block_count)
-        lengths = length.reshape(shape)
-        # Wrapping arithmetic undoes itself.
-        stops = np.cumsum(gap.reshape(shape) + lengths, axis=1)
-        return cls(_fixed(stops - lengths), _fixed(lengths), _fixed(decoded.reshape(shape)))
+        tables = [np.asarray(each, np.int64).reshape(shape) for each in (gap, length, decoded)]
+        parts = _parts(*shape)
+        encoded = (_encoded(*(each[first:stop] for each in tables)) for first, stop in parts)
+        return cls(*shape, tuple(encoded))
+
+    def parts(self) -> Iterator[PlacesPart]:
+        """The places of all blocks, part by part.
+
+        Raises:  ConfigError: damaged.
+        """
+        codec = pa.Codec("zstd")
+        for (first, stop), part in zip(
+            _parts(self.block_count, self.column_count), self.encoded, strict=True
+        ):
+            shape = (stop - first, self.column_count)
+            view = memoryview(part)
+            dtypes = [_NARROW if view[0] & 1 << at else _WIDE for at in range(_NUMBERS)]
+            sizes = [dtype.itemsize * shape[0] * shape[1] for dtype in dtypes]
+            try:
+                plain = codec.decompress(view[1:], decompressed_size=sum(sizes))
+            except (pa.ArrowException, OSError) as error:
+                raise ConfigError("the places of columns are damaged") from error
+            at, found = 0, []
+            for dtype, size in zip(dtypes, sizes, strict=True):
+                piece = np.frombuffer(plain, dtype, size // dtype.itemsize, at)
+                found.append(piece.reshape(shape).astype(np.int64))
+                at += size
+            gap, length, decoded = found
+            # Wrapping arithmetic undoes itself.
+            yield PlacesPart(first, np.cumsum(gap + length, axis=1) - length, length, decoded)
+
+    def to_bytes(self) -> bytes:
+        """What `from_bytes` reads."""
+        head = _HEADER.pack(self.block_count, self.column_count)
+        sizes = (memoryview(part).nbytes.to_bytes(_LENGTH_BYTES, "little") for part in self.encoded)
+        parts = (piece for pair in zip(sizes, self.encoded, strict=True) for piece in pair)
+        return b"".join((head, *parts))
+
+    @classmethod
+    def from_bytes(cls, content: Buffer) -> Self:
+        """The inverse of `to_bytes`.
+
+        Raises:  ValueError: it is not that.
+        """
+        whole = memoryview(bytes(content))
+        if len(whole) < _HEADER.size:
+            raise ValueError("the places of columns are cut off")
+        blocks, columns = _HEADER.unpack_from(whole)
+        if not 0 < blocks * columns <= PLACES_MAX:
+            raise ValueError(f"places of {columns} columns in {blocks} blocks")
+        at, encoded = _HEADER.size, []
+        for _ in _parts(blocks, columns):
+            size = int.from_bytes(whole[at : at + _LENGTH_BYTES], "little")
+            at += _LENGTH_BYTES
+            encoded.append(whole[at : at + size])
+            at += size
+            if size < 1 or at > len(whole):
+                raise ValueError("the places of columns are cut off")
+        return cls(blocks, columns, tuple(encoded))
 
 
-def _fixed(values: NDArray[Any]) -> Int64:
-    found = np.array(values, np.int64)
-    found.flags.writeable = False
-    return found
+def _parts(block_count: int, column_count: int) -> list[tuple[int, int]]:
+    """The first block of each part, and the one after its last."""
+    step = max(1, PART_COLUMNS // max(column_count, 1))
+    return [(at, min(at + step, block_count)) for at in range(0, block_count, step)]
+
+
+def _encoded(gap: Int64, length: Int64, decoded: Int64) -> bytes:
+    narrow, pieces = 0, []
+    for at, values in enumerate((gap, length, decoded)):
+        is_narrow = values.min(initial=0) >= 0 and values.max(initial=0) < 1 << 32
+        narrow |= is_narrow << at
+        pieces.append(values.astype(_NARROW if is_narrow else _WIDE).tobytes())
+    codec = pa.Codec("zstd", compression_level=1)
+    compressed: bytes = codec.compress(b"".join(pieces), asbytes=True)
+    return bytes([narrow]) + compressed

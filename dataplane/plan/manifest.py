@@ -172,8 +172,11 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """One Arrow IPC stream, zstd-compressed, one row a shard; then its checksum and a mark."""
+        """One Arrow IPC stream, zstd-compressed, one row a shard; the places of columns; then the
+        checksum of both, and a mark.
+        """
         shards = self.shards
+        places = b"" if self.column_places is None else self.column_places.to_bytes()
         ends = self.block_offset + self.block_length
         # Blocks mostly follow one another, so the gaps between them are nearly always 0 and
         # compress well. If the arithmetic wraps, reading wraps it back.
@@ -190,7 +193,7 @@ class Manifest:
             pa.array(shards.zero_copy),
             *(arrow.lists(shards.block_starts, values) for values in lists),
             arrow.lists(shards.empty_starts, shards.empty),
-            *self._column_lists(),
+            *(arrow.lists(shards.block_starts * 0, shards.empty[:0]) for _ in _COLUMN_LISTS),
         ]
         described = _FILE_SCHEMA.with_metadata(
             {
@@ -199,6 +202,7 @@ class Manifest:
                 "format": self.format,
                 "schema": self.schema,
                 "urls": json.dumps(self.urls),
+                "column_places": str(len(places)),
                 "nulls": b"" if self.nulls is None else self.nulls.to_bytes(),
                 "categories": categories_to_bytes(self.categories),
             }
@@ -208,14 +212,7 @@ class Manifest:
         with pa.ipc.new_stream(sink, described, options=options) as writer:
             writer.write_batch(pa.record_batch(columns, schema=described))
         body: bytes = sink.getvalue().to_pybytes()
-        return sealed(body)
-
-    def _column_lists(self) -> list[Any]:
-        places, values = self.column_places, (np.empty(0, np.int64),) * len(_COLUMN_LISTS)
-        if places is not None:
-            values = places.to_lists()
-        count = 0 if places is None else places.column_count
-        return [arrow.lists(self.shards.block_starts * count, each) for each in values]
+        return sealed(body + places)
 
     @classmethod
     def from_bytes(cls, content: Buffer, name: str = "the manifest") -> Manifest:
@@ -236,7 +233,7 @@ class Manifest:
             batch.validate(full=True)
             if not batch.schema.remove_metadata().equals(_FILE_SCHEMA):
                 raise ValueError(f"columns {batch.schema.names}")
-            manifest = _decoded(batch, metadata)
+            manifest = _decoded(batch, metadata, body)
         except ConfigError as error:
             if error.nouns.get("field") == "version":
                 raise
@@ -259,8 +256,9 @@ class Manifest:
         lengths = {len(getattr(self, name)) for name, _ in _COLUMNS}
         if len(lengths) != 1:
             raise ConfigError(f"block columns of different lengths {sorted(lengths)}")
-        if self.column_places is not None:
-            self.column_places.check(self.block_length)
+        places = self.column_places
+        if places is not None and places.block_count != self.block_count:
+            raise ConfigError("the places of columns are not those of the blocks")
         if (self.block_shard[1:] < self.block_shard[:-1]).any():
             raise ConfigError("blocks must lie in the order of their shards", field="block_shard")
         if self.block_shard[-1] >= len(self.shards):
@@ -319,7 +317,7 @@ def _check_version(metadata: dict[bytes, bytes], name: str) -> None:
         )
 
 
-def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
+def _decoded(batch: Any, metadata: dict[bytes, bytes], body: memoryview) -> Manifest:
     if any(column.null_count for column in batch.columns):
         raise ValueError("a value is missing")
     starts = arrow.starts_of_lists(batch.column(_BLOCK_LISTS[0]))
@@ -357,12 +355,18 @@ def _decoded(batch: Any, metadata: dict[bytes, bytes]) -> Manifest:
         block_offset=offset,
         block_length=length,
         block_decoded=decoded,
-        column_places=_column_places(batch, len(rows)),
+        column_places=_column_places(batch, metadata, body, len(rows)),
         nulls=NullCounts.from_bytes(metadata.get(b"nulls", b"")),
         categories=categories_from_bytes(metadata.get(b"categories", b"")),
     )
 
 
-def _column_places(batch: Any, block_count: int) -> ColumnPlaces | None:
+def _column_places(
+    batch: Any, metadata: dict[bytes, bytes], body: memoryview, block_count: int
+) -> ColumnPlaces | None:
+    size = int(metadata.get(b"column_places", b"0"))
+    if size:
+        return ColumnPlaces.from_bytes(body[len(body) - size :])
+    # As earlier releases wrote them.
     gap, length, decoded = (arrow.values_of_lists(batch.column(name)) for name in _COLUMN_LISTS)
     return ColumnPlaces.from_lists(gap, length, decoded, block_count)

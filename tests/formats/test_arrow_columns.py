@@ -53,7 +53,6 @@ def part_of(content: bytes, index: ShardIndex, block: int, names: Sequence[str])
     if places is None:
         return raw
     length = np.array([found.place.length])
-    places.check(length)
     flags = [name in names for name in index.schema.names]
     pieces = Projection.of(places, length, length, flags).pieces(0, found.place)
     return cut(raw, pieces) if pieces else raw

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dataplane.errors import ConfigError
 from dataplane.plan import column_places
-from dataplane.plan.column_places import ColumnPlaces
+from dataplane.plan.column_places import ColumnPlaces, PlacesPart
 from dataplane.plan.null_counts import NullCounts
 
 TWO = [(3, 10, 20, 13, 7, 8), (), (0, 5, 6, 9, 1, 2)]
@@ -21,33 +21,70 @@ def places() -> ColumnPlaces:
     return found
 
 
+def tables(found: ColumnPlaces) -> list[list[list[int]]]:
+    """Offset, length and decoded size of each column of all blocks."""
+    parts = list(found.parts())
+    assert [part.first for part in parts] == np.cumsum([0, *map(part_rows, parts)])[:-1].tolist()
+    names = ("offset", "length", "decoded")
+    return [np.concatenate([getattr(part, name) for part in parts]).tolist() for name in names]
+
+
+def part_rows(part: PlacesPart) -> int:
+    return len(part.offset)
+
+
 def test_each_column_has_a_place_a_length_and_what_it_takes_once_decoded() -> None:
     found = places()
-    assert found.column_count == 2
-    assert found.offset.tolist() == [[3, 13], [0, 0], [0, 9]]
-    assert found.length.tolist() == [[10, 7], [0, 0], [5, 1]]
-    assert found.decoded.tolist() == [[20, 8], [0, 0], [6, 2]]
-    assert not found.offset.flags.writeable
+    assert (found.block_count, found.column_count) == (3, 2)
+    offset, length, decoded = tables(found)
+    assert offset == [[3, 13], [0, 0], [0, 9]]
+    assert length == [[10, 7], [0, 0], [5, 1]]
+    assert decoded == [[20, 8], [0, 0], [6, 2]]
 
 
-def test_consecutive_columns_are_stored_as_lengths_only() -> None:
-    gap, length, decoded = places().to_lists()
-    assert gap.tolist() == [3, 0, 0, 0, 0, 4]
-    assert length.tolist() == [10, 7, 0, 0, 5, 1]
-    assert decoded.tolist() == [20, 8, 0, 0, 6, 2]
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.data())
-def test_column_places_survive_encoding_as_lists(
-    blocks: int, columns: int, data: st.DataObject
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 12), st.data())
+def test_column_places_survive_encoding(
+    blocks: int, columns: int, part_columns: int, data: st.DataObject
 ) -> None:
-    numbers = st.lists(st.integers(0, 2**62), min_size=3 * columns, max_size=3 * columns)
-    first = ColumnPlaces.of([data.draw(numbers) for _ in range(blocks)])
-    assert first is not None
-    again = ColumnPlaces.from_lists(*first.to_lists(), blocks)
-    assert again is not None
-    for name in ("offset", "length", "decoded"):
-        assert getattr(again, name).tolist() == getattr(first, name).tolist()
+    number = st.integers(0, 2**62) | st.integers(0, 9) | st.integers(2**32 - 2, 2**32 + 1)
+    numbers = st.lists(number, min_size=3 * columns, max_size=3 * columns)
+    drawn = [data.draw(numbers) for _ in range(blocks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(column_places, "PART_COLUMNS", part_columns)
+        first = ColumnPlaces.of(drawn)
+        assert first is not None
+        again = ColumnPlaces.from_bytes(first.to_bytes())
+        assert tables(again) == tables(first) == [[row[at::3] for row in drawn] for at in range(3)]
+
+
+def test_lists_of_earlier_manifests_are_the_same_places() -> None:
+    lists = ([3, 0, 0, 0, 0, 4], [10, 7, 0, 0, 5, 1], [20, 8, 0, 0, 6, 2])
+    found = ColumnPlaces.from_lists(*(np.array(each) for each in lists), block_count=3)
+    assert found is not None
+    assert tables(found) == tables(places())
+
+
+def test_places_of_equal_blocks_take_no_memory() -> None:
+    blocks = [(0, 400_000, 400_000, 400_064, 7_000, 7_000)] * 40_000
+    found = ColumnPlaces.of(blocks)
+    assert found is not None
+    assert len(found.to_bytes()) < 10_000
+
+
+@pytest.mark.parametrize("cut", [0, 8, 15, 16, 18, 20, 30, -1])
+def test_places_that_are_cut_off_are_refused(cut: int) -> None:
+    with pytest.raises(ValueError, match="cut off"):
+        ColumnPlaces.from_bytes(places().to_bytes()[:cut])
+
+
+def test_damaged_places_are_refused() -> None:
+    whole = bytearray(places().to_bytes())
+    for huge in (0, 1 << 40):
+        with pytest.raises(ValueError, match="columns in"):
+            ColumnPlaces.from_bytes(huge.to_bytes(8, "little") + whole[8:])
+    whole[21:25] = b"\0\0\0\0"
+    with pytest.raises(ConfigError, match="damaged"):
+        list(ColumnPlaces.from_bytes(whole).parts())
 
 
 def test_what_is_not_known_or_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,16 +97,20 @@ def test_what_is_not_known_or_too_much_is_not_kept(monkeypatch: pytest.MonkeyPat
         assert (ColumnPlaces.of(TWO) is not None) == is_kept
 
 
+def check(found: ColumnPlaces | None, lengths: list[int]) -> None:
+    assert found is not None
+    (part,) = found.parts()
+    part.check(np.array(lengths))
+
+
 def test_columns_lie_within_their_blocks_and_to_their_very_end() -> None:
-    places().check(np.array([20, 0, 10]))
-    for lengths in ([19, 0, 10], [20, 0, 9], [20, 0], [20, 0, 10, 10]):
-        with pytest.raises(ConfigError, match=r"outside of its block|not those of the blocks"):
-            places().check(np.array(lengths))
-    for columns in ((-1, 5, 0), (0, -1, 0), (0, 5, -1)):
-        found = ColumnPlaces.of([columns])
-        assert found is not None
+    check(places(), [20, 0, 10])
+    for lengths in ([19, 0, 10], [20, 0, 9]):
         with pytest.raises(ConfigError, match="outside of its block"):
-            found.check(np.array([10]))
+            check(places(), lengths)
+    for columns in ((-1, 5, 0), (0, -1, 0), (0, 5, -1)):
+        with pytest.raises(ConfigError, match="outside of its block"):
+            check(ColumnPlaces.of([columns]), [10])
     with pytest.raises(ConfigError, match="different numbers of columns"):
         ColumnPlaces.of([(0, 1, 1), (0, 1, 1, 1, 1, 1)])
 
