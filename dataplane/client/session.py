@@ -19,6 +19,7 @@ import uuid
 from dataplane.arena.memfd import Arena
 from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
+from dataplane.client.first_batch import NOT_YET, Opening
 from dataplane.client.mount import Mount, NoDevice, Pinning, close_all
 from dataplane.client.state import RunState
 from dataplane.client.statistics import Statistics, Tally, sum_of
@@ -32,7 +33,7 @@ from dataplane.errors import (
     PeerLost,
     SpecMismatch,
 )
-from dataplane.rpc.messages import JobOpened, OpenJob, Welcome
+from dataplane.rpc.messages import JobOpened, OpenJob, StageTimes, Welcome
 from dataplane.settings import stall_timeout_s
 
 # Opening a job may index a dataset, which reads all of it once if its format has no index.
@@ -68,6 +69,8 @@ class Session:
         self._tallies: list[Tally] = []
         self._past = Statistics()
         self._recent = Recent(self.statistics)
+        self._opening: Opening | None = None
+        self._first_batch = NOT_YET
 
     @property
     def job(self) -> JobOpened:
@@ -96,7 +99,15 @@ class Session:
     def statistics(self) -> Statistics:
         """The sum over all streams so far, in this process."""
         with self._counting:
-            return sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
+            found = sum_of([self._past, *(tally.statistics() for tally in self._tallies)])
+        return dataclasses.replace(found, first_batch=self._first_batch)
+
+    def slab_arrived(self, asked: float, times: StageTimes) -> None:
+        """A slab that was requested at `asked`, in time.monotonic(), is here. Records the first."""
+        opening = self._opening
+        if opening is not None:
+            self._opening = None
+            self._first_batch = opening.first_batch(asked, time.monotonic(), times)
 
     def bound(self, now: float) -> str:
         """The stage that limited the last seconds; "" if not known yet."""
@@ -167,7 +178,7 @@ class Session:
             try:
                 wire, welcome = self.endpoint.reach(patience.until, notice)
                 notice.over()
-                return self._opened(wire, welcome, patience)
+                return self._opened(wire, welcome, patience, now)
             except PeerLost as error:
                 starts_left -= "status" in error.nouns
                 if not starts_left:
@@ -183,7 +194,8 @@ class Session:
             return self.stall_timeout_s(self._job)
         return max(stall_timeout_s(), self.endpoint.start_s)
 
-    def _opened(self, wire: Wire, welcome: Welcome, patience: Patience) -> Mount:
+    def _opened(self, wire: Wire, welcome: Welcome, patience: Patience, began: float) -> Mount:
+        reached = time.monotonic()
         try:
             request = dataclasses.replace(self.request, member_id=self._member_id)
             mount = self._mounted(wire, welcome, request, patience)
@@ -196,6 +208,8 @@ class Session:
             except DataplaneError:
                 mount.retire()
                 raise
+        if self._job is None:
+            self._opening = Opening.of(began, reached, time.monotonic(), mount.job)
         self._job = mount.job
         return mount
 

@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dataplane.rpc.messages import Slab, StageTimes
+from dataplane.client.first_batch import NOT_YET, FirstBatch
+from dataplane.client.waits import Waits, stages_waited_for
+from dataplane.rpc.messages import Slab
 
 _US_A_S = 1e6
-_Waits = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Statistics:
     `reading_s` is the time with a read from storage in flight. `worker_count` workers spent
     `decoding_s` and `assembling_s` on blocks and batches of this job, including `disk_wait_s`
     waiting for local files. `copied_slabs` were copied out of the delivery memory, since the
-    trainer held too much of it.
+    trainer held too much of it. `first_batch` is not a sum: it belongs to the whole run.
     """
 
     slabs: int = 0
@@ -51,6 +52,7 @@ class Statistics:
     decoding_s: float = 0.0
     assembling_s: float = 0.0
     disk_wait_s: float = 0.0
+    first_batch: FirstBatch = NOT_YET
 
     @property
     def elapsed_s(self) -> float:
@@ -73,11 +75,14 @@ class Statistics:
     def _with(self, other: Statistics, sign: int) -> Statistics:
         sums = {name: getattr(self, name) + sign * getattr(other, name) for name in _SUMMED}
         count = self.worker_count if sign < 0 else max(self.worker_count, other.worker_count)
-        return Statistics(worker_count=count, **sums)
+        first = self.first_batch if self.first_batch != NOT_YET else other.first_batch
+        return Statistics(worker_count=count, first_batch=first, **sums)
 
 
 _SUMMED = tuple(
-    field.name for field in dataclasses.fields(Statistics) if field.name != "worker_count"
+    field.name
+    for field in dataclasses.fields(Statistics)
+    if field.name not in ("worker_count", "first_batch")
 )
 
 
@@ -89,21 +94,6 @@ def sum_of(parts: Iterable[Statistics]) -> Statistics:
     return total
 
 
-def stages_waited_for(waited: int, times: StageTimes) -> _Waits:
-    """(fetch, decode, room, queue, assemble, other): the wait for this slab, divided by stage. If
-    the slab was ready before it was requested, the wait was for the request itself, and counts as
-    other.
-    """
-    stages = (times.assemble, times.queue, times.room, times.decode, times.fetch)
-    ready = min(waited, times.ready)
-    left, parts = waited - ready, []
-    for stage in stages:
-        parts.append(min(left, stage))
-        left -= parts[-1]
-    assemble, queue, room, decode, fetch = parts
-    return fetch, decode, room, queue, assemble, ready + left
-
-
 class Tally:
     """Collects one stream's statistics; used by one thread at a time."""
 
@@ -113,7 +103,7 @@ class Tally:
         self.is_closed = False
         self._consumed_s = 0.0
         self._counts = (0, 0, 0, 0, 0)
-        self._waits: _Waits = (0, 0, 0, 0, 0, 0)
+        self._waits: Waits = (0, 0, 0, 0, 0, 0)
         self._times = (0, 0, 0, 0)
         self._workers = 0
         self._in_hand: tuple[Slab, float, bool] | None = None

@@ -100,6 +100,7 @@ class SlabStream:
             self.stall_s += waited_s
         if slab is None:
             return []
+        self._session.slab_arrived(started, slab.times)
         layout = decode(Layout, slab.layout)
         batches = Batches(mount.take(slab), slab.batches, layout.columns)
         is_kept = (

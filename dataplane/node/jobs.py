@@ -95,6 +95,7 @@ class Jobs:
         _check_names(request)
         began, place = time.monotonic(), request.topology
         opened = await self._manifest(request)
+        indexed = time.monotonic()
         manifest, spec = opened.manifest, _spec_of(opened, request)
         categories = await self._category_reader.of_job(manifest, spec, self._datasets.check)
         dataset = await self._datasets.open(manifest, spec, categories)
@@ -129,6 +130,8 @@ class Jobs:
             member.generation,
             self._config.stall_timeout_s,
             member.pixels,
+            index_s=indexed - began,
+            plan_s=time.monotonic() - indexed,
         )
 
     async def _admit(

@@ -74,7 +74,9 @@ class OpenJob:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job, equal on every rank; sent with the delivery arena's descriptor."""
+    """The job, equal on every rank; sent with the delivery arena's descriptor. The node spent
+    `index_s` on the dataset's index and `plan_s` on everything after that, both in seconds.
+    """
 
     spec: JobSpec
     digest: str
@@ -86,6 +88,8 @@ class JobOpened:
     generation: int
     stall_timeout_s: float
     pixels: str = ""
+    index_s: float = 0.0
+    plan_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def test_for_many_gigabytes_settings_are_advised(stage: Stage, says: str) -> Non
         (True, True, "columns=[…]: leave out unused columns, which are then not read"),
         (True, False, None),
         (False, True, None),
-        (False, False, "Parquet shards"),
+        (False, False, "Parquet or Arrow shards"),
     ],
 )
 def test_advice_on_storage_knows_which_columns_are_read(

@@ -102,6 +102,19 @@ def test_storage_that_answers_late_bounds_a_run_with_few_reads_at_a_time(
     assert any(line.startswith("fetch_count 8") for line in found["advice"])
     storage = next(one for one in found["checks"] if one["name"] == "storage")
     assert storage["found"].startswith("remote")
+    assert_its_first_batch_is_explained(found)
+
+
+def assert_its_first_batch_is_explained(found):
+    told, seen = found["first_batch"], found["statistics"]["first_batch"]
+    stages = told["stages_s"]
+    assert list(stages)[:4] == ["node", "connect", "index", "plan"]
+    assert stages["index"] >= LATENCY_MS / 1e3, "a listing is a request, whoever makes it"
+    assert 0 < seen["index_s"] <= stages["index"]
+    assert min(stages["node"], seen["node_s"], seen["plan_s"]) > 0
+    assert sum(stages.values()) == pytest.approx(told["total_s"])
+    longest = max(stages, key=stages.__getitem__).replace("_", " ")
+    assert told["advice"].startswith(f"The first batch waited most for {longest} (")
 
 
 def test_images_are_bound_by_their_assembly(capsys, tmp_path):
@@ -134,6 +147,7 @@ def test_output_for_people_is_text_and_wrong_use_says_what_is_allowed(capsys, tm
     assert run(["doctor", str(tmp_path), "--steps", "20", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert "This run is bound by" in shown
+    assert "The first batch waited most for" in shown
     assert "What would help:" in shown
     asked = ("--steps", "20", "--columns", "x", "--stack", "y=i:float32", "--json")
     assert run(["doctor", str(tmp_path), *asked, *SMALL]) == 0

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataplane.client.bound import Recent, Stage, bound_of
-from dataplane.client.statistics import Statistics, Tally, stages_waited_for, sum_of
+from dataplane.client.statistics import Statistics, Tally, sum_of
+from dataplane.client.waits import stages_waited_for
 from dataplane.model import Region
 from dataplane.rpc.messages import Batch, Slab, StageTimes
 

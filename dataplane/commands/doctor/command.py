@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,6 +24,7 @@ from dataplane.model import ListPolicy
 
 if TYPE_CHECKING:
     from dataplane.client.bound import Bound
+    from dataplane.client.first_batch import FirstBatch
     from dataplane.commands.doctor.trial import Trial
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
@@ -111,8 +113,11 @@ def doctor(
     for each, like a training step. The time of that loop is divided among storage, decoding,
     assembly and the trainer, by the times that every slab carries.
 
-    In JSON, the keys are checks, bound (null if the run was too short), advice, and statistics:
-    what `DataLoader.statistics()` returns in a training run.
+    It also divides the time until the first batch of a new loader: for the node's start, for the
+    dataset's index, for storage and so on.
+
+    In JSON, the keys are checks, bound (null if the run was too short), advice, first_batch, and
+    statistics: what `DataLoader.statistics()` returns in a training run.
 
     \b
     Examples:
@@ -126,19 +131,20 @@ def doctor(
     job = Asked(**asked)
     request = _request(urls, format_name, job)  # before anything is read
     config = node_config(settings)
-    at, found = _looked_at(urls, format_name, workers, config, job, request)
+    at, found, indexing_s = _looked_at(urls, format_name, workers, config, job, request)
     if not as_json:
         output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
         output.stdout().print()
     done = _tried(request, settings, step_ms / 1e3, trial.TrialLength(seconds, steps))
     from dataplane.client.bound import bound_of
 
+    first = _with_indexing(done.found.first_batch, indexing_s)
     bound = bound_of(done.found)
     told = advice.advice(bound, done.found, at) if bound else []
     if as_json:
-        output.write_json(_as_json(found, done, bound, told))
+        output.write_json(_as_json(found, done, bound, told, first))
         return
-    _show(done, bound)
+    _show(done, bound, first)
     if bound is None:
         output.warn("the run was too short to find its limit: use more --seconds")
         return
@@ -187,14 +193,16 @@ def _looked_at(
     config: Any,
     job: Asked,
     request: OpenJob,
-) -> tuple[Any, list[Any]]:
-    """The input of the advice, and the checks."""
+) -> tuple[Any, list[Any], float]:
+    """The input of the advice, the checks, and how long it took to index the dataset."""
     from dataplane.commands.datasets import opened
     from dataplane.commands.doctor import advice, checks
     from dataplane.machine import this_machine
     from dataplane.plan.defaults import BlockSizes, shuffle_of
 
+    began = time.monotonic()
     manifest = opened(urls, format_name, workers, config)
+    indexing_s = time.monotonic() - began
     probe = checks.probe(manifest, config.fetch_count)
     found = [*checks.environment(config, manifest), checks.storage(probe)]
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
@@ -212,7 +220,12 @@ def _looked_at(
         is_shuffled=job.shuffle,
         is_compressed=not manifest.shards.zero_copy.all(),
     )
-    return at, found
+    return at, found, indexing_s
+
+
+def _with_indexing(first: FirstBatch, indexing_s: float) -> FirstBatch:
+    """The node found the index that this command had just made. A new loader has to make it."""
+    return dataclasses.replace(first, index_s=max(first.index_s, indexing_s))
 
 
 def _decoded_bytes(manifest: Manifest, request: OpenJob) -> int:
@@ -240,11 +253,13 @@ def _tried(request: OpenJob, settings: Settings, step_s: float, length: Any) -> 
         session.close()
 
 
-def _show(done: Trial, bound: Bound | None) -> None:
+def _show(done: Trial, bound: Bound | None, first: FirstBatch) -> None:
+    from dataplane.commands.doctor import start
+
     found = done.found
     rows: list[tuple[str, str, str]] = [
         ("samples/s", f"{found.samples_per_s:,.0f}", f"{done.steps:,} steps in all"),
-        ("first batch", f"{done.first_batch_s * 1e3:,.0f} ms", "once the job was open"),
+        *start.rows(first),
     ]
     if bound is not None:
         elapsed_s = found.elapsed_s
@@ -265,11 +280,14 @@ def _show(done: Trial, bound: Bound | None) -> None:
         ]
     output.write_table(("run", "", ""), rows)
     output.stdout().print()
+    output.stdout().print(start.advice(first), soft_wrap=True, markup=False)
 
 
 def _as_json(
-    found: list[Any], done: Trial, bound: Bound | None, told: list[str]
+    found: list[Any], done: Trial, bound: Bound | None, told: list[str], first: FirstBatch
 ) -> dict[str, object]:
+    from dataplane.commands.doctor import start
+
     return {
         "checks": [dataclasses.asdict(one) for one in found],
         "bound": None
@@ -282,6 +300,7 @@ def _as_json(
             "busy": {stage.value: share for stage, share in bound.busy},
         },
         "advice": told,
+        "first_batch": start.as_json(first),
         "first_batch_s": done.first_batch_s,
         "steps": done.steps,
         "statistics": dataclasses.asdict(done.found),
