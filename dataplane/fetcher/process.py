@@ -9,24 +9,29 @@ Invariants:
 2. It parses none of the bytes that it reads. It has the node's credentials, since it does what the
    node's own stores do; it gets them over a socket that nobody else can open.
 3. Each read ends with one message, whatever the store raises.
-4. It exits when its socket closes, so fetchers do not outlive their node.
+4. A read that takes much longer than others is asked for a second time, over another connection
+   and into other memory. The first answer counts (`store/race.py`).
+5. It exits when its socket closes, so fetchers do not outlive their node.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import select
 import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, PeerLost, StoreError
+from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.machine import collect_rarely
 from dataplane.rpc import fetches, local, tasks
@@ -34,13 +39,26 @@ from dataplane.store.connect import Stores
 from dataplane.store.gate import Pause, Share
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.pieces import copy_into, fill
+from dataplane.store.race import EndedEarlyError, Race, raced
 from dataplane.trace import configure
 
-_LOOK_S = 0.25
-"""While reads are under way, the node is told in such intervals why they are delayed."""
+_LOOK_S = 0.05
+"""While reads are under way, the process looks in such intervals which are late, and why."""
+_HEDGES_MAX = 4
+_END_S = 30.0
 
 
 MakeStores = Callable[[Observe, Share], Stores]
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A read that is under way."""
+
+    order: fetches.ReadRange
+    race: Race = field(default_factory=Race)
+    began: float = math.inf
+    is_hedged: bool = False
 
 
 class Reads:
@@ -53,65 +71,93 @@ class Reads:
         self._arenas = arenas
         self._stores = make_stores(self._observe, self._share)
         self._threads = ThreadPoolExecutor(READS_MAX, "dataplane-fetch")
+        self._hedges = ThreadPoolExecutor(_HEDGES_MAX, "dataplane-hedge")
+        self._hedging = Hedging()
         self._lock = threading.Lock()
-        self._reading: Counter[str] = Counter()
+        self._reading: dict[int, _Read] = {}
         self._trouble: dict[str, str] = {}
 
     def serve(self) -> None:
         """Carry out the node's orders.   Raises:  PeerLost: the node is gone."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
+        looked = 0.0
         while True:
             with self._lock:
                 is_idle = not self._reading and not self._trouble
-            if not poll.poll(None if is_idle else _LOOK_S * 1000):
+            is_asked = bool(poll.poll(None if is_idle else _LOOK_S * 1000))
+            if (now := time.monotonic()) - looked >= _LOOK_S:
+                looked = now
                 self._look()
-                continue
-            body = local.receive(self._sock, fetches.ToFetcher)[0].body
-            if isinstance(body, fetches.ReadRange):
-                with self._lock:
-                    self._reading[body.url] += 1
-                self._threads.submit(self._serve, body)
-            elif isinstance(body, fetches.CopyPreamble):
-                self._threads.submit(self._serve, body)
-            elif isinstance(body, fetches.StorePause):
-                self._stores.slow_down(Pause(body.store, body.level, body.left_s))
+            if is_asked:
+                self._begin(local.receive(self._sock, fetches.ToFetcher)[0].body)
 
     def close(self) -> None:
         """Wait for the reads that are under way."""
         self._threads.shutdown()
+        self._hedges.shutdown()
 
-    def _serve(self, order: fetches.ReadBody) -> None:
-        """In a thread: carry out an order, and report its end."""
-        began = time.monotonic()
-        error = self._done(order)
-        took_s = time.monotonic() - began
-        if isinstance(order, fetches.ReadRange):
+    def _begin(self, body: fetches.ToFetcherBody) -> None:
+        if isinstance(body, fetches.ReadRange):
+            read = _Read(body)
             with self._lock:
-                self._reading[order.url] -= 1
-                if not self._reading[order.url]:
-                    del self._reading[order.url]
-        self._tell(fetches.ReadEnded(order.number, error, took_s, time.process_time()))
+                self._reading[body.number] = read
+            self._threads.submit(self._serve, read)
+        elif isinstance(body, fetches.CopyPreamble):
+            self._threads.submit(self._serve_copy, body)
+        elif isinstance(body, fetches.StorePause):
+            self._stores.slow_down(Pause(body.store, body.level, body.left_s))
 
-    def _done(self, order: fetches.ReadBody) -> DataplaneError | None:
+    def _serve(self, read: _Read) -> None:
+        """In a thread: make a read, and report its end, unless a second request did."""
+        order, into = read.order, read.order.into
+        read.began = time.monotonic()
+        arena = self._arenas[order.arena_id]
+
+        def work() -> None:
+            arena.populate_once(into.offset, into.length)
+            with arena.view(into.offset, into.length) as view, raced(read.race):
+                self._fill(order, view)
+
         try:
-            if isinstance(order, fetches.CopyPreamble):
-                self._copy(order)
-            else:
-                self._read(order)
-        except DataplaneError as error:
-            return error
-        except BaseException as error:  # noqa: BLE001 - also a library's panic: the node waits
-            url = order.url if isinstance(order, fetches.ReadRange) else "a preamble"
-            return StoreError(f"{url}: {type(error).__name__}: {error}", shard=url)
-        return None
+            error = _outcome(order.url, work)
+            read.race.claim()
+        except EndedEarlyError:
+            return
+        self._ended(read, error)
 
-    def _read(self, order: fetches.ReadRange) -> None:
-        arena, place = self._arenas[order.arena_id], order.into
-        arena.populate_once(place.offset, place.length)
-        with arena.view(place.offset, place.length) as into:
-            store = self._stores.connect(order.url)
-            fill(store, order.url, order.offset, order.etag, into)
+    def _serve_copy(self, order: fetches.CopyPreamble) -> None:
+        error = _outcome("a preamble", partial(self._copy, order))
+        self._tell(fetches.ReadEnded(order.number, error))
+
+    def _hedge(self, read: _Read) -> None:
+        """In a thread: read the same bytes into other memory, and put them in place if they are
+        there first.
+        """
+        order, into = read.order, read.order.into
+        body = memoryview(bytearray(into.length))
+        if _outcome(order.url, lambda: self._fill(order, body)) is not None:
+            return  # the first request will report why
+        try:
+            is_first = read.race.overtake(_END_S)
+        except TimeoutError:
+            os._exit(1)  # a thread is stuck: another fetcher reads all of it again
+        if is_first:
+            with self._arenas[order.arena_id].view(into.offset, into.length) as view:
+                copy_into(view, body)
+            self._ended(read, None)
+
+    def _ended(self, read: _Read, error: DataplaneError | None) -> None:
+        took_s, length = time.monotonic() - read.began, read.order.into.length
+        with self._lock:
+            del self._reading[read.order.number]
+            if error is None:
+                self._hedging.ended(length, took_s)
+        cpu_s, hedged_bytes = time.process_time(), length if read.is_hedged else 0
+        self._tell(fetches.ReadEnded(read.order.number, error, took_s, cpu_s, hedged_bytes))
+
+    def _fill(self, order: fetches.ReadRange, into: memoryview) -> None:
+        fill(self._stores.connect(order.url), order.url, order.offset, order.etag, into)
 
     def _copy(self, order: fetches.CopyPreamble) -> None:
         kept, into = order.kept, order.into
@@ -122,9 +168,10 @@ class Reads:
             copy_into(target, source)
 
     def _look(self) -> None:
-        """Tell the node what has changed of why reads are delayed."""
+        """Tell the node what has changed of why reads are delayed, and ask for late ones again."""
         with self._lock:
-            urls = [*self._reading]
+            reads = [*self._reading.values()]
+        urls = {read.order.url for read in reads}
         found = {url: error for url in urls if (error := self._stores.trouble(url)) is not None}
         for url, error in found.items():
             if self._trouble.get(url) != str(error):
@@ -133,6 +180,18 @@ class Reads:
         for url in self._trouble.keys() - found.keys():
             del self._trouble[url]
             self._tell(fetches.ShardTrouble(url))
+        now = time.monotonic()
+        for read in reads:
+            if read.order.url not in found and self._is_to_hedge(read, now):
+                read.is_hedged = True
+                self._hedges.submit(self._hedge, read)
+
+    def _is_to_hedge(self, read: _Read, now: float) -> bool:
+        length = read.order.into.length
+        with self._lock:
+            if read.is_hedged or now - read.began < self._hedging.late_s(length):
+                return False
+            return self._hedging.spend(length)
 
     def _observe(self, outage: Outage) -> None:
         seen = (outage.store, outage.since, outage.error, outage.asked, outage.until)
@@ -146,6 +205,18 @@ class Reads:
             local.send(self._sock, fetches.FromFetcher(body))
         except PeerLost:
             os._exit(0)
+
+
+def _outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:
+    try:
+        work()
+    except EndedEarlyError:
+        raise
+    except DataplaneError as error:
+        return error
+    except BaseException as error:  # noqa: BLE001 - also a library's panic: the node waits
+        return StoreError(f"{name}: {type(error).__name__}: {error}", shard=name)
+    return None
 
 
 def run(sock: socket.socket) -> None:

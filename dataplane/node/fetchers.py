@@ -40,6 +40,17 @@ _CLOSE_S = 5.0
 _NO_LIMIT = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FetchStatistics:
+    """How many fetchers there are, how many bytes they have read, and how many of these they asked
+    for a second time, since the first answer was late.
+    """
+
+    fetcher_count: int
+    read_bytes: int
+    hedged_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class _Read:
     """One order, and who hears of its end."""
@@ -101,6 +112,7 @@ class Fetchers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._useless = 0
+        self._read_bytes = self._hedged_bytes = 0
         self._spent_s = 0.0
         self._looked = (time.monotonic(), 0.0)
 
@@ -148,6 +160,10 @@ class Fetchers:
             self.start()
             self._retire()
             self._dispatch()
+
+    def statistics(self) -> FetchStatistics:
+        """What was read so far, and by how many fetchers it is read now."""
+        return FetchStatistics(len(self._fetchers), self._read_bytes, self._hedged_bytes)
 
     def close(self) -> None:
         """Kill all fetchers and wait a few seconds for their end. May be called twice."""
@@ -227,6 +243,8 @@ class Fetchers:
             read = fetcher.reads.pop(body.number, None)
             if read is not None:
                 fetcher.reading_bytes -= read.length
+                self._read_bytes += read.length
+                self._hedged_bytes += body.hedged_bytes
                 read.report(body.error)
         elif isinstance(body, fetches.StorePause):
             self._share(Pause(body.store, body.level, body.left_s), fetcher)

@@ -53,6 +53,7 @@ class ReadEnded:
     error: DataplaneError | None = None
     took_s: float = 0.0
     cpu_s: float = 0.0
+    hedged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ import urllib.parse
 import weakref
 from collections.abc import Callable, Mapping
 
-from dataplane.errors import StoreThrottled
+from dataplane.errors import DataplaneError, StoreThrottled
+from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.unreachable import Why, unreachable, why_of
 
 CONNECT_TIMEOUT_S = 5.0
@@ -72,11 +73,24 @@ class DirectReads:
 
         Raises:  Refused.  StoreThrottled, StoreUnavailable.
         """
+        race = current_race()
+        try:
+            self._read_into(url, key, offset, etag, into, race)
+        except (DataplaneError, Refused):
+            if race.is_over:
+                raise EndedEarlyError from None
+            raise
+        finally:
+            race.release()
+
+    def _read_into(
+        self, url: str, key: str, offset: int, etag: str, into: memoryview, race: Race
+    ) -> None:
         deadline = time.monotonic() + self._timeout_s
         headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}", "If-Match": etag}
         base, target = _split(self._sign(key))
         try:
-            connection, answer = self._asked(base, target, headers, deadline)
+            connection, answer = self._asked(base, target, headers, deadline, race)
         except (OSError, http.client.HTTPException) as cause:
             why = why_of(cause)
             if why is None:
@@ -89,6 +103,7 @@ class DirectReads:
                 _fill(answer, connection, into, deadline)
             except (OSError, http.client.HTTPException) as cause:
                 raise unreachable(url, base, why_of(cause) or Why.BROKEN) from cause
+            race.claim()
             is_whole = True
         except Refused:
             raise self._refused() from None
@@ -111,7 +126,7 @@ class DirectReads:
             _close_all(self._idle)
 
     def _asked(
-        self, base: str, target: str, headers: Mapping[str, str], deadline: float
+        self, base: str, target: str, headers: Mapping[str, str], deadline: float, race: Race
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The head of an answer. A server may close an idle connection at any moment, even during a
         request: only the failure of a new connection counts.
@@ -124,12 +139,13 @@ class DirectReads:
                     connection.timeout = min(CONNECT_TIMEOUT_S, left_s)
                     connection.connect()
                 connection.sock.settimeout(left_s)
+                race.hold(connection.sock)
                 connection.request("GET", target, headers=dict(headers))
                 return connection, connection.getresponse()
             except BaseException as cause:
                 connection.close()
                 is_stale = isinstance(cause, (ConnectionError, http.client.HTTPException))
-                if is_new or not is_stale:
+                if is_new or not is_stale or race.is_over:
                     raise
 
     def _connection(self, base: str) -> tuple[http.client.HTTPConnection, bool]:

@@ -33,6 +33,7 @@ from dataplane.store import direct
 from dataplane.store.clients import Client, client
 from dataplane.store.obstore_faults import Fault, has_no_range, mapped
 from dataplane.store.pieces import check_etag, copy_into, in_pieces
+from dataplane.store.race import current_race
 from dataplane.store.urls import folder_of, key_of, scheme_of
 
 T = TypeVar("T")
@@ -136,7 +137,9 @@ class ObstoreStore:
                 pass  # obstore handles it
             else:
                 return
-        copy_into(into, self.read(url, offset, len(into), etag))
+        body = self.read(url, offset, len(into), etag)
+        current_race().claim()
+        copy_into(into, body)
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)

@@ -15,6 +15,7 @@ from typing_extensions import Buffer
 from dataplane.errors import DatasetChangedError
 from dataplane.model import ObjectInfo
 from dataplane.store.base import Filling, Store
+from dataplane.store.race import current_race
 
 PIECE_BYTES = 8 << 20
 
@@ -58,4 +59,6 @@ def fill(store: Store, url: str, offset: int, etag: str, into: memoryview) -> No
     if isinstance(store, Filling):
         store.read_into(url, offset, etag, into)
     else:
-        copy_into(into, store.read(url, offset, len(into), etag))
+        body = store.read(url, offset, len(into), etag)
+        current_race().claim()
+        copy_into(into, body)

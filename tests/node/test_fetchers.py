@@ -23,6 +23,7 @@ from dataplane.errors import (
     StoreThrottled,
     StoreUnavailable,
 )
+from dataplane.fetcher.hedging import READS_MIN
 from dataplane.fetcher.process import Reads
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
@@ -237,6 +238,35 @@ def test_what_a_killed_fetcher_alone_saw_is_over_with_it(awry: Awry) -> None:
             assert await read is None
             assert [outage.is_over for outage in at.outages[:2]] == [False, True]
             assert at.fetchers.trouble(URL) is None
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("mood", [Mood.STALL, Mood.HANG])
+def test_a_straggler_is_asked_for_again_and_the_first_answer_counts(awry: Awry, mood: Mood) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        # So that neither a timeout nor a retry can end the straggler.
+        async with node(budget_s=4 * TIMEOUT_S, request_timeout_s=2 * TIMEOUT_S) as at:
+            for _ in range(READS_MIN):
+                assert await at.read(etag) is None
+            at.arena.view(0, LENGTH)[:] = bytes(LENGTH)
+            awry.be(mood)
+            assert await at.read(etag) is None
+            assert at.bytes_at(0) == BODY[10 : 10 + LENGTH]
+            assert awry.seen == [("GET", f"bytes=10-{9 + LENGTH}")] * 2
+            found = at.fetchers.statistics()
+            assert (found.hedged_bytes, found.read_bytes) == (LENGTH, (READS_MIN + 1) * LENGTH)
+            # The budget is spent: a second one is not asked for again.
+            awry.be(mood)
+            late = asyncio.ensure_future(at.read(etag))
+            await at.until(lambda: awry.seen)
+            for _ in range(10):
+                assert await at.read(etag, LENGTH) is None
+            assert not late.done()
+            assert len(awry.seen) == 11
+            late.cancel()
 
     asyncio.run(play())
 

@@ -72,16 +72,18 @@ class CopyPreamble(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kept: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class ReadEnded(_message.Message):
-    __slots__ = ("number", "error", "took_s", "cpu_s")
+    __slots__ = ("number", "error", "took_s", "cpu_s", "hedged_bytes")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TOOK_S_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
+    HEDGED_BYTES_FIELD_NUMBER: _ClassVar[int]
     number: int
     error: _types_pb2.Error
     took_s: float
     cpu_s: float
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., took_s: _Optional[float] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+    hedged_bytes: int
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., took_s: _Optional[float] = ..., cpu_s: _Optional[float] = ..., hedged_bytes: _Optional[int] = ...) -> None: ...
 
 class StorePause(_message.Message):
     __slots__ = ("store", "level", "left_s")

@@ -1,0 +1,100 @@
+"""One read that two requests race for: the first one writes into the destination, and is ended
+early if the second one, which reads into memory of its own, is faster.
+
+Invariants:
+1. Exactly one of the two wins. The loser never writes into the destination after that.
+2. A store writes into a destination that may be raced for only between `hold` and `claim`, or
+   after `claim`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+
+class EndedEarlyError(Exception):
+    """Somebody else has read these bytes: this read is over, and has no result."""
+
+
+class Race:
+    """The first request of a read. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sock: socket.socket | None = None
+        self._is_won = False
+        self._is_over = False
+
+    def hold(self, sock: socket.socket) -> None:
+        """The first request is about to be sent over this socket, and its answer written into the
+        destination.
+
+        Raises:  EndedEarlyError.
+        """
+        with self._changed:
+            self._check()
+            self._sock = sock
+
+    def release(self) -> None:
+        """The first request is over, whatever its outcome, and writes no more."""
+        with self._changed:
+            self._sock = None
+            self._changed.notify_all()
+
+    def claim(self) -> None:
+        """The first request has all bytes, or has failed: it wins, if it was not ended early. May
+        be called twice.
+
+        Raises:  EndedEarlyError.
+        """
+        with self._changed:
+            self._check()
+            self._is_won = True
+
+    def overtake(self, timeout_s: float) -> bool:
+        """The second request has all bytes. End the first one: True once it writes no more, False
+        if it has won.
+
+        Raises:  TimeoutError: it does not end.
+        """
+        with self._changed:
+            if self._is_won:
+                return False
+            self._is_over = True
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    # Not the method of a TLS socket, which is not meant for another thread.
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+            if not self._changed.wait_for(lambda: self._sock is None, timeout_s):
+                raise TimeoutError
+            return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the first request has been ended early."""
+        return self._is_over
+
+    def _check(self) -> None:
+        if self._is_over:
+            raise EndedEarlyError
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def raced(race: Race) -> Iterator[None]:
+    """Within the block, reads of this thread are the first request of this race."""
+    _local.race = race
+    try:
+        yield
+    finally:
+        _local.race = None
+
+
+def current_race() -> Race:
+    """The race of this thread's read; one that nobody else takes part in if there is none."""
+    return getattr(_local, "race", None) or Race()
