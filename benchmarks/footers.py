@@ -30,6 +30,7 @@ from dataplane.model import Region
 from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches
+from dataplane.rpc.membership import NodeReads
 from dataplane.rpc.tasks import BLOCK_ARENA, PREAMBLE_ARENA, RawBlockRef
 from dataplane.store.gate import Pause
 from dataplane.store.pieces import copy_into
@@ -71,6 +72,9 @@ class MemoryOrigin:
     def pause(self, pause: Pause) -> None: ...
 
     def look(self) -> None: ...
+
+    def statistics(self) -> NodeReads:
+        return NodeReads()
 
     def close(self) -> None: ...
 

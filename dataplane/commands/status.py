@@ -100,7 +100,7 @@ def render(found: StatusResponse) -> Group:
         "ranks",
     )
     nodes = output.table(
-        ("node", "host", "pid", "version", "longest hold", "seen"),
+        ("node", "host", "pid", "version", "longest hold", "read", "read twice", "seen"),
         [
             (
                 node.node_id,
@@ -108,6 +108,8 @@ def render(found: StatusResponse) -> Group:
                 str(node.pid),
                 node.version,
                 f"{node.longest_hold_s * 1e3:.0f} ms" if node.loop_holds else None,
+                output.approximate_bytes(node.reads.read_bytes) if node.reads.read_bytes else None,
+                _share(node.reads.hedged_bytes, node.reads.read_bytes),
                 f"{node.last_seen_s:.1f} s ago",
             )
             for node in found.nodes
@@ -130,6 +132,10 @@ def render(found: StatusResponse) -> Group:
     about = f"coordinator {found.coordinator_id}, dataplane {found.version}"
     parts.append(Text(about if parts else f"no jobs, no nodes; {about}", style="dim"))
     return Group(*parts)
+
+
+def _share(part: int, whole: int) -> str | None:
+    return f"{part / whole:.2%}" if part else None
 
 
 def _job_row(job: JobStatus) -> tuple[object, ...]:

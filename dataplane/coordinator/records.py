@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
@@ -15,6 +15,7 @@ from dataplane.rpc.membership import (
     JoinResponse,
     LeaveRequest,
     LeaveResponse,
+    NodeReads,
     RegisterNodeRequest,
     RegisterNodeResponse,
     StatusRequest,
@@ -99,6 +100,7 @@ class NodeRecord:
     stores_away: tuple[StoreOutage, ...] = ()
     loop_holds: int = 0
     longest_hold_s: float = 0.0
+    reads: NodeReads = field(default_factory=NodeReads)
 
 
 Record = Job | Member | Incarnation

@@ -204,6 +204,7 @@ class CoordinatorState:
             request.stores_away,
             request.loop_holds,
             request.longest_hold_s,
+            request.reads,
         )
         return HeartbeatResponse(tuple(self._renew(node_id, one) for one in request.members))
 

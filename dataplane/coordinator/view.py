@@ -88,5 +88,5 @@ def _node(node: NodeRecord, now: float) -> NodeStatus:
     away = tuple(replace(one, away_s=one.away_s + silent_s) for one in node.stores_away)
     return NodeStatus(
         asked.node_id, asked.host, asked.pid, asked.version, silent_s, away,
-        node.loop_holds, node.longest_hold_s,
+        node.loop_holds, node.longest_hold_s, node.reads,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
 from dataplane.rpc import fetches, tasks
+from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
 from dataplane.store.base import Store
 from dataplane.store.gate import Pause
@@ -55,6 +56,9 @@ class RangeSource(Protocol):
 
     def look(self) -> None:
         """Time has passed."""
+
+    def statistics(self) -> NodeReads:
+        """What was read so far."""
 
     def close(self) -> None:
         """Stop all reads. Nothing is written any more when this returns."""
@@ -167,6 +171,10 @@ class Fetcher:
     def pause(self, pause: Pause) -> None:
         """A store has asked the node's own calls to slow down. Thread-safe."""
         self._origin.pause(pause)
+
+    def statistics(self) -> NodeReads:
+        """What was read so far."""
+        return self._origin.statistics()
 
     def look(self) -> None:
         """Call it about twice a second."""

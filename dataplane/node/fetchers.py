@@ -25,6 +25,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, PeerLost, StoreError
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.rpc import fetches, local
+from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.fetchers import FetcherCount, FetchLook
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
@@ -38,17 +39,6 @@ _DEATHS_MAX = 3
 _MESSAGES_A_TURN = 32
 _CLOSE_S = 5.0
 _NO_LIMIT = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FetchStatistics:
-    """How many fetchers there are, how many bytes they have read, and how many of these they asked
-    for a second time, since the first answer was late.
-    """
-
-    fetcher_count: int
-    read_bytes: int
-    hedged_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -161,9 +151,9 @@ class Fetchers:
             self._retire()
             self._dispatch()
 
-    def statistics(self) -> FetchStatistics:
+    def statistics(self) -> NodeReads:
         """What was read so far, and by how many fetchers it is read now."""
-        return FetchStatistics(len(self._fetchers), self._read_bytes, self._hedged_bytes)
+        return NodeReads(len(self._fetchers), self._read_bytes, self._hedged_bytes)
 
     def close(self) -> None:
         """Kill all fetchers and wait a few seconds for their end. May be called twice."""

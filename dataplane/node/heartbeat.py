@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Callable
 
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, LeaseExpired, PeerLost
@@ -44,9 +45,11 @@ class Heartbeat:
         trace: Trace,
         outages: Outages,
         watchdog: Watchdog,
+        reads: Callable[[], membership.NodeReads],
     ) -> None:
         self._coordination = coordination
         self._watchdog = watchdog
+        self._reads = reads
         self._outages = outages
         self._jobs = jobs
         self._engine = engine
@@ -116,7 +119,7 @@ class Heartbeat:
         progress = tuple(progress_of(member) for member in members)
         away, holds = _away(self._outages), self._watchdog.statistics()
         request = membership.HeartbeatRequest(
-            self._node, progress, away, holds.count, holds.longest_s
+            self._node, progress, away, holds.count, holds.longest_s, self._reads()
         )
         answer = await self._coordination.heartbeat(request)
         by_id = {member.member_id: member for member in members}

@@ -313,7 +313,7 @@ class NodeServer:
         self._watchdog = Watchdog(self.trace)
         self.heartbeat = Heartbeat(
             config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages,
-            self._watchdog,
+            self._watchdog, self._fetcher.statistics,
         )  # fmt: skip
 
     async def run(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ the two. Repeated fields are tuples, an absent optional is None.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
@@ -80,6 +80,17 @@ class StoreOutage:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeReads:
+    """What a node has read from object stores, with how many fetchers now, and how much of it was
+    asked for a second time, since the first answer was late.
+    """
+
+    fetchers: int = 0
+    read_bytes: int = 0
+    hedged_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class HeartbeatRequest:
     """A node renews all of its members, and reports the stores it waits for, and how often and how
     long its event loop was held.
@@ -90,6 +101,7 @@ class HeartbeatRequest:
     stores_away: tuple[StoreOutage, ...] = ()
     loop_holds: int = 0
     longest_hold_s: float = 0.0
+    reads: NodeReads = field(default_factory=NodeReads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +191,7 @@ class NodeStatus:
     stores_away: tuple[StoreOutage, ...] = ()
     loop_holds: int = 0
     longest_hold_s: float = 0.0
+    reads: NodeReads = field(default_factory=NodeReads)
 
 
 @dataclass(frozen=True, slots=True)

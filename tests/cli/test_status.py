@@ -20,6 +20,7 @@ from dataplane.rpc.membership import (
     JoinRequest,
     LeaveRequest,
     MemberProgress,
+    NodeReads,
     RegisterNodeRequest,
     StoreOutage,
 )
@@ -39,7 +40,8 @@ async def coordinator_with_one_of_two_ranks():
             MemberProgress("job-1", "m-1", joined.generation, 3, 125, 1000.0, 0.5),
         ]
         await join_one(server.coordinator, "m-1")
-        await server.coordinator.heartbeat(HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414))
+        beat = HeartbeatRequest(NODE, tuple(told), AWAY, 3, 0.0414, NodeReads(2, 5 << 30, 64 << 20))
+        await server.coordinator.heartbeat(beat)
         yield address
     finally:
         await server.stop(0.0)
@@ -88,7 +90,7 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     job = next(line for line in out.splitlines() if "mem://shards" in line).split()
     assert job[:9] == ["job-1", "forming", "1", "1/2", "1", "3", "25.0%", "1,234.5", "mem://shards"]
     node = next(line for line in out.splitlines() if line.split()[:2] == ["node-1", "host-1"])
-    assert node.split()[2:6] == ["17", VERSION, "41", "ms"]
+    assert node.split()[2:9] == ["17", VERSION, "41", "ms", "5.0", "GiB", "1.25%"]
     assert any("0.5" in line and "decode" in line for line in out.splitlines())
     away = next(line for line in out.splitlines() if "s3://lab" in line)
     assert away.split()[:2] == ["node-1", "s3://lab"]
@@ -105,6 +107,7 @@ def test_json_has_the_same_for_programs():
     (away,) = json.loads(out)["nodes"][0]["stores_away"]
     assert away["store"] == "s3://lab"
     assert json.loads(out)["nodes"][0]["loop_holds"] == 3
+    assert json.loads(out)["nodes"][0]["reads"]["hedged_bytes"] == 64 << 20
     assert away["away_s"] >= 61.0, "it goes on since the node told"
 
 

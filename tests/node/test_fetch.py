@@ -16,6 +16,7 @@ from dataplane.model import ObjectInfo, Region
 from dataplane.node.fetch import Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
+from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.in_flight import RANGE_BYTES
 from dataplane.store.gate import Pause
 
@@ -91,6 +92,9 @@ class FromShard:
     def pause(self, pause: Pause) -> None: ...
 
     def look(self) -> None: ...
+
+    def statistics(self) -> NodeReads:
+        return NodeReads()
 
     def close(self) -> None:
         for thread in self._threads:

@@ -9,6 +9,7 @@ from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.errors import LeaseFenced
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.watchdog import Watchdog
+from dataplane.rpc.membership import NodeReads
 from dataplane.settings import default_node_config
 from dataplane.store.outage import Outages
 from dataplane.trace import Trace
@@ -28,7 +29,9 @@ def test_a_fenced_member_may_have_left_before_it_is_notified() -> None:
     engine: Any = SimpleNamespace(refuse_stream=gone)
     config = default_node_config()
     trace = Trace("test")
-    beat = Heartbeat(config, coordinator, jobs, engine, "node", trace, Outages(), Watchdog(trace))
+    beat = Heartbeat(
+        config, coordinator, jobs, engine, "node", trace, Outages(), Watchdog(trace), NodeReads
+    )
     member: Any = SimpleNamespace(streams=streams, error=None)
     error = LeaseFenced("a newer launch runs")
     beat._end(member, error)

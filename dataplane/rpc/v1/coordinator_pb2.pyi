@@ -90,18 +90,30 @@ class StoreOutage(_message.Message):
     def __init__(self, store: _Optional[str] = ..., away_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("node", "members", "stores_away", "loop_holds", "longest_hold_s")
+    __slots__ = ("node", "members", "stores_away", "loop_holds", "longest_hold_s", "reads")
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STORES_AWAY_FIELD_NUMBER: _ClassVar[int]
     LOOP_HOLDS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HOLD_S_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
     node: RegisterNodeRequest
     members: _containers.RepeatedCompositeFieldContainer[MemberProgress]
     stores_away: _containers.RepeatedCompositeFieldContainer[StoreOutage]
     loop_holds: int
     longest_hold_s: float
-    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ...) -> None: ...
+    reads: NodeReads
+    def __init__(self, node: _Optional[_Union[RegisterNodeRequest, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberProgress, _Mapping]]] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ...) -> None: ...
+
+class NodeReads(_message.Message):
+    __slots__ = ("fetchers", "read_bytes", "hedged_bytes")
+    FETCHERS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEDGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    fetchers: int
+    read_bytes: int
+    hedged_bytes: int
+    def __init__(self, fetchers: _Optional[int] = ..., read_bytes: _Optional[int] = ..., hedged_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberVerdict(_message.Message):
     __slots__ = ("member_id", "error", "missing_dp_ranks", "missing_for_s")
@@ -196,7 +208,7 @@ class JobStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., generation: _Optional[int] = ..., state: _Optional[str] = ..., sample_count: _Optional[int] = ..., dp_size: _Optional[int] = ..., missing_dp_ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., epoch: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s")
+    __slots__ = ("node_id", "host", "pid", "version", "last_seen_s", "stores_away", "loop_holds", "longest_hold_s", "reads")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +217,7 @@ class NodeStatus(_message.Message):
     STORES_AWAY_FIELD_NUMBER: _ClassVar[int]
     LOOP_HOLDS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HOLD_S_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     host: str
     pid: int
@@ -213,7 +226,8 @@ class NodeStatus(_message.Message):
     stores_away: _containers.RepeatedCompositeFieldContainer[StoreOutage]
     loop_holds: int
     longest_hold_s: float
-    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ...) -> None: ...
+    reads: NodeReads
+    def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., last_seen_s: _Optional[float] = ..., stores_away: _Optional[_Iterable[_Union[StoreOutage, _Mapping]]] = ..., loop_holds: _Optional[int] = ..., longest_hold_s: _Optional[float] = ..., reads: _Optional[_Union[NodeReads, _Mapping]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("version", "coordinator_id", "jobs", "nodes")
