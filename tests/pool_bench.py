@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +131,7 @@ def on_bench(
     arena_bytes: int = 2 * MIB,
     memory_bytes: int = MEMORY_BYTES,
     task_timeout_s: float = math.inf,
+    numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
 ) -> None:
     """Play a scene with this many workers over the dataset at this url."""
     manifest = open_dataset(url)
@@ -140,7 +141,11 @@ def on_bench(
         arena = Arena.create("blocks", arena_bytes)
         arena.reserve(2 * MIB)
         pool = WorkerPool(
-            workers, Trace("test"), memory_bytes=memory_bytes, task_timeout_s=task_timeout_s
+            workers,
+            Trace("test"),
+            memory_bytes=memory_bytes,
+            task_timeout_s=task_timeout_s,
+            numa_nodes=numa_nodes,
         )
         pool.start()
         try:
@@ -170,7 +175,7 @@ def instead_of_workers(
         f"        exec({code!r}, {{**globals(), 'fd': fd}})\n"
         "    else:\n"
         "        be_worker(fd, memory_bytes)\n"
-        "fork_server._ROLES['worker'] = be\n"
+        "fork_server._ROLES['worker'] = lambda: be\n"
         "fork_server.main(int(sys.argv[-1]))\n"
     )
     program.chmod(0o700)

@@ -23,3 +23,5 @@ class DeliveryArena:
     group: object = None
     is_declared: bool = False
     users: int = 0
+    numa_node: int | None = None
+    """Where its trainer runs, if that is bound to one NUMA node."""

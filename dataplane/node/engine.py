@@ -368,6 +368,7 @@ class Engine:
             ),
             place=partial(self._place, effect.first),
             place_of=self._place_of,
+            numa_node=delivery.numa_node,
         )
         self._pool.submit(task, urgency)
 

@@ -19,6 +19,7 @@ from typing import Protocol, Self
 from dataplane.arena.memfd import Arena
 from dataplane.config import NodeConfig
 from dataplane.errors import DataplaneError, StoreError
+from dataplane.machine import numa_nodes
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
 from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
@@ -98,7 +99,10 @@ class Fetcher:
         )
         count_max = max(1, len(os.sched_getaffinity(0)) // 2)
         arenas = (arena, preambles.arena)
-        return cls(Fetchers(count_max, start, arenas, trace, outages, slow_down), preambles)
+        fetchers = Fetchers(
+            count_max, start, arenas, trace, outages, slow_down, numa_nodes=numa_nodes()
+        )
+        return cls(fetchers, preambles)
 
     def ahead(self, connect: Connect) -> Connect:
         """The same, but the first call for a remote shard, from any thread, starts what reads its

@@ -8,6 +8,7 @@ Invariants:
 3. A pause that a store has asked one process for is kept by all: the other fetchers, those started
    during the pause, and the node's own calls.
 4. Nothing on the event loop waits for a fetcher.
+5. Where the machine has several NUMA nodes, each fetcher is bound to one, evenly.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, PeerLost, StoreError
 from dataplane.fetcher.limits import READS_MAX
+from dataplane.machine import bound_to, least_used
 from dataplane.rpc import fetches, local
 from dataplane.rpc.membership import NodeReads
 from dataplane.scheduler.fetchers import FetcherCount, FetchLook
@@ -60,6 +62,7 @@ class _Fetcher:
 
     process: WorkerProcess
     number: int
+    numa_node: int
     reads: dict[int, _Read] = field(default_factory=dict)
     reading_bytes: int = 0
     trouble: dict[str, StoreError] = field(default_factory=dict)
@@ -87,6 +90,7 @@ class Fetchers:
         trace: Trace,
         outages: Outages,
         slow_down: Callable[[Pause], None] = lambda _: None,
+        numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
     ) -> None:
         self._count = FetcherCount(count_max)
         self._start = start
@@ -94,6 +98,7 @@ class Fetchers:
         self._trace = trace
         self._outages = outages
         self._slow_down = slow_down
+        self._numa_nodes = numa_nodes
         self._fetchers: list[_Fetcher] = []
         self._ending: set[_Fetcher] = set()
         self._waiting: deque[_Read] = deque()
@@ -172,8 +177,11 @@ class Fetchers:
             fork_server.release()
 
     def _spawn(self) -> None:
-        process = WorkerProcess.start(None, _NO_LIMIT, "fetcher")
-        fetcher = _Fetcher(process, next(self._numbers))
+        numa_node = least_used(self._numa_nodes, [each.numa_node for each in self._fetchers])
+        process = WorkerProcess.start(
+            None, _NO_LIMIT, "fetcher", bound_to(self._numa_nodes, numa_node)
+        )
+        fetcher = _Fetcher(process, next(self._numbers), numa_node)
         self._fetchers.append(fetcher)
         process.on_readable(partial(self._on_readable, fetcher))
         blocks, preambles = self._arenas

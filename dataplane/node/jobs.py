@@ -22,6 +22,7 @@ from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, plan_slots
 from dataplane.config import JobSpec, NodeConfig
 from dataplane.errors import BudgetTooSmall, DataplaneError, PeerLost
+from dataplane.machine import numa_node_of, numa_nodes
 from dataplane.model import DatasetIdentity
 from dataplane.node.categories import CategoryReader
 from dataplane.node.dataset import Dataset
@@ -78,6 +79,7 @@ class Jobs:
         self._coordination = coordination
         self._node_id = node_id
         self._open_manifest = open_manifest
+        self._numa_nodes = numa_nodes()
         self._manifests: OrderedDict[_ManifestKey, asyncio.Future[_Opened]] = OrderedDict()
         self._datasets = Datasets(config)
         self._deliveries: dict[object, DeliveryArena] = {}
@@ -86,8 +88,10 @@ class Jobs:
         self.streams = Streams(engine)
         self.members: dict[str, ServedMember] = {}
 
-    async def open(self, request: messages.OpenJob) -> tuple[ServedMember, messages.JobOpened]:
-        """Admit a rank.
+    async def open(
+        self, request: messages.OpenJob, pid: int = 0
+    ) -> tuple[ServedMember, messages.JobOpened]:
+        """Admit a rank, whose process has this id; 0 if that is unknown.
 
         Raises:  ConfigError and its subclasses: the dataset, the spec, the place or a budget is
         wrong.  DataStallError: the coordinator does not answer within the stall timeout.
@@ -100,7 +104,7 @@ class Jobs:
         categories = await self._category_reader.of_job(manifest, spec, self._datasets.check)
         dataset = await self._datasets.open(manifest, spec, categories)
         try:
-            member = await self._admit(request, dataset, spec, await _pixels_of(spec))
+            member = await self._admit(request, dataset, spec, await _pixels_of(spec), pid)
         except BaseException:  # also if the trainer went away while it joined
             self._forget_unread(dataset)
             raise
@@ -135,7 +139,7 @@ class Jobs:
         )
 
     async def _admit(
-        self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec, pixels: str
+        self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec, pixels: str, pid: int
     ) -> ServedMember:
         """Check what can be checked here, take the place, then the memory."""
         manifest, place = dataset.manifest, request.topology
@@ -153,7 +157,7 @@ class Jobs:
         dataset = self._datasets.keep(dataset, spec)
         sizes = slab_sizes(dataset, spec, place.dp_size, self._config.slab_bytes)
         try:
-            delivery = self._delivery(request, dataset, spec, sizes)
+            delivery = self._delivery(request, dataset, spec, sizes, pid)
         except DataplaneError:
             await self._tell_left(request, lost=False)
             raise
@@ -283,7 +287,12 @@ class Jobs:
         )
 
     def _delivery(
-        self, request: messages.OpenJob, dataset: Dataset, spec: JobSpec, sizes: SlabSizes
+        self,
+        request: messages.OpenJob,
+        dataset: Dataset,
+        spec: JobSpec,
+        sizes: SlabSizes,
+        pid: int,
     ) -> DeliveryArena:
         place = request.topology
         key = (
@@ -310,6 +319,7 @@ class Jobs:
                 (dataset,),
                 group=_group(request, spec, alone=number),
                 is_declared=bool(request.sharing),
+                numa_node=numa_node_of(pid, self._numa_nodes),
             )
             self._deliveries[key] = delivery
             self._engine.open_delivery(delivery)

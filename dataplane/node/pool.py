@@ -14,6 +14,7 @@ Invariants:
 6. Nothing on the event loop waits for a process to die: a process blocked in the kernel, in a read
    from an unreachable file server, dies only when that read ends. Until then it keeps its place and
    its task, since it might still write into the task's memory.
+7. Where the machine has several NUMA nodes, each worker is bound to one, evenly.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import asyncio
 import math
 import os
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Self
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
+from dataplane.machine import bound_to, least_used, numa_nodes
 from dataplane.node.pool_worker import PoolTask, PoolWorker
 from dataplane.node.task_queue import TaskQueue
 from dataplane.rpc import local, tasks
@@ -55,6 +58,7 @@ class WorkerPool:
         *,
         memory_bytes: int = MEMORY_BYTES,
         task_timeout_s: float = math.inf,
+        numa_nodes: Sequence[frozenset[int]] = (frozenset(),),
     ) -> None:
         self._stderr_fd = stderr_fd
         self._memory_bytes = memory_bytes
@@ -64,6 +68,7 @@ class WorkerPool:
         self._workers: list[PoolWorker] = []
         self._retired: set[PoolWorker] = set()
         self._queue = TaskQueue()
+        self._numa_nodes = numa_nodes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick_deaths = 0
         self._watching: asyncio.TimerHandle | None = None
@@ -81,6 +86,7 @@ class WorkerPool:
             stderr_fd,
             memory_bytes=config.worker_memory_bytes,
             task_timeout_s=config.task_timeout_s,
+            numa_nodes=numa_nodes(),
         )
 
     def start(self, count: int | None = None) -> None:
@@ -179,8 +185,13 @@ class WorkerPool:
 
     def _spawn(self) -> PoolWorker:
         assert self._loop is not None
-        process = WorkerProcess.start(self._stderr_fd, self._memory_bytes)
-        worker = PoolWorker(process, self._memory_bytes)
+        numa_node = least_used(self._numa_nodes, [each.numa_node for each in self._workers])
+        process = WorkerProcess.start(
+            self._stderr_fd,
+            self._memory_bytes,
+            processors=bound_to(self._numa_nodes, numa_node),
+        )
+        worker = PoolWorker(process, self._memory_bytes, numa_node)
         self._workers.append(worker)
         worker.process.on_readable(partial(self._on_readable, worker))
         self._trace.started("worker started", worker_count=len(self._workers))
@@ -190,11 +201,20 @@ class WorkerPool:
         while idle := {each.process.pid: each for each in self._workers if each.is_idle}:
             able = [worker for worker in self._workers if not worker.is_ending]
             busy = {each.process.pid: each.task for each in able if each.task is not None}
-            found = self._queue.take(list(idle), busy, len(able), time.monotonic())
+            found = self._queue.take(list(idle), busy, len(able), time.monotonic(), self._near())
             if found is None:
                 return
             task, pid = found
             self._give(idle[pid], task)
+
+    def _near(self) -> Mapping[int, frozenset[int]]:
+        """The workers of each NUMA node, if there are several."""
+        if len(self._numa_nodes) < 2:
+            return {}
+        return {
+            node: frozenset(each.process.pid for each in self._workers if each.numa_node == node)
+            for node in range(len(self._numa_nodes))
+        }
 
     def _give(self, worker: PoolWorker, task: PoolTask) -> None:
         worker.prepare(task)

@@ -54,6 +54,8 @@ class PoolTask:
     """How workers ended during this task."""
     started: float = 0.0
     """When a worker started the task."""
+    numa_node: int | None = None
+    """Where the trainer runs that gets the result; None if that does not matter."""
 
     @property
     def block_keys(self) -> tuple[int, ...]:
@@ -88,6 +90,7 @@ class PoolWorker:
 
     process: WorkerProcess
     limit_bytes: int
+    numa_node: int = 0
     task: PoolTask | None = None
     packets: deque[tuple[tasks.TaskBody, tuple[int, ...]]] = field(default_factory=deque)
     arenas: set[int] = field(default_factory=set)

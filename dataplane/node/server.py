@@ -206,7 +206,7 @@ class TrainerConnection:
         old = self._members.pop(body.job_id, None)
         if old is not None:
             self._server.jobs.close(old)
-        member, opened = await self._server.jobs.open(body)
+        member, opened = await self._server.jobs.open(body, local.peer_credentials(self._sock)[0])
         if self.closed or body.job_id in self._members:
             self._server.jobs.close(member)
             raise ConfigError(f"job {body.job_id!r} was opened twice at once", field="job_id")

@@ -3,9 +3,9 @@
 Invariants:
 1. Of the eligible tasks, the most urgent goes first, then the oldest. Exception: the worker that
    last decoded a block of a shard has the shard open and knows its footer, so it gets the first
-   task of that shard among the AHEAD oldest tasks of the same dataset and urgency. No task is
-   passed over more than AHEAD times in a row, and no worker stays idle to wait for a task of its
-   shards.
+   task of that shard among the AHEAD oldest tasks of the same dataset and urgency; likewise a
+   worker on the NUMA node of a trainer gets the tasks that fill this trainer's memory. No task is
+   passed over more than AHEAD times in a row, and no worker stays idle to wait for such a task.
 2. A dataset alone has all workers.
 3. If there are several datasets, long tasks leave one worker to the others, so that one job's slab
    does not wait for another job's blocks to be decoded. This needs at least two workers.
@@ -19,6 +19,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from dataplane.node.pool_worker import PoolTask
 from dataplane.rpc.tasks import Decode
@@ -28,6 +29,7 @@ LONG_S = 0.5
 LIVE_S = 10.0
 """For this long after its last task, a dataset counts as active."""
 AHEAD = 16
+_NOBODY: frozenset[int] = frozenset()
 _FADING = 0.9
 _SHARDS_MAX = 1 << 14
 
@@ -82,10 +84,16 @@ class TaskQueue:
         line.last = now
 
     def take(
-        self, idle: Sequence[int], busy: Mapping[int, PoolTask], worker_count: int, now: float
+        self,
+        idle: Sequence[int],
+        busy: Mapping[int, PoolTask],
+        worker_count: int,
+        now: float,
+        near: Mapping[int, frozenset[int]] = MappingProxyType({}),
     ) -> tuple[PoolTask, int] | None:
         """The task to start now, if there is one, and the idle worker that gets it. `busy` has the
-        tasks of the other workers, of `worker_count` in total.
+        tasks of the other workers, of `worker_count` in total; `near` the workers of each NUMA
+        node, if there are several.
         """
         tasks = list(busy.values())
         self._forget(tasks, now)
@@ -98,7 +106,7 @@ class TaskQueue:
             return None
         (urgency, _), key = min(candidates)
         waiting = self._lines[key].by_urgency[urgency]
-        at, worker = self._choice(waiting, idle, busy)
+        at, worker = self._choice(waiting, idle, busy, near)
         waiting.passed = waiting.passed + 1 if at else 0
         task = self._removed(self._lines[key], urgency, at)
         shard = _shard_of(task)
@@ -115,22 +123,32 @@ class TaskQueue:
         return None if line is None else self._removed(line, min(line.by_urgency), 0)
 
     def _choice(
-        self, waiting: _Waiting, idle: Sequence[int], busy: Mapping[int, PoolTask]
+        self,
+        waiting: _Waiting,
+        idle: Sequence[int],
+        busy: Mapping[int, PoolTask],
+        near: Mapping[int, frozenset[int]],
     ) -> tuple[int, int]:
         """Which of these tasks goes to which worker."""
         ahead = 1 if waiting.passed >= AHEAD else AHEAD
-        readers = [self._reader(task) for _, task in itertools.islice(waiting.tasks, ahead)]
-        for at, reader in enumerate(readers):
-            if reader in idle:
-                return at, reader
-        # Leave the shards of other workers to them, as long as there is other work.
-        at = next((at for at, reader in enumerate(readers) if reader not in busy), 0)
+        best = [self._best(task, near) for _, task in itertools.islice(waiting.tasks, ahead)]
+        for at, workers in enumerate(best):
+            for worker in idle:
+                if worker in workers:
+                    return at, worker
+        # Leave to other workers what is best done by them, as long as there is other work.
+        at = next((at for at, workers in enumerate(best) if workers.isdisjoint(busy)), 0)
         return at, idle[0]
 
-    def _reader(self, task: PoolTask) -> int:
-        """The worker that last decoded a block of the task's shard; -1 if none did."""
+    def _best(self, task: PoolTask, near: Mapping[int, frozenset[int]]) -> frozenset[int]:
+        """The workers that do this task best, if any do: the one that last decoded a block of the
+        task's shard; those on the trainer's NUMA node.
+        """
         shard = _shard_of(task)
-        return -1 if shard is None else self._readers.get(shard, -1)
+        if shard is None:
+            return _NOBODY if task.numa_node is None else near.get(task.numa_node, _NOBODY)
+        reader = self._readers.get(shard)
+        return _NOBODY if reader is None else frozenset((reader,))
 
     def _removed(self, line: _Line, urgency: int, at: int) -> PoolTask:
         waiting = line.by_urgency[urgency]

@@ -270,11 +270,14 @@ class FromIndexer:
 
 @dataclass(frozen=True, slots=True)
 class StartChild:
-    """Fork a "worker", an "indexer" or a "fetcher" with this limit of private memory."""
+    """Fork a "worker", an "indexer" or a "fetcher" with this limit of private memory, bound to
+    these processors if any are given.
+    """
 
     number: int
     role: str
     memory_bytes: int
+    processors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,12 @@ class _Server:
         self._thread.start()
 
     def start(
-        self, role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
+        self,
+        role: str,
+        sock: socket.socket,
+        stderr_fd: int,
+        memory_bytes: int,
+        processors: tuple[int, ...],
     ) -> ForkedProcess:
         from dataplane.errors import PeerLost
         from dataplane.rpc import local, tasks
@@ -160,7 +165,7 @@ class _Server:
         process = ForkedProcess(lambda: self._kill(number))
         with self._changing:
             self._processes[number] = process
-        order = tasks.ToForkServer(tasks.StartChild(number, role, memory_bytes))
+        order = tasks.ToForkServer(tasks.StartChild(number, role, memory_bytes, processors))
         try:
             local.send(self._sock, order, (sock.fileno(), stderr_fd))
         except PeerLost:
@@ -295,16 +300,22 @@ class _Shared:
             self.release()
 
     def start(
-        self, role: str, sock: socket.socket, stderr_fd: int, memory_bytes: int
+        self,
+        role: str,
+        sock: socket.socket,
+        stderr_fd: int,
+        memory_bytes: int,
+        processors: tuple[int, ...] = (),
     ) -> ForkedProcess:
         """Start a "worker", an "indexer" or a "fetcher" without waiting for it. `sock` is the
         child's end of the socket, `memory_bytes` its limit of private memory (fetchers have none).
+        It is bound to these processors, if there are any.
         """
         with self._changing:
             assert self._holder_count
             if self._server is None or self._server.is_lost:
                 self._server = _Server(self._stderr_fd)
-            return self._server.start(role, sock, stderr_fd, memory_bytes)
+            return self._server.start(role, sock, stderr_fd, memory_bytes, processors)
 
 
 fork_server = _Shared()

@@ -40,17 +40,21 @@ class WorkerProcess:
 
     @classmethod
     def start(
-        cls, stderr_fd: int | None, memory_bytes: int = MEMORY_BYTES, role: str = "worker"
+        cls,
+        stderr_fd: int | None,
+        memory_bytes: int = MEMORY_BYTES,
+        role: str = "worker",
+        processors: tuple[int, ...] = (),
     ) -> Self:
-        """Start a process of this role with this memory limit; its stderr goes to ours, or to the
-        given one. The caller holds the fork server.
+        """Start a process of this role with this memory limit, bound to these processors if there
+        are any; its stderr goes to ours, or to the given one. The caller holds the fork server.
         """
         ours, theirs = local.pair()
         ours.setblocking(False)
         said, says = os.pipe()
         try:
             with theirs:
-                process = fork_server.start(role, theirs, says, memory_bytes)
+                process = fork_server.start(role, theirs, says, memory_bytes, processors)
         except BaseException:
             ours.close()
             os.close(said)

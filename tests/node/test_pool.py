@@ -14,6 +14,8 @@ from dataplane.errors import CorruptShard, DataplaneError, DatasetChangedError
 from dataplane.model import Region
 from dataplane.rpc import tasks
 
+TIMEOUT_S = 60.0
+
 
 def test_a_job_whose_worker_is_killed_is_done_by_another_and_reported_once(tmp_path: Path) -> None:
     async def scene(bench: Bench) -> None:
@@ -260,3 +262,25 @@ def test_a_look_returns_the_share_of_busy_workers_since_the_last_look(tmp_path: 
         assert bench.pool.look()[1] > 0
 
     on_bench(arrow_shards(tmp_path, 4), scene)
+
+
+def test_workers_are_bound_to_the_numa_nodes_evenly(tmp_path: Path) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    nodes = (frozenset(usable[:1]), frozenset(usable[-1:]))
+
+    def bound(bench: Bench) -> list[list[int]]:
+        return sorted(sorted(os.sched_getaffinity(pid)) for pid in bench.pool.pids)
+
+    async def are_bound_evenly(bench: Bench) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            # A process binds itself right after the fork.
+            while bound(bench) != sorted(map(sorted, 2 * nodes)):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+
+    async def scene(bench: Bench) -> None:
+        await are_bound_evenly(bench)
+        os.kill(bench.pool.pids[0], signal.SIGKILL)
+        await bench.decode(0, ROOM)
+        await are_bound_evenly(bench)
+
+    on_bench(arrow_shards(tmp_path, 1), scene, workers=4, numa_nodes=nodes)

@@ -327,14 +327,16 @@ class FromForkServer(_message.Message):
     def __init__(self, child_started: _Optional[_Union[ChildStarted, _Mapping]] = ..., child_ended: _Optional[_Union[ChildEnded, _Mapping]] = ...) -> None: ...
 
 class StartChild(_message.Message):
-    __slots__ = ("number", "role", "memory_bytes")
+    __slots__ = ("number", "role", "memory_bytes", "processors")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROCESSORS_FIELD_NUMBER: _ClassVar[int]
     number: int
     role: str
     memory_bytes: int
-    def __init__(self, number: _Optional[int] = ..., role: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    processors: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., role: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., processors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KillChild(_message.Message):
     __slots__ = ("number",)
