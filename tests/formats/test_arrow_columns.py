@@ -308,3 +308,14 @@ def test_a_block_that_is_not_one_batch_is_refused() -> None:
             ARROW.decode(broken, index.schema, ["c1"])
     with pytest.raises(SchemaMismatch):
         ARROW.decode(part, index.schema.append(pa.field("more", pa.int8())), ["more"])
+
+
+def test_images_saved_by_another_library_are_left_out(data_dir: Path) -> None:
+    content = (data_dir / "huggingface-disk" / "data-00000-of-00001.arrow").read_bytes()
+    index = ARROW.index(MemoryShard(content))
+    table = pa.ipc.open_stream(content).read_all()
+    part = part_of(content, index, 0, ["label"])
+    assert sum(piece.length for piece in part.pieces) < 2_000 < len(content) // 100
+    found = ARROW.decode(part, index.schema, ["label"])
+    assert found.to_pydict() == {"label": table["label"].to_pylist()}
+    check_columns(content, table, ["image"])
