@@ -70,14 +70,16 @@ class BufferCounts:
     @classmethod
     def of(cls, schema: pa.Schema) -> Self | None:
         """None if a column has a type whose buffers are not known."""
-        known: dict[int, tuple[int, int, bool] | None] = {}
+        known: dict[int, tuple[int, int, bool]] = {}
         found = []
         for kind in schema.types:
-            counts = known[kind.id] if kind.id in known else _counted(kind)
-            if not (pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType)):
-                known[kind.id] = counts
+            counts = known.get(kind.id)
             if counts is None:
-                return None
+                counts = _counted(kind)
+                if counts is None:
+                    return None
+                if not (pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType)):
+                    known[kind.id] = counts
             found.append(counts)
         table = np.array(found, np.int64).reshape(-1, 3)
         return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2] > 0)

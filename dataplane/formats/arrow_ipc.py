@@ -90,7 +90,7 @@ class ArrowIpc:
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
         url, start = block.url, block.place.offset
-        part = partial_batch(block, schema, columns) if block.pieces else None
+        part = partial_batch(block, columns) if block.pieces else None
         if part is not None and not columns:
             check_rows(url, start, block.rows, part.head.rows)
             return batch_of({}, schema, columns, block.rows)

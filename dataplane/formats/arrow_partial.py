@@ -19,9 +19,8 @@ import pyarrow as pa
 from dataplane.formats.arrow_columns import Bools, BufferCounts, Int64, are_within
 from dataplane.formats.arrow_messages import CONTINUATION, Message, messages_of
 from dataplane.formats.base import RawBlock
-from dataplane.formats.conform import check_shard, dataset_schema
 from dataplane.formats.faults import corrupt, foreign_faults
-from dataplane.formats.flatbuf import RECORDS, Head, message_head, move_buffers
+from dataplane.formats.flatbuf import RECORDS, Head, move_buffers
 from dataplane.formats.source import Memory
 
 
@@ -34,15 +33,15 @@ class PartialBatch:
     body: memoryview
 
 
-def partial_batch(block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> PartialBatch:
-    """The record batch of a block of which `block.pieces` were read, with only these columns.
+def partial_batch(block: RawBlock, columns: Sequence[str]) -> PartialBatch:
+    """The record batch of a block of which `block.pieces` were read, with only these columns, as
+    far as the shard has them.
 
-    Raises:  CorruptShard: its buffers do not lie in these pieces.  SchemaMismatch: as `decode`.
+    Raises:  CorruptShard: its buffers do not lie in these pieces.
     """
     url, start, first = block.url, block.place.offset, block.pieces[0]
     with foreign_faults(url, block.preamble_place.offset, "the schema of the shard is damaged"):
         stored = pa.ipc.open_stream(pa.py_buffer(block.preamble)).schema
-    check_shard(dataset_schema(stored, url), schema, columns, url)
     begun = block.body[: first.length] if first.offset == start else block.body[:0]
     source = Memory(url, begun, start)
     message = next(messages_of(source, start, start + block.place.length, file=True), None)
@@ -55,8 +54,8 @@ def partial_batch(block: RawBlock, schema: pa.Schema, columns: Sequence[str]) ->
     with foreign_faults(url, start, "the metadata of the record batch is damaged"):
         metadata = memoryview(bytearray(begun[: message.metadata_length]))
         skip = 8 if bytes(metadata[:4]) == CONTINUATION else 4
-        move_buffers(metadata[skip:], starts.tolist(), sizes.tolist(), len(body))
-        return PartialBatch(message_head(metadata[skip:]), metadata.toreadonly(), body)
+        head = move_buffers(metadata[skip:], starts.tobytes(), sizes.tobytes(), len(body))
+        return PartialBatch(head, metadata.toreadonly(), body)
 
 
 def _of_columns(block: RawBlock, stored: pa.Schema, head: Head, is_wanted: Bools) -> Bools:

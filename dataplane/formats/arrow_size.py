@@ -8,6 +8,14 @@ import pyarrow as pa
 
 # Values of unknown length (text, binary) are assumed to compress at most this much.
 VARIABLE_RATIO = 8
+_NUMBERS = frozenset(
+    kind.id
+    for kind in (
+        *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32()),
+        *(pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.bool_()),
+    )
+)
+"""Types whose ids tell their widths: wide tables have tens of thousands of such columns."""
 
 
 def decoded_estimate(schema: pa.Schema, nodes: Sequence[int], body_length: int) -> int:
@@ -26,7 +34,18 @@ def column_sizes(schema: pa.Schema, nodes: Sequence[int]) -> list[tuple[int, boo
     Shapes:  nodes: as in `decoded_estimate`.
     """
     lengths = iter(nodes)
-    return [_size(field.type, lengths) for field in schema]
+    known: dict[tuple[int, int], tuple[int, bool]] = {}
+    found = []
+    for kind in schema.types:
+        if kind.id not in _NUMBERS:
+            found.append(_size(kind, lengths))
+            continue
+        length = next(lengths, 0)
+        size = known.get((kind.id, length))
+        if size is None:
+            size = known[kind.id, length] = _size(kind, iter((length,)))
+        found.append(size)
+    return found
 
 
 def _size(kind: pa.DataType, lengths: Iterator[int]) -> tuple[int, bool]:

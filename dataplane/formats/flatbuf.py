@@ -142,26 +142,27 @@ def message_head(metadata: memoryview) -> Head:
     )
 
 
-def move_buffers(
-    metadata: memoryview, starts: Sequence[int], sizes: Sequence[int], body_length: int
-) -> None:
-    """Change where the buffers of a record batch lie in its body, in place.
+def move_buffers(metadata: memoryview, starts: bytes, sizes: bytes, body_length: int) -> Head:
+    """Change where the buffers of a record batch lie in its body, in place; returns the new
+    metadata.
 
+    Shapes:  starts, sizes: int64[buffers].
     Raises:  ValueError: not a record batch with so many buffers, or its parts overlap.
     """
     before, message = message_head(metadata), root(metadata)
     batch, length_at = message.table(2), message.place(3)
-    if before.kind != RECORDS or batch is None or len(before.sizes) != len(sizes):
-        raise ValueError(f"not a record batch of {len(sizes)} buffers")
+    pairs = array("q", bytes(len(starts) + len(sizes)))
+    pairs[::2], pairs[1::2] = array("q", starts), array("q", sizes)
+    if before.kind != RECORDS or batch is None or len(pairs) != 2 * len(before.sizes):
+        raise ValueError(f"not a record batch of {len(pairs) // 2} buffers")
     if length_at:
         _NUMBER.pack_into(metadata, length_at, body_length)
-    pairs = array("q", bytes(_PAIR_BYTES * len(sizes)))
-    pairs[::2], pairs[1::2] = array("q", starts), array("q", sizes)
     batch.vector(2, _PAIR_BYTES)[:] = pairs.tobytes()
-    after = message_head(metadata)
     expected = replace(before, starts=pairs[::2], sizes=pairs[1::2], body_length=body_length)
+    after = message_head(metadata)
     if after != expected:
         raise ValueError("the parts of its metadata overlap")
+    return after
 
 
 def footer_batches(footer: memoryview) -> list[tuple[int, int]]:

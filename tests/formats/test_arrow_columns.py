@@ -9,6 +9,7 @@ import io
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
