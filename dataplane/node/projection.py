@@ -20,7 +20,7 @@ HOLE_BYTES_MIN = 256 << 10
 # more (PARQUET-816).
 _SLACK_BYTES = 128
 # Arrow aligns its buffers; what is read stays aligned if holes are whole multiples of that.
-_ALIGNED_BYTES = 64
+_BUFFER_STEP = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +102,6 @@ def _holes(
     block, at = np.nonzero(is_spare & ~after_spare)
     last = np.nonzero(is_spare & ~before_spare)[1]
     start, end = offset[block, at] + _SLACK_BYTES, ends[block, last]
-    start += (end - start) % _ALIGNED_BYTES
+    start += (end - start) % _BUFFER_STEP
     is_hole = end - start >= HOLE_BYTES_MIN
     return block[is_hole], start[is_hole], end[is_hole]
