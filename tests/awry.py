@@ -8,6 +8,7 @@ import hashlib
 import http.server
 import re
 import socket
+import ssl
 import struct
 import threading
 import urllib.parse
@@ -16,6 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from dataplane_bench.certificates import Certificate
 
 
 class Mood(enum.Enum):
@@ -48,10 +51,11 @@ class Awry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: set[socket.socket] = field(default_factory=set)
     port: int = 0
+    certificate: Certificate | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self.port}"
 
     def be(self, *moods: Mood, then: Mood = Mood.WELL) -> None:
         with self.lock:
@@ -69,13 +73,18 @@ class Awry:
             "AWS_SECRET_ACCESS_KEY": "thing",
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_REGION": "us-east-1",
+            **({"SSL_CERT_FILE": str(self.certificate.authority)} if self.certificate else {}),
         }
 
 
 @contextlib.contextmanager
-def awry_server(objects: dict[str, bytes]) -> Iterator[Awry]:
-    """Serve `objects` ("bucket/key" -> body) on a free port of 127.0.0.1."""
-    state = Awry(objects)
+def awry_server(
+    objects: dict[str, bytes], certificate: Certificate | None = None
+) -> Iterator[Awry]:
+    """Serve `objects` ("bucket/key" -> body) on a free port of 127.0.0.1, over TLS if there is a
+    certificate.
+    """
+    state = Awry(objects, certificate=certificate)
 
     class Answer(_Answer):
         awry = state
@@ -88,6 +97,13 @@ def awry_server(objects: dict[str, bytes]) -> Iterator[Awry]:
             """A client that went away is part of the test."""
 
     server = Server(("127.0.0.1", 0), Answer)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate.certificate, certificate.key)
+        # The handshake is the first read, in the thread of the connection.
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
     state.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), name="awry")
     thread.start()

@@ -35,6 +35,9 @@ from dataplane.fetcher.hedging import Hedging
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.machine import collect_rarely
 from dataplane.rpc import fetches, local, tasks
+
+# Imported here, so that the fork server does it once for all fetchers.
+from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
 from dataplane.store.gate import Pause, Share
 from dataplane.store.outage import Observe, Outage
@@ -76,6 +79,10 @@ class Reads:
         self._lock = threading.Lock()
         self._reading: dict[int, _Read] = {}
         self._trouble: dict[str, str] = {}
+
+    def prepare(self, store: str) -> None:
+        """Open this store while the first order is on its way."""
+        self._threads.submit(self._stores.connect, store)
 
     def serve(self) -> None:
         """Carry out the node's orders.   Raises:  PeerLost: the node is gone."""
@@ -240,7 +247,10 @@ def run(sock: socket.socket) -> None:
         def stores(observe: Observe, share: Share) -> Stores:
             return Stores(start.budget_s, start.request_timeout_s, observe, share=share)
 
-        Reads(sock, arenas, stores).serve()
+        reads = Reads(sock, arenas, stores)
+        if start.store:
+            reads.prepare(start.store)
+        reads.serve()
     except PeerLost:
         return
 

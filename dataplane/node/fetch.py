@@ -30,7 +30,7 @@ from dataplane.store.base import Store
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outages
 from dataplane.store.unreachable import UNREACHABLE
-from dataplane.store.urls import normalise, scheme_of
+from dataplane.store.urls import base_of, normalise, scheme_of
 from dataplane.trace import Trace
 
 Report = Callable[[DataplaneError | None], None]
@@ -43,8 +43,8 @@ _GIVEN_UP_MAX = 256
 class RangeSource(Protocol):
     """Where ranges are read from when no cache has them. `Fetchers` is one."""
 
-    def start(self) -> None:
-        """Get ready: reads will follow."""
+    def start(self, store: str = "") -> None:
+        """Get ready: reads will follow, of this store if one is named."""
 
     def read(self, order: fetches.ReadBody, report: Report) -> None:
         """Carry out an order; `report` is called later, when its memory is no longer written."""
@@ -114,7 +114,7 @@ class Fetcher:
             nonlocal is_started
             if not is_started and scheme_of(normalise(url)) != "file":
                 is_started = True
-                loop.call_soon_threadsafe(self._origin.start)
+                loop.call_soon_threadsafe(self._origin.start, base_of(normalise(url)))
             return connect(url)
 
         return connected

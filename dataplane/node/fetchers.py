@@ -116,10 +116,14 @@ class Fetchers:
         """The process ids of the fetchers that can read."""
         return tuple(each.process.pid for each in self._fetchers)
 
-    def start(self) -> None:
-        """Start the first fetchers, if they are not there; does not wait for them."""
+    def start(self, store: str = "") -> None:
+        """Start the first fetchers, if they are not there; does not wait for them. Those started
+        from now on connect to this store at once.
+        """
         if self._closed:
             return
+        if store:
+            self._start = replace(self._start, store=store)
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             fork_server.acquire()

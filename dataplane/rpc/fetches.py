@@ -22,6 +22,7 @@ class StartFetching:
     request_timeout_s: float
     log_level: str = "info"
     log_format: str = "text"
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from awry import Awry, Mood, awry_server
+from dataplane_bench.certificates import make
 from servers import S3Server
 
 from dataplane.arena.memfd import Arena
@@ -24,10 +30,12 @@ from dataplane.errors import (
     StoreUnavailable,
 )
 from dataplane.fetcher.hedging import READS_MIN
+from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.process import Reads
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, local, tasks
+from dataplane.scheduler.fetchers import BUSY_LOOKS
 from dataplane.store.connect import open_store
 from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
@@ -51,9 +59,20 @@ def one_fork_server(run_mark: str) -> Iterator[None]:
 @pytest.fixture
 def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
     with awry_server({"bucket/shard.bin": BODY}) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+        reach(server, monkeypatch)
         yield server
+
+
+@pytest.fixture
+def awry_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Awry]:
+    with awry_server({"bucket/shard.bin": BODY}, make(tmp_path)) as server:
+        reach(server, monkeypatch)
+        yield server
+
+
+def reach(server: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
 
 
 class Node:
@@ -184,6 +203,43 @@ def test_a_read_that_ends_every_fetcher_fails_and_names_its_shard(awry: Awry) ->
     asyncio.run(play())
 
 
+def test_reads_that_wait_for_a_thread_get_another_fetcher_up_to_the_bound(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node(count=2) as at:
+            awry.be(then=Mood.HANG)
+            reads = [asyncio.ensure_future(at.read(etag)) for _ in range(READS_MAX + 3)]
+            await at.until(lambda: len(awry.seen) == READS_MAX)
+            assert len(at.fetchers.pids) == 1
+            for _ in range(2 * BUSY_LOOKS):
+                at.fetchers.look()
+            assert len(at.fetchers.pids) == 2
+            await at.until(lambda: len(awry.seen) == READS_MAX + 3)
+            for read in reads:
+                read.cancel()
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow  # another interpreter; test_forking.py has a fetcher whose socket closes
+def test_fetchers_end_with_their_node_also_in_the_middle_of_reads(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+    awry.be(then=Mood.HANG)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, etag]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        fetcher = psutil.Process(int(process.stdout.readline()))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not awry.seen:
+            assert time.monotonic() < deadline
+            os.sched_yield()
+        process.kill()
+    psutil.wait_procs([fetcher], TIMEOUT_S)
+    assert not fetcher.is_running()
+
+
 def test_a_pause_that_one_process_was_asked_for_is_kept_by_all(awry: Awry) -> None:
     etag = open_store("s3://bucket").head(URL).etag
 
@@ -242,8 +298,13 @@ def test_what_a_killed_fetcher_alone_saw_is_over_with_it(awry: Awry) -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("mood", [Mood.STALL, Mood.HANG])
-def test_a_straggler_is_asked_for_again_and_the_first_answer_counts(awry: Awry, mood: Mood) -> None:
+@pytest.mark.parametrize(
+    ("over", "mood"), [("awry", Mood.STALL), ("awry", Mood.HANG), ("awry_tls", Mood.STALL)]
+)
+def test_a_straggler_is_asked_for_again_and_the_first_answer_counts(
+    request: pytest.FixtureRequest, over: str, mood: Mood
+) -> None:
+    awry: Awry = request.getfixturevalue(over)
     etag = open_store("s3://bucket").head(URL).etag
 
     async def play() -> None:
@@ -308,3 +369,16 @@ def test_whatever_a_store_raises_is_reported(failure: BaseException) -> None:
     assert body.number == 7
     assert type(body.error) is StoreError
     assert f"{type(failure).__name__}: {failure}" in str(body.error)
+
+
+async def _read_for_ever(etag: str) -> None:
+    async with node() as at:
+        read = asyncio.ensure_future(at.read(etag))
+        await at.until(lambda: at.fetchers.pids)
+        sys.stdout.write(f"{at.fetchers.pids[0]}\n")
+        sys.stdout.flush()
+        await read
+
+
+if __name__ == "__main__":
+    asyncio.run(_read_for_ever(sys.argv[1]))
