@@ -43,7 +43,7 @@ def small_holes() -> Iterator[None]:
         patch.setattr(arrow_columns, "PLACED_BYTES_MIN", 0)
         patch.setattr(projection, "HOLE_BYTES_MIN", 1)
         patch.setattr(projection, "_SLACK_BYTES", 0)
-        patch.setattr(projection, "_ALIGNED_BYTES", 8)
+        patch.setattr(projection, "_BUFFER_STEP", 8)
         yield
 
 
