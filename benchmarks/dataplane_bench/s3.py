@@ -37,6 +37,7 @@ _PORTS = (
     "filer.port.grpc",
 )
 _PORT_BELOW = 55536  # SeaweedFS adds 10000 to some
+_SOCKET_FOLDER_LENGTH_MAX = 90  # the path of a Unix socket has 107 characters at most
 _VOLUMES_MAX = 1000  # of all buckets: a limit, nothing is reserved
 
 
@@ -112,11 +113,14 @@ def _started(
     certificate: Certificate | None,
 ) -> S3Server:
     access_key, secret_key = "dataplane", secrets.token_hex(16)
-    log = folder / "s3.log"
+    log, sockets = folder / "s3.log", folder
+    if len(str(folder)) > _SOCKET_FOLDER_LENGTH_MAX:
+        made = tempfile.TemporaryDirectory(prefix="s3-", dir="/tmp")
+        sockets = Path(stack.enter_context(made))
     for attempt in range(START_ATTEMPTS):
         *ports, tls_port = free_ports(len(_PORTS) + 1, _PORT_BELOW)
         with contextlib.ExitStack() as trial:
-            command = _command(folder, ports, access_key, secret_key)
+            command = _command(folder, sockets, ports, access_key, secret_key)
             if certificate is not None:
                 command += [f"-s3.port.https={tls_port}", f"-s3.key.file={certificate.key}"]
                 command += [f"-s3.cert.file={certificate.certificate}"]
@@ -139,7 +143,9 @@ def _started(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _command(folder: Path, ports: Sequence[int], access_key: str, secret_key: str) -> list[str]:
+def _command(
+    folder: Path, sockets: Path, ports: Sequence[int], access_key: str, secret_key: str
+) -> list[str]:
     # Each attempt has its own store: a failed one may have left an incomplete store.
     store, config = tempfile.mkdtemp(prefix="s3-", dir=folder), folder / "s3.json"
     identity = {
@@ -159,7 +165,7 @@ def _command(folder: Path, ports: Sequence[int], access_key: str, secret_key: st
         *("-master.telemetry=false", "-master.electionTimeout=1s"),
         *("-master.volumeSizeLimitMB=256", f"-volume.max={_VOLUMES_MAX}"),
         "-volume.preStopSeconds=0",
-        *(f"-s3.localSocket={folder}/s3.sock", f"-filer.localSocket={folder}/filer.sock"),
+        *(f"-s3.localSocket={sockets}/s3.sock", f"-filer.localSocket={sockets}/filer.sock"),
     ]
 
 
