@@ -62,6 +62,7 @@ class Arena:
         self._while_mapped = weakref.ref(self._buffer.obj)
         self._reserved = 0
         self._mapped = bytearray()
+        self._allocated = bytearray()
 
     @classmethod
     def create(cls, label: str, size_bytes: int) -> Arena:
@@ -159,6 +160,21 @@ class Arena:
                 f"no memory for an arena of {end} bytes: {error}; {_LESS}",
                 needed=end,
             ) from error
+
+    def reserve_once(self, offset: int, length: int) -> None:
+        """Allocate the memory of bytes [offset, offset + length), unless this process did so
+        before. Allocating takes 0.1 to 0.3 ms a MiB, and a tenth of it if another process did so.
+
+        Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
+        """
+        first, end = offset // _PIECE_BYTES, -(-(offset + length) // _PIECE_BYTES)
+        if len(self._allocated) < end:
+            self._allocated.extend(bytes(end - len(self._allocated)))
+        if self._allocated.find(0, first, end) < 0:
+            return
+        start = first * _PIECE_BYTES
+        self.reserve_part(start, min(end * _PIECE_BYTES, self.size_bytes) - start)
+        self._allocated[first:end] = b"\1" * (end - first)
 
     def release(self, offset: int, length: int) -> None:
         """Return whole pages to the machine, in all processes that map them. They then read as

@@ -5,7 +5,8 @@ lock. In processes of their own they take none of the node's time, and as many p
 rate needs.
 
 Invariants:
-1. It writes only into the region of a read, and only until it reports the end of that read.
+1. It writes only into the region of a read, whose memory it allocates first, and only until it
+   reports the end of that read.
 2. It parses none of the bytes that it reads. It has the node's credentials, since it does what the
    node's own stores do; it gets them over a socket that nobody else can open.
 3. Each read ends with one message, whatever the store raises.
@@ -122,6 +123,7 @@ class Reads:
         arena = self._arenas[order.arena_id]
 
         def work() -> None:
+            arena.reserve_once(into.offset, into.length)
             arena.populate_once(into.offset, into.length)
             with arena.view(into.offset, into.length) as view, raced(read.race):
                 self._fill(order, view)
@@ -168,6 +170,7 @@ class Reads:
 
     def _copy(self, order: fetches.CopyPreamble) -> None:
         kept, into = order.kept, order.into
+        self._arenas[tasks.BLOCK_ARENA].reserve_once(into.offset, into.length)
         with (
             self._arenas[tasks.PREAMBLE_ARENA].view(kept.offset, kept.length) as source,
             self._arenas[tasks.BLOCK_ARENA].view(into.offset, into.length) as target,

@@ -228,11 +228,6 @@ class Engine:
 
     def _fetch(self, effect: events.Fetch) -> None:
         into, key = effect.into, effect.key
-        try:
-            self._reserve(into)
-        except BudgetTooSmall as error:
-            self._tell(events.BlockFetched(key, error))
-            return
         dataset = self._datasets[effect.dataset_id]
         raw, is_copied = dataset.raw_block(effect.block, into), not dataset.is_decoded(effect.block)
         self._fetcher.fetch(key, raw, into, partial(self._on_fetched, key), is_copied=is_copied)
@@ -304,7 +299,7 @@ class Engine:
 
     def _reserve(self, region: Region) -> None:
         """Raises:  BudgetTooSmall: the machine has no memory left for it."""
-        self._arena.reserve(region.offset + region.length)
+        self._arena.reserve_once(region.offset, region.length)
 
     # -- slabs -----------------------------------------------------------------------------------
 

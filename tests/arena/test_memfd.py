@@ -60,6 +60,17 @@ def test_whatever_was_mapped_before_what_is_mapped_has_no_page_fault(regions: Se
     arena.close()
 
 
+@given(regions=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)), max_size=8))
+def test_what_is_reserved_once_is_allocated_and_little_else(regions: Sequence[tuple[int, int]]):
+    arena, piece, pieces = Arena.create("test", SIZE), 64 << 10, set[int]()
+    for offset, most in regions:
+        length = min(most, SIZE - offset)
+        arena.reserve_once(offset, length)
+        pieces |= {*range(offset // piece, -(-(offset + length) // piece))}
+        assert os.fstat(arena.fd).st_blocks * 512 == len(pieces) * piece
+    arena.close()
+
+
 def test_a_view_outlives_the_arena():
     arena = Arena.create("test", SIZE)
     arena.reserve(SIZE)

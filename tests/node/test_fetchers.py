@@ -81,8 +81,7 @@ class Node:
     def __init__(self, count: int, budget_s: float, request_timeout_s: float) -> None:
         self.arena = Arena.create("blocks", ARENA_BYTES)
         self.preambles = Arena.create("preambles", ARENA_BYTES)
-        for arena in (self.arena, self.preambles):
-            arena.reserve(ARENA_BYTES)
+        self.preambles.reserve(ARENA_BYTES)  # the fetchers allocate what they need of the other
         environment = tuple(b"%s=%s" % entry for entry in os.environb.items())
         start = fetches.StartFetching(environment, budget_s, request_timeout_s)
         arenas = (self.arena, self.preambles)
@@ -142,6 +141,7 @@ def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
             assert await asyncio.gather(*reads) == [None] * 4
             for place in range(4):
                 assert at.bytes_at(place * LENGTH) == BODY[10 : 10 + LENGTH]
+            assert 4 * LENGTH <= os.fstat(at.arena.fd).st_blocks * 512 <= 4 * LENGTH + (64 << 10)
             changed = await at.read('"another"', url=url)
             assert isinstance(changed, DatasetChangedError)
             assert (changed.expected, changed.found) == ('"another"', etag)
