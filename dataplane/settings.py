@@ -134,8 +134,8 @@ SETTINGS: tuple[Setting, ...] = (
         "block_arena_bytes",
         units.BYTES,
         "memory for fetched and decoded blocks, per node",
-        # A quarter leaves memory for the trainers; beyond 4 GiB only caching would gain.
-        lambda machine, _environ: min(machine.memory_bytes // 4, 4 * GIB) // MIB * MIB,
+        # An eighth holds what a shuffle keeps open; small machines give up to a quarter.
+        lambda m, _: _within(m.memory_bytes // 8, min(m.memory_bytes // 4, 4 * GIB), 1 << 62),
     ),
     Setting(
         "delivery_bytes_per_rank",

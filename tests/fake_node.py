@@ -99,6 +99,7 @@ class Script:
     open_error: str = ""
     salt: str = ""
     pixels: str = ""
+    advice: tuple[str, ...] = ()
     linger_s: float = 0.1
 
 
@@ -244,13 +245,12 @@ class FakeNode:
             raise ConfigError(self.script.open_error)
         spec = JobSpec(
             f"fake{self.script.salt}", body.seed, body.shuffle, body.lanes or 1, body.window or 1,
-            body.global_batch, body.end, column_options=body.column_options,
-        )  # fmt: skip
+            body.global_batch, body.end, column_options=body.column_options)  # fmt: skip
         peer.job = body
         layout = self.slots.layout
         opened = JobOpened(
             spec, spec.digest(), DatasetIdentity("c", "l"), self.script.sample_count, SPECS, layout.arena_bytes,
-            layout.held_bytes_max, 1, self.script.stall_timeout_s, self.script.pixels,
+            layout.held_bytes_max, 1, self.script.stall_timeout_s, self.script.pixels, advice=self.script.advice,
         )  # fmt: skip
         self._send(peer, request_id, opened, (self.arena.fd,))
 

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import uuid
+import warnings
 
 from dataplane.arena.memfd import Arena
 from dataplane.client.bound import Recent
@@ -44,7 +45,10 @@ _STARTS_MAX = 3
 
 
 class Session:
-    """A job's open state in this process. Thread-safe. `request.member_id` is filled in here."""
+    """A job's open state in this process. Thread-safe. `request.member_id` is filled in here.
+
+    With `warns`, what the node advises is told as warnings when the job is first opened.
+    """
 
     def __init__(
         self,
@@ -54,9 +58,10 @@ class Session:
         pinning: Pinning | None = None,
         stall_timeout_s: float | None = None,
         open_timeout_s: float = OPEN_TIMEOUT_S,
+        warns: bool = True,
     ) -> None:
         self.endpoint, self.request = endpoint, request
-        self._pinning = pinning or NoDevice()
+        self._pinning, self._warns = pinning or NoDevice(), warns
         self._stall_timeout_s, self._open_timeout_s = stall_timeout_s, open_timeout_s
         self._mount: Mount | None = None
         self._job: JobOpened | None = None
@@ -139,7 +144,7 @@ class Session:
         with self._making:
             if self._closed:
                 raise ClosedError("this loader was closed; make a new one")
-            mount = self._mount
+            mount, is_first = self._mount, self._job is None
             if mount is not None and mount.wire.is_lost:
                 mount.retire()
                 mount = None
@@ -147,6 +152,9 @@ class Session:
                 mount = self._open(deadline)
                 _leave_at_the_end_of(os.getpid())
             self._mount = mount
+        if is_first and self._warns:
+            for each in mount.job.advice:
+                warnings.warn(each, stacklevel=2)
         return mount
 
     def lost(self, mount: Mount) -> None:

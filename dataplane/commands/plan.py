@@ -22,7 +22,8 @@ from dataplane.commands.options import (
 from dataplane.model import End
 
 if TYPE_CHECKING:
-    from dataplane.plan.explain import Cluster, Explanation
+    from dataplane.plan.cluster import Cluster
+    from dataplane.plan.explain import Explanation, HostFigures
     from dataplane.plan.manifest import Manifest
     from dataplane.plan.order import Order, SampleOrder
 
@@ -102,10 +103,14 @@ def plan(
     if as_json:
         output.write_json({**dataclasses.asdict(found), "hosts": hosts})
         return
-    output.write_table(("", "", ""), _lines(manifest, found))
+    output.write_table(("", "", ""), _lines(manifest, found, question.global_batch))
     output.stdout().print()
-    headings = ("host", "ranks", "begins with")
-    output.write_table(headings, [tuple(host.values()) for host in hosts], "who reads what")
+    headings = ("hosts", "ranks", "lanes a rank", "open windows", "reads", "times its share")
+    rows = [_host_row(each) for each in found.by_host_count]
+    output.write_table(headings, rows, "what each host takes, for so many hosts")
+    output.stdout().print()
+    of_hosts = ("host", "ranks", "begins with")
+    output.write_table(of_hosts, [tuple(host.values()) for host in hosts], "who reads what")
     for warning in found.warnings:
         output.warn(warning)
 
@@ -115,8 +120,9 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
 
     Raises:  ConfigError: invalid numbers for an order or a slice.
     """
+    from dataplane.plan.cluster import Cluster
     from dataplane.plan.defaults import BlockSizes, shuffle_of
-    from dataplane.plan.explain import Cluster, explain
+    from dataplane.plan.explain import explain
     from dataplane.plan.order import Order
 
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
@@ -134,8 +140,23 @@ def explained(manifest: Manifest, question: Question) -> tuple[Order, Cluster, E
     return order, cluster, explain(manifest, order, cluster, question.global_batch, question.end)
 
 
-def _lines(manifest: Manifest, found: Explanation) -> list[tuple[str, str, str]]:
+def _host_row(each: HostFigures) -> tuple[str, ...]:
     size = output.approximate_bytes
+    return (
+        f"{each.host_count:,}",
+        f"{each.dp_size:,}",
+        f"{each.lanes_per_rank:,}",
+        size(each.open_window_bytes_per_host),
+        size(each.bytes_read_per_host),
+        f"{each.reads_times_share:.2f}",
+    )
+
+
+def _lines(manifest: Manifest, found: Explanation, global_batch: int) -> list[tuple[str, str, str]]:
+    size = output.approximate_bytes
+    of_batch = "per batch"
+    if found.probed_per_batch < min(global_batch, manifest.sample_count):
+        of_batch = f"per {found.probed_per_batch:,} samples"
     return [
         ("samples", f"{manifest.sample_count:,}", f"in {manifest.block_count:,} blocks"),
         ("steps", f"{found.step_count:,}", "the same on every rank"),
@@ -152,16 +173,20 @@ def _lines(manifest: Manifest, found: Explanation) -> list[tuple[str, str, str]]
         ),
         ("displacement", f"{found.displacement:.3f}", "0: the dataset's order, 1: perfect"),
         (
-            "blocks per batch",
+            f"blocks {of_batch}",
             f"{found.blocks_per_batch:.1f}",
             f"a perfect shuffle: {found.blocks_per_batch_perfect:.1f}",
         ),
         (
-            "shards per batch",
+            f"shards {of_batch}",
             f"{found.shards_per_batch:.1f}",
             f"a perfect shuffle: {found.shards_per_batch_perfect:.1f}",
         ),
-        ("shuffle quality", f"{found.quality:.3f}", "0: none, 1: perfect"),
+        (
+            "shuffle quality",
+            f"{found.quality:.3f}",
+            "entropy of a batch's labels if the dataset is sorted by 100 labels; 1: perfect",
+        ),
     ]
 
 

@@ -47,6 +47,7 @@ class Dataset:
     columns are packed, it is decoded anyway. `blocks` is the scheduler's view of it;
     `largest_block` the one that takes most of the arena, raw and decoded together; `row_bytes` the
     approximate size of one sample in a slab, at least one. `has_bytes`: a column may hold images.
+    `kept_bytes` is what all blocks together would take of the arena.
     `categories` are the values of columns that come as codes.
 
     Shapes:  row_starts: int64[blocks + 1], the samples before each block.
@@ -63,6 +64,7 @@ class Dataset:
     row_starts: Ints
     row_bytes: int
     has_bytes: bool
+    kept_bytes: int
     categories: Mapping[str, pa.Array]
 
     def path(self, block: int) -> str | None:
@@ -309,5 +311,6 @@ def dataset_of(
         row_starts=starts_of(manifest.block_rows),
         row_bytes=_sample_bytes(manifest, found, projection),
         has_bytes=has_bytes,
+        kept_bytes=int(kept.sum()),
         categories=categories or {},
     )  # fmt: skip

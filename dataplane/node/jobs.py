@@ -33,6 +33,8 @@ from dataplane.node.joining import patiently
 from dataplane.node.member import ServedMember, progress_of
 from dataplane.node.slab_sizes import slab_sizes
 from dataplane.node.streams import Streams
+from dataplane.plan import advice
+from dataplane.plan.cluster import Cluster
 from dataplane.plan.defaults import BlockSizes, Shuffle, shuffle_of
 from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
@@ -61,6 +63,7 @@ class _Opened:
     manifest: Manifest
     identity: DatasetIdentity
     sizes: BlockSizes
+    stored_bytes: int
 
 
 class Jobs:
@@ -136,6 +139,7 @@ class Jobs:
             member.pixels,
             index_s=indexed - began,
             plan_s=time.monotonic() - indexed,
+            advice=_advice(opened, member, self._config.block_arena_bytes),
         )
 
     async def _admit(
@@ -253,7 +257,7 @@ class Jobs:
     def _opened(self, source: messages.DatasetSource) -> _Opened:
         manifest = self._open_manifest(source)
         sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
-        return _Opened(manifest, identity_of(manifest), sizes)
+        return _Opened(manifest, identity_of(manifest), sizes, int(manifest.block_length.sum()))
 
     def _check_budget(self, dataset: Dataset) -> None:
         """One block must fit: raw and decoded together, while it is decoded."""
@@ -364,6 +368,23 @@ def _spec_of(opened: _Opened, request: messages.OpenJob) -> JobSpec:
         column_options=in_order(request.column_options),
         ramp=shuffle.ramp,
     )
+
+
+def _advice(opened: _Opened, member: ServedMember, arena_bytes: int) -> tuple[str, ...]:
+    """What this rank tells its user: rank 0 of the job as a whole, and one rank a host of it."""
+    spec, place = member.spec, member.request.topology
+    if not spec.shuffle:
+        return ()
+    sizes, shuffle = opened.sizes, Shuffle(spec.lanes, spec.window, spec.ramp)
+    on_host = place.local_world_size * place.dp_size // place.world_size
+    cluster = Cluster(place.dp_size, min(max(on_host, 1), place.dp_size))
+    told: tuple[str, ...] = ()
+    if place.rank == 0:
+        told = advice.advice(sizes, shuffle, cluster, spec.global_batch, opened.stored_bytes)
+    if place.local_rank == 0:
+        kept = member.dataset.kept_bytes
+        told += tuple(filter(None, [advice.memory(sizes, shuffle, cluster, kept, arena_bytes)]))
+    return told
 
 
 async def _pixels_of(spec: JobSpec) -> str:

@@ -6,14 +6,14 @@ positions chosen by the keyed hash, so that the result is always the same.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from dataplane.errors import ConfigError
 from dataplane.model import End
-from dataplane.plan.defaults import BlockSizes
+from dataplane.plan.advice import advice
+from dataplane.plan.cluster import Cluster
+from dataplane.plan.defaults import BlockSizes, Shuffle
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.permute import Domain, key
@@ -27,6 +27,22 @@ _PROBES = 16
 _PROBE_SAMPLES = (1024, 65_536)
 _PROBE_ENTRIES = 1 << 25
 _DROP_SHARE_MAX = 0.01
+_HOST_COUNTS = tuple(1 << power for power in range(11))
+_LABELS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class HostFigures:
+    """What one host takes part in if there are so many of them, each with as many ranks as asked.
+    `reads_times_share` is 1 if no block is read by two hosts. An estimate from mean sizes.
+    """
+
+    host_count: int
+    dp_size: int
+    lanes_per_rank: int
+    open_window_bytes_per_host: int
+    bytes_read_per_host: int
+    reads_times_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +56,8 @@ class Explanation:
     chance). `blocks_per_batch` and `shards_per_batch` count the distinct blocks and shards in a
     global batch; their `_perfect` counterparts are those of a perfect shuffle. If a batch is too
     long, or opens too many long windows, only its first `probed_per_batch` samples are counted.
-    `quality` is the product of displacement and the share of blocks, each at most 1.
+    `quality` is the entropy of a batch's labels if the dataset is sorted by 100 labels, divided by
+    that of a perfect shuffle, at most 1.
     """
 
     step_count: int
@@ -61,27 +78,8 @@ class Explanation:
     shards_per_batch: float
     shards_per_batch_perfect: float
     quality: float
+    by_host_count: tuple[HostFigures, ...]
     warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The data-parallel ranks, host after host: rank r is on host r // ranks_per_host."""
-
-    dp_size: int = 1
-    ranks_per_host: int = 1
-
-    def __post_init__(self) -> None:
-        if self.ranks_per_host < 1 or self.dp_size < 1:
-            raise ConfigError(
-                f"dp_size {self.dp_size} and ranks_per_host {self.ranks_per_host}: both count"
-                " from 1",
-                field="dp_size" if self.dp_size < 1 else "ranks_per_host",
-            )
-
-    @property
-    def host_count(self) -> int:
-        return -(-self.dp_size // self.ranks_per_host)
 
 
 def explain(
@@ -94,14 +92,12 @@ def explain(
     samples = manifest.sample_count
     steps = Slice(samples, 0, global_batch, end, 0, cluster.dp_size).step_count
     hosts = _hosts_per_block(manifest, order, cluster)
-    # Lanes l and ranks r meet where l and r are equal modulo this number.
-    meeting = math.gcd(order.lanes, cluster.dp_size)
-    lanes_per_rank = order.lanes // meeting
-    lanes_per_host = lanes_per_rank * min(meeting, cluster.ranks_per_host)
+    lanes_per_host = cluster.lanes_per_host(order.lanes)
     sizes = BlockSizes.of(manifest.block_rows, manifest.block_decoded)
     quality = _probe(manifest, order, min(global_batch, samples))
     displacement = min(quality.displacement, 1.0)
     read = float(np.dot(hosts.astype(np.float64), manifest.block_length.astype(np.float64)))
+    stored = int(manifest.block_length.sum(dtype=np.int64))
     covered = steps * global_batch
     dropped, padded = max(samples - covered, 0), max(covered - samples, 0)
     return Explanation(
@@ -110,7 +106,7 @@ def explain(
         samples_padded=padded if end is End.PAD else 0,
         lanes=order.lanes,
         window=order.window,
-        lanes_per_rank=lanes_per_rank,
+        lanes_per_rank=cluster.lanes_per_rank(order.lanes),
         host_count=cluster.host_count,
         open_window_bytes_per_host=lanes_per_host * sizes.open_window_bytes(order.window),
         hosts_per_block_mean=float(hosts.mean()),
@@ -122,9 +118,34 @@ def explain(
         blocks_per_batch_perfect=quality.blocks_perfect,
         shards_per_batch=quality.shards,
         shards_per_batch_perfect=quality.shards_perfect,
-        quality=displacement * min(quality.blocks / quality.blocks_perfect, 1.0),
-        warnings=tuple(_warnings(order, cluster, sizes, lanes_per_host, dropped)),
+        quality=quality.entropy,
+        by_host_count=_by_host_count(order, sizes, cluster, stored),
+        warnings=(
+            *_advice(order, sizes, cluster, global_batch, stored),
+            *_warnings(order, lanes_per_host, dropped),
+        ),
     )
+
+
+def _by_host_count(
+    order: Order, sizes: BlockSizes, cluster: Cluster, stored_bytes: int
+) -> tuple[HostFigures, ...]:
+    found = []
+    for hosts in _HOST_COUNTS:
+        each = Cluster(hosts * cluster.ranks_per_host, cluster.ranks_per_host)
+        lanes = each.lanes_per_host(order.lanes)
+        times = each.hosts_per_block(order.lanes, sizes.blocks)
+        found.append(
+            HostFigures(
+                hosts,
+                each.dp_size,
+                each.lanes_per_rank(order.lanes),
+                lanes * sizes.open_window_bytes(order.window),
+                round(stored_bytes * times / hosts),
+                times,
+            )
+        )
+    return tuple(found)
 
 
 def _hosts_per_block(manifest: Manifest, order: Order, cluster: Cluster) -> Int64:
@@ -133,25 +154,14 @@ def _hosts_per_block(manifest: Manifest, order: Order, cluster: Cluster) -> Int6
     Shapes:  result: int64[K].
     """
     first, last = order.block_lanes(np.arange(manifest.block_count))
-    meeting = math.gcd(order.lanes, cluster.dp_size)
+    meeting = cluster.meeting(order.lanes)
     spanned = np.minimum(last - first, meeting - 1)
     distinct, number = np.unique(first % meeting * meeting + spanned, return_inverse=True)
-    found = [_hosts_of(name // meeting, name % meeting, cluster, meeting) for name in distinct]
+    found = [
+        cluster.hosts_of(int(name) // meeting, int(name) % meeting, order.lanes)
+        for name in distinct
+    ]
     return np.minimum(np.array(found, np.int64)[number], manifest.block_rows)
-
-
-def _hosts_of(first: int, more: int, cluster: Cluster, meeting: int) -> int:
-    """Hosts with a rank r so that (r - first) % meeting <= more."""
-    if meeting <= cluster.ranks_per_host or more == meeting - 1:
-        full = cluster.dp_size // cluster.ranks_per_host
-    else:
-        full = 0
-    start = np.arange(full, cluster.host_count) * cluster.ranks_per_host
-    stop = np.minimum(start + cluster.ranks_per_host, cluster.dp_size)
-    behind = (start - first) % meeting
-    # The host's first such rank is its first rank, or comes when the remainder wraps to 0.
-    reached = (behind <= more) | (start + meeting - behind < stop)
-    return full + int(reached.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,7 @@ class _Quality:
     blocks_perfect: float
     shards: float
     shards_perfect: float
+    entropy: float
 
 
 def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
@@ -174,12 +185,14 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
     entries = min(order.lanes, length) * order.window
     count = max(1, min(_PROBES, _PROBE_ENTRIES // entries, samples // length))
     starts = np.cumsum(manifest.block_rows) - manifest.block_rows
-    distance, perfect, blocks, shards = 0.0, 0.0, 0, 0
+    distance, perfect, blocks, shards, entropy = 0.0, 0.0, 0, 0, 0.0
     for probe in range(count):
         begin = key(order.seed, Domain.PROBE, order.epoch, probe) % (samples - length + 1)
         positions = np.arange(begin, begin + length, dtype=np.int64)
         block, row = order.locate(positions)
-        distance += float(np.abs(starts[block] + row - positions).sum())
+        sample = starts[block] + row
+        distance += float(np.abs(sample - positions).sum())
+        entropy += _entropy((sample[:batch] / samples * _LABELS).astype(np.int64))
         # The average distance from position t to a random place in [0, N).
         place = positions / samples
         perfect += float((place**2 + (1 - place) ** 2).sum()) * samples / 2
@@ -193,7 +206,25 @@ def _probe(manifest: Manifest, order: Order, batch: int) -> _Quality:
         blocks_perfect=_perfect(manifest.block_rows / samples, batch),
         shards=shards / count,
         shards_perfect=_perfect(shard_rows / samples, batch),
+        entropy=min(entropy / count / _perfect_entropy(batch), 1.0) if batch > 1 else 1.0,
     )
+
+
+def _entropy(labels: Int64) -> float:
+    """In bits."""
+    share = np.bincount(labels) / len(labels)
+    share = share[share > 0]
+    return float(-(share * np.log2(share)).sum())
+
+
+def _perfect_entropy(batch: int) -> float:
+    """The average entropy of the labels of `batch` > 1 independent samples."""
+    many = np.arange(batch + 1)
+    factorial = np.concatenate([[0.0], np.cumsum(np.log(many[1:]))])
+    chance = factorial[-1] - factorial - factorial[::-1]
+    chance += many * np.log(1 / _LABELS) + many[::-1] * np.log1p(-1 / _LABELS)
+    share = many[1:] / batch
+    return float(-(_LABELS * np.exp(chance[1:]) * share * np.log2(share)).sum())
 
 
 def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: int) -> float:
@@ -202,28 +233,17 @@ def _perfect(shares: np.ndarray[tuple[int, ...], np.dtype[np.float64]], batch: i
         return float(-np.expm1(np.log1p(-np.minimum(shares, 1.0)) * batch).sum())
 
 
-def _warnings(
-    order: Order, cluster: Cluster, sizes: BlockSizes, lanes_per_host: int, dropped: int
-) -> list[str]:
+def _advice(
+    order: Order, sizes: BlockSizes, cluster: Cluster, global_batch: int, stored_bytes: int
+) -> tuple[str, ...]:
+    if not order.shuffle:
+        return ()
+    shuffle = Shuffle(order.lanes, order.window, order.ramp)
+    return advice(sizes, shuffle, cluster, global_batch, stored_bytes)
+
+
+def _warnings(order: Order, lanes_per_host: int, dropped: int) -> list[str]:
     said: list[str] = []
-    lanes, dp_size = order.lanes, cluster.dp_size
-    if dp_size > lanes:
-        said.append(
-            f"dp_size {dp_size} is larger than the {lanes} lanes, so ranks share lanes and several"
-            f" hosts read the same blocks: choose a multiple of {dp_size} lanes for disjoint reads"
-        )
-    elif lanes % dp_size:
-        said.append(
-            f"{lanes} lanes are not a multiple of dp_size {dp_size}, so ranks share lanes and "
-            "several"
-            f" hosts read the same blocks: choose a multiple of {dp_size} lanes"
-        )
-    if order.shuffle and order.window < min(sizes.block_rows, -(-order.sample_count // lanes)):
-        said.append(
-            f"a window of {order.window} samples is smaller than a block of {sizes.block_rows}, "
-            "so samples that are neighbours in the dataset stay close: choose a longer window, "
-            "or fewer lanes"
-        )
     remembered = lanes_per_host * order.window * (2 if order.window <= 1 << 16 else 4)
     if order.shuffle and remembered > WINDOW_CACHE_BYTES:
         said.append(

@@ -74,8 +74,9 @@ class OpenJob:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job, equal on every rank; sent with the delivery arena's descriptor. The node spent
-    `index_s` on the dataset's index and `plan_s` on everything after that, both in seconds.
+    """The job, equal on every rank but for its advice; sent with the delivery arena's
+    descriptor. The node spent `index_s` on the dataset's index and `plan_s` on everything after
+    that, both in seconds.
     """
 
     spec: JobSpec
@@ -90,6 +91,7 @@ class JobOpened:
     pixels: str = ""
     index_s: float = 0.0
     plan_s: float = 0.0
+    advice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

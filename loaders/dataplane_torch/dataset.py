@@ -186,7 +186,12 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     def _session_of_process(self) -> Session:
         if self._session is None:
             job = self._job
-            self._session = Session(job.endpoint, job.request, stall_timeout_s=job.stall_timeout_s)
+            self._session = Session(
+                job.endpoint,
+                job.request,
+                stall_timeout_s=job.stall_timeout_s,
+                warns=_place()[0] == 0,  # and not every DataLoader worker
+            )
             weakref.finalize(self, self._session.close).atexit = False
         return self._session
 

@@ -106,6 +106,18 @@ def test_a_service_that_hangs_up_while_a_job_opens_is_asked_again(
         mine.close()
 
 
+def test_advice_is_told_when_a_job_is_first_opened_and_not_again(name, session) -> None:
+    mine = session()
+    with serving(Script(advice=("first", "second")), name), pytest.warns() as told:
+        mount = mine.mount()
+    assert [str(one.message) for one in told] == ["first", "second"]
+    while not mount.wire.is_lost:
+        mount.wire.tell_nowait(OpenJob("", "", "", open_job().source, open_job().topology))
+    with serving(Script(advice=("first",)), name):
+        assert mine.mount() is not mount
+        mine.close()
+
+
 def test_a_rank_that_finds_the_service_gone_between_two_steps_waits_for_it(
     name, session, said, beside
 ) -> None:

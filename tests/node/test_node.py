@@ -243,6 +243,21 @@ def test_tables_of_many_columns_in_tiny_batches_fit_their_packets(tmp_path: Path
     ]
 
 
+def test_a_job_whose_open_windows_do_not_fit_into_the_arena_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "wide.parquet"
+    blobs = [np.random.default_rng(row).bytes(1000) for row in range(300)]
+    pq.write_table(pa.table({"b": pa.array(blobs)}), path, row_group_size=10)
+    with Node(tmp_path, block_arena_bytes="128KiB", slab_bytes="16KiB") as node:
+        with Trainer(node) as trainer:
+            (said,) = trainer.open(str(path), shuffle=True, seed=3).advice
+            assert "MiB of blocks open on this host" in said
+            assert "its block arena has 0.1 MiB" in said
+            assert "raise block_arena_bytes to" in said
+        with Trainer(node) as trainer:
+            assert trainer.open(str(path), shuffle=False).advice == ()
+            assert trainer.open(str(path), job="k", shuffle=True, lanes=1, window=20).advice == ()
+
+
 def test_a_small_arena_over_s3_evicts_and_reloads_without_losing_samples(
     tmp_path: Path, s3_server: S3Server
 ) -> None:

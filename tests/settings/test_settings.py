@@ -62,9 +62,17 @@ def test_every_default_is_a_value_that_its_setting_may_have():
 
 
 @pytest.mark.parametrize(
-    ("memory", "expected"), [(8 << 30, 2 << 30), (1 << 40, 4 << 30), ((4 << 20) + 5, 1 << 20)]
+    ("memory", "expected"),
+    [
+        ((4 << 20) + 5, 1 << 20),
+        (4 << 30, 1 << 30),
+        (8 << 30, 2 << 30),
+        (24 << 30, 4 << 30),
+        (64 << 30, 8 << 30),
+        (1 << 40, 128 << 30),
+    ],
 )
-def test_the_block_arena_is_a_quarter_of_memory_up_to_a_bound(memory, expected):
+def test_the_block_arena_is_a_share_of_memory(memory, expected):
     machine = Machine(memory_bytes=memory, cpu_count=2, uid=0)
     assert resolved(machine=machine)["block_arena_bytes"].value == expected
 

@@ -116,7 +116,7 @@ class OpenJob(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., source: _Optional[_Union[DatasetSource, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., seed: _Optional[int] = ..., shuffle: bool = ..., lanes: _Optional[int] = ..., window: _Optional[int] = ..., global_batch: _Optional[int] = ..., end: _Optional[_Union[_types_pb2.End, str]] = ..., transforms: _Optional[_Iterable[_Union[_types_pb2.ImageSpec, _Mapping]]] = ..., sharing: _Optional[str] = ..., column_options: _Optional[_Union[_types_pb2.ColumnOptions, _Mapping]] = ...) -> None: ...
 
 class JobOpened(_message.Message):
-    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels", "index_s", "plan_s")
+    __slots__ = ("spec", "digest", "sample_count", "columns", "arena_bytes", "held_bytes_max", "generation", "stall_timeout_s", "dataset", "pixels", "index_s", "plan_s", "advice")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class JobOpened(_message.Message):
     PIXELS_FIELD_NUMBER: _ClassVar[int]
     INDEX_S_FIELD_NUMBER: _ClassVar[int]
     PLAN_S_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.JobSpec
     digest: str
     sample_count: int
@@ -141,7 +142,8 @@ class JobOpened(_message.Message):
     pixels: str
     index_s: float
     plan_s: float
-    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ..., index_s: _Optional[float] = ..., plan_s: _Optional[float] = ...) -> None: ...
+    advice: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., digest: _Optional[str] = ..., sample_count: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_types_pb2.ColumnSpec, _Mapping]]] = ..., arena_bytes: _Optional[int] = ..., held_bytes_max: _Optional[int] = ..., generation: _Optional[int] = ..., stall_timeout_s: _Optional[float] = ..., dataset: _Optional[_Union[_types_pb2.DatasetIdentity, _Mapping]] = ..., pixels: _Optional[str] = ..., index_s: _Optional[float] = ..., plan_s: _Optional[float] = ..., advice: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DescribeColumns(_message.Message):
     __slots__ = ("job_id", "first")

@@ -1,0 +1,70 @@
+"""Which hosts read which lanes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.errors import ConfigError
+
+# An estimate looks at so many lanes.
+_LANES_SEEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The data-parallel ranks, host after host: rank r is on host r // ranks_per_host."""
+
+    dp_size: int = 1
+    ranks_per_host: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_host < 1 or self.dp_size < 1:
+            raise ConfigError(
+                f"dp_size {self.dp_size} and ranks_per_host {self.ranks_per_host}: both count"
+                " from 1",
+                field="dp_size" if self.dp_size < 1 else "ranks_per_host",
+            )
+
+    @property
+    def host_count(self) -> int:
+        return -(-self.dp_size // self.ranks_per_host)
+
+    def meeting(self, lanes: int) -> int:
+        """Lanes l and ranks r meet where l and r are equal modulo this number."""
+        return math.gcd(lanes, self.dp_size)
+
+    def lanes_per_rank(self, lanes: int) -> int:
+        """How many lanes each rank reads."""
+        return lanes // self.meeting(lanes)
+
+    def lanes_per_host(self, lanes: int) -> int:
+        """How many lanes each host reads."""
+        return self.lanes_per_rank(lanes) * min(self.meeting(lanes), self.ranks_per_host)
+
+    def hosts_of(self, first: int, more: int, lanes: int) -> int:
+        """How many hosts read any of the lanes from `first` to `first + more`."""
+        meeting = self.meeting(lanes)
+        first, more = first % meeting, min(more, meeting - 1)
+        if meeting <= self.ranks_per_host or more == meeting - 1:
+            full = self.dp_size // self.ranks_per_host
+        else:
+            full = 0
+        start = np.arange(full, self.host_count) * self.ranks_per_host
+        stop = np.minimum(start + self.ranks_per_host, self.dp_size)
+        behind = (start - first) % meeting
+        # The host's first such rank is its first rank, or comes when the remainder wraps to 0.
+        reached = (behind <= more) | (start + meeting - behind < stop)
+        return full + int(reached.sum())
+
+    def hosts_per_block(self, lanes: int, blocks: int) -> float:
+        """How many hosts read a block, estimated for blocks of equal size: the hosts of its lane,
+        and for a block on a border those of both lanes.
+        """
+        step = -(-lanes // _LANES_SEEN)
+        seen = range(0, lanes, step)
+        alone, both = (sum(self.hosts_of(lane, more, lanes) for lane in seen) for more in (0, 1))
+        on_border = min(lanes / blocks, 1.0) if lanes > 1 else 0.0
+        return (alone + (both - alone) * on_border) / len(seen)
