@@ -13,12 +13,6 @@ EQUAL = (
     ),
     (
         _PLAN + "windows.py",
-        "first, last = int(offset.min()) // self._window, int(offset.max()) // self._window",
-        "first, last = int(offset.min()) // self._window, (int(offset.max()) * self._window)",
-        "the general way gives the same, a little later",
-    ),
-    (
-        _PLAN + "windows.py",
         "if self._window == 1 or not len(lane):",
         "if (self._window == 1 and (not len(lane))):",
         "windows of one sample are permuted to what they were",
