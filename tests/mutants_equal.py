@@ -24,12 +24,6 @@ EQUAL = (
         "numpy takes any negative number there",
     ),
     (
-        _PLAN + "explain.py",
-        "if meeting <= cluster.ranks_per_host or more == meeting - 1:",
-        "if (meeting < cluster.ranks_per_host) or more == meeting - 1:",
-        "the general way gives the same, a little later",
-    ),
-    (
         _PLAN + "finder.py",
         "parts = max(min(_PARTS_A_INTERVAL * count, _PARTS_NEAR), count)",
         "parts = max(min((_PARTS_A_INTERVAL // count), _PARTS_NEAR), count)",
