@@ -209,15 +209,16 @@ def interleaved(ranks: Sequence[Rows], first_position: int) -> Rows:
 
 def node_processes(launch: str) -> list[psutil.Process]:
     """The embedded nodes of one launch."""
-    found = []
+    found = {}
     for process in psutil.process_iter():
         try:
             ours = process.environ().get("TORCHELASTIC_RUN_ID") == launch
             if ours and "--listener-fd" in process.cmdline():
-                found.append(process)
+                found[process.pid] = (process, process.ppid())
         except psutil.Error:
             continue
-    return found
+    # Processes that are forked, and not started by exec, have the node's command line.
+    return [process for process, parent in found.values() if parent not in found]
 
 
 def worker_processes(node: psutil.Process) -> list[psutil.Process]:
