@@ -127,7 +127,7 @@ class Fetchers:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             fork_server.acquire()
-        while len(self._fetchers) < self._count.count:
+        for _ in range(self._count.count - len(self._fetchers)):  # some may end at once
             self._spawn()
 
     def read(self, order: fetches.ReadBody, report: Report) -> None:

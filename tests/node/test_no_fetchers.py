@@ -1,0 +1,54 @@
+"""Reads of a node that can start no fetcher."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+import pytest
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import DataplaneError, StoreError
+from dataplane.model import Region
+from dataplane.node.fetchers import Fetchers
+from dataplane.rpc import fetches
+from dataplane.store.outage import Outages
+from dataplane.trace import Trace
+from dataplane.worker import forking
+
+ARENA_BYTES = 1 << 20
+COPY = fetches.CopyPreamble(0, Region(0, 1), Region(0, 1))
+TIMEOUT_S = 60.0
+
+
+async def _ends_of(fetchers: Fetchers, count: int) -> list[DataplaneError | None]:
+    ends = [asyncio.get_running_loop().create_future() for _ in range(count)]
+    for end in ends:
+        fetchers.read(COPY, end.set_result)
+    async with asyncio.timeout(TIMEOUT_S):
+        return await asyncio.gather(*ends)
+
+
+def test_reads_fail_while_no_fetcher_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        arenas = Arena.create("blocks", ARENA_BYTES), Arena.create("preambles", ARENA_BYTES)
+        start = fetches.StartFetching((), 60.0, 30.0)
+        fetchers = Fetchers(1, start, arenas, Trace("test"), Outages())
+        try:
+            assert await _ends_of(fetchers, 1) == [None]
+            fetcher = psutil.Process(fetchers.pids[0])
+            server = fetcher.parent()
+            assert server is not None
+            with monkeypatch.context() as broken:
+                broken.setattr(forking, "_MODULE", "dataplane.no_such_module")
+                server.kill()
+                psutil.wait_procs([fetcher], TIMEOUT_S)
+                errors = await _ends_of(fetchers, 3)
+                assert [type(error) for error in errors] == [StoreError] * 3
+            assert await _ends_of(fetchers, 1) == [None]
+        finally:
+            fetchers.close()
+            for arena in arenas:
+                arena.close()
+
+    asyncio.run(play())
