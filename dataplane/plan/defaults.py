@@ -42,7 +42,7 @@ LANES_IF_SCARCE = 128
 # What the first windows of epoch 0 take together; but at least so many blocks, or an eighth of a
 # block a lane, since less than that would not be read sooner.
 RAMP_BYTES = 32 * MIB
-RAMP_BLOCKS_MIN = 8
+RAMP_BLOCKS_MIN = 4
 RAMP_SHARE_MIN = 8
 
 

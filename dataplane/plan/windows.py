@@ -76,8 +76,8 @@ class Windows:
         dtype = np.dtype(np.uint16 if window <= 1 << 16 else np.uint32)
         fitting = WINDOW_CACHE_BYTES // (window * dtype.itemsize)
         self._capacity = max(1, min(_HELD_PER_LANE * lanes, fitting))
-        # Pages that were never written take no memory.
-        self._pool = np.empty((self._capacity, window), dtype)
+        # It grows, since a rank opens the windows of its own lanes only.
+        self._pool = np.empty((1, window), dtype)
         self._slots: OrderedDict[int, int] = OrderedDict()
 
     def bounds(self, lane: Int64, offset: Int64) -> tuple[Int64, Int64]:
@@ -177,8 +177,17 @@ class Windows:
                 slot = self._slots.popitem(last=False)[1] if full else len(self._slots)
                 self._slots[int(found[each])] = slot
                 slots[each] = slot
+            self._grow(len(self._slots))
             self._fill(found[missing], slots[missing])
         return slots
+
+    def _grow(self, count: int) -> None:
+        if count <= len(self._pool):
+            return
+        count = min(max(count, 2 * len(self._pool)), self._capacity)
+        pool = np.empty((count, self._window), self._pool.dtype)
+        pool[: len(self._pool)] = self._pool
+        self._pool = pool
 
     def _length(self, lane: Int64) -> Int64:
         shared, longer = self._lengths

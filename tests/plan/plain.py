@@ -59,3 +59,34 @@ def order(block_rows, seed, lanes, window, epoch, ramp=0):
                 shuffled += [inside[place] for place in permutation(keyed, len(inside))]
         served.append(shuffled)
     return [served[position % lanes][position // lanes] for position in range(len(samples))]
+
+
+def defaults(samples, blocks, decoded):
+    """Lanes, window and ramp."""
+    size, block, rows = -(-decoded // samples), -(-decoded // blocks), -(-samples // blocks)
+    most = max(2**28, min(samples * size // 7, 36 * 2**30))
+    shortest = -(-rows // 16)
+
+    def window(lanes):
+        fitting = (most // lanes - block) // (size + 4)
+        return min(fitting, 2**22, 2**24 // lanes, -(-samples // lanes))
+
+    def fits(lanes):
+        return window(lanes) >= shortest and 7 * lanes <= blocks
+
+    wanted = samples * size // 2**30
+    if most < 256 * block and fits(128):
+        wanted = max(wanted, 128)
+    if samples <= 2**22 and samples * (size + 4) <= 2**28:
+        lanes, length = 1, samples
+    else:
+        choices = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1536, 3072)
+        lanes = max((each for each in choices if each <= wanted and fits(each)), default=1)
+        length = window(lanes)
+        if length < shortest:
+            length = max(1, min(rows, most // (size + 4), 2**22))
+    ramp = 0
+    least = max(-(-4 * rows // lanes), -(-rows // 8))
+    while lanes * (first := -(-length // 2**ramp)) * size > 2**25 and first >= 2 * least:
+        ramp += 1
+    return lanes, length, ramp

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from plan import plain
 
 from dataplane.plan.defaults import (
     LANES,
@@ -35,6 +36,15 @@ def test_sizes_are_means_rounded_up():
 
 
 @modest
+@given(st.integers(1, 1 << 34), st.integers(1, 5_000_000), st.integers(0, 1 << 44))
+def test_defaults_are_what_the_documentation_defines(samples, blocks, decoded):
+    blocks = min(blocks, samples)
+    rows, bytes_ = -(-samples // blocks), -(-decoded // blocks)
+    found = shuffle_of(BlockSizes(samples, blocks, rows, bytes_, -(-decoded // samples)))
+    assert (found.lanes, found.window, found.ramp) == plain.defaults(samples, blocks, decoded)
+
+
+@modest
 @given(datasets)
 def test_default_windows_fit_into_their_memory(sizes):
     found = shuffle_of(sizes)
@@ -52,7 +62,7 @@ def test_the_first_windows_of_epoch_0_are_no_longer_than_they_must_be(sizes):
     found = shuffle_of(sizes)
     first = -(-found.window // 2**found.ramp)
     together = found.lanes * first * sizes.sample_bytes
-    least = max(8 * sizes.block_rows, found.lanes * sizes.block_rows // 8)
+    least = max(4 * sizes.block_rows, found.lanes * sizes.block_rows // 8)
     if found.ramp:
         assert found.lanes * 2 * first * sizes.sample_bytes > RAMP_BYTES
         assert found.lanes * first >= least - found.lanes
@@ -78,7 +88,7 @@ def test_the_usual_numbers_of_gpus_divide_a_number_of_lanes(world):
     ("block_count", "rows", "sample_bytes", "expected"),
     [
         (50, 4000, 12, (1, 200_000, 0)),
-        (128, 512, 8200, (1, 32_208, 2)),
+        (128, 512, 8200, (1, 32_208, 3)),
         (10_000, 500, 4096, (16, 44_099, 7)),
         (1000, 5000, 4096, (128, 579, 0)),
         (2098, 610, 110_000, (128, 818, 3)),
