@@ -32,6 +32,8 @@ SIDE_BYTES: Final = 8
 """Of one length or offset."""
 INDEX_BYTES: Final = 8
 """Of one row in the row index."""
+NUMBER_BYTES: Final = 4
+"""Of one row number in an excerpt of a block."""
 TEXTS: Final = frozenset({Kind.BYTES, Kind.STRING})
 
 
@@ -82,6 +84,11 @@ def aligned(length: _Number) -> _Number:
 def row_index_bytes(rows: int) -> int:
     """Bytes that the row index of this many rows takes at the end of a slot."""
     return aligned(rows * INDEX_BYTES)
+
+
+def row_numbers_bytes(rows: int) -> int:
+    """What the numbers of so many rows take at the start of an excerpt of a block, as int32."""
+    return aligned(rows * NUMBER_BYTES)
 
 
 def in_slot(slot: Region, rows: int) -> tuple[Region, Region]:

@@ -120,6 +120,7 @@ class BlockSource:
     decoded: Region | None = None
     origin: Origin | None = None
     restart_indexes: Region | None = None
+    row_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,31 @@ class Assemble:
 
 
 @dataclass(frozen=True, slots=True)
+class ExcerptPlace:
+    """Where some rows of a block go: their numbers, which are there already, and the rows."""
+
+    into: Region
+    row_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extract:
+    """Copy rows of a block into excerpts."""
+
+    dataset_id: int
+    block_key: int
+    places: tuple[ExcerptPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """The size of each excerpt; one that is larger than its place was not written."""
+
+    bytes: tuple[int, ...]
+    disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CopySlab:
     """Copy a kept slab into a slot."""
 
@@ -177,8 +203,10 @@ class Assembled:
     disk: int = 0
 
 
-TaskBody = AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Assemble | CopySlab
-ResultBody = DataplaneError | Done | Decoded | Assembled | Reading | OutOfMemory
+TaskBody = (
+    AttachArena | DetachArena | OpenDataset | Decode | OpenBlocks | Extract | Assemble | CopySlab
+)  # fmt: skip
+ResultBody = DataplaneError | Done | Decoded | Extracted | Assembled | Reading | OutOfMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from dataplane.errors import DataplaneError, ImageError
 from dataplane.formats.tar import KEY
@@ -21,8 +22,9 @@ _KEY_LENGTH_MAX = 300
 
 class SlabImages:
     """The image columns of one slab. `specs` are the columns as they are delivered; `kept` are the
-    restart indexes of each block, if it has any.
+    restart indexes of each block, if it has any; `numbers` the number of each row in its block.
 
+    Shapes:  numbers: int32[rows].
     Raises:  ConfigError: a column holds no bytes.
     """
 
@@ -32,12 +34,13 @@ class SlabImages:
         specs: Sequence[ColumnSpec],
         origins: Sequence[Origin],
         kept: Sequence[Bytes | None],
+        numbers: npt.NDArray[np.int32],
     ) -> None:
         self.specs = delivered(specs, render.images)
         images = {image.column: steps_of(image) for image in render.images}
         self._images = {at: images[s.name] for at, s in enumerate(specs) if s.name in images}
         self._bytes_before = {at: _bytes_of(specs[:at]) for at in self._images}
-        self._render, self._origins = render, origins
+        self._render, self._origins, self._numbers = render, origins, numbers
         # Kept alive, since addresses point into their memory.
         self._held = kept
         self._restart_indexes = np.array(
@@ -51,7 +54,8 @@ class SlabImages:
     def write(
         self, at: int, blocks: Sequence[BlockColumns], row_index: RowIndex, rows: Rows, out: Bytes
     ) -> None:
-        """The pixels of the first rows of the index, as many as `out` has room for.
+        """The pixels of the first rows of the index, as many as `out` has room for. The index names
+        places in `blocks`, some of which may be excerpts.
 
         Shapes:  row_index: int32[rows, 2].   out: uint8[n * bytes of one image].
         Raises:  ImageError: names shard, row and column.
@@ -93,7 +97,7 @@ class SlabImages:
         """What draws the numbers of a step for each of these samples."""
         shards = np.array([origin.shard for origin in self._origins], np.int64)[row_index[:, 0]]
         first = np.array([origin.first_row for origin in self._origins], np.int64)
-        rows = first[row_index[:, 0]] + row_index[:, 1]
+        rows = first[row_index[:, 0]] + self._numbers[: len(row_index)]
         seed, epoch = self._render.seed, self._render.epoch
         return lambda step, count: draws.uniform(
             draws.draw_keys(column, step, seed, epoch, shards, rows), count
@@ -106,9 +110,9 @@ class SlabImages:
         row_index: RowIndex,
         error: ImageError,
     ) -> DataplaneError:
-        block, row = row_index[int(error.row or 0)].tolist()
-        origin, key = self._origins[block], _key_of(blocks[block], row)
-        row += origin.first_row
+        block, place = row_index[int(error.row or 0)].tolist()
+        origin, key = self._origins[block], _key_of(blocks[block], place)
+        row = origin.first_row + int(self._numbers[int(error.row or 0)])
         named = "" if key is None else f" ({KEY} {key!r})"
         return ImageError(
             f"{origin.url}: row {row}{named}, column {image.column!r}: {error}",

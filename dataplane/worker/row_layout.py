@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dataplane.compiled import Compiled
 from dataplane.errors import RowOutOfBounds
-from dataplane.model import ColumnSpec
+from dataplane.model import ColumnSpec, Kind
 from dataplane.worker.columns import (
     NOTHING,
     BlockColumns,
@@ -28,6 +28,7 @@ from dataplane.worker.columns import (
 from dataplane.worker.kernel import kernel
 from dataplane.worker.placed import OFFSET, VALUES, placed_columns
 from dataplane.worker.rows import fields_of
+from dataplane.worker.rows import rows_of as rows_from
 
 _LINE_BYTES = 64
 _SMALL_BYTES = 32
@@ -95,6 +96,51 @@ def store(
         start = len(region) - _packed_bytes(batch, row_layout)
         length = batch.num_rows * row_layout.row_bytes
         pack(batch, specs, row_layout, np.frombuffer(region, np.uint8, length, start), how, places)
+
+
+def rows_of_block(
+    columns: BlockColumns, specs: Sequence[ColumnSpec], rows: Ints
+) -> tuple[pa.RecordBatch, Bytes]:
+    """Some rows of an opened block: its columns that are not packed, and the packed rows.
+
+    Shapes:  rows: int64[n].   result[1]: uint8[n * row_bytes], none without a row layout.
+    Raises:  RowOutOfBounds: there is no such row, or it is not among the values of its column.
+    """
+    index = np.stack([np.zeros(len(rows), np.int32), rows.astype(np.int32)], axis=1)
+    opened = rows_from([columns], index)
+    batch, layout = columns.batch, columns.row_layout
+    for at, spec in enumerate(specs):
+        if spec.kind not in {Kind.FIXED, Kind.OBJECT}:
+            opened.spans(at)  # Arrow does not check them
+    others = batch.take(pa.array(rows)) if batch.num_columns else batch.slice(0, len(rows))
+    if layout is None:
+        return others, np.empty(0, np.uint8)
+    packed = columns.values[-1].view.reshape(-1, layout.row_bytes)[rows]
+    return others, packed.reshape(-1)
+
+
+def store_rows(
+    others: pa.RecordBatch, packed: Bytes, row_layout: RowLayout | None, region: memoryview
+) -> int:
+    """Write such rows like a stored block. Returns the bytes that they take; if these are more than
+    there are, nothing is written.
+    """
+    mock = pa.MockOutputStream()
+    with pa.ipc.new_stream(mock, others.schema) as writer:
+        writer.write_batch(others)
+    size = int(mock.size())
+    need = size if row_layout is None else _lines(size) + _lines(len(packed))
+    if need > len(region):
+        return need
+    with (
+        pa.FixedSizeBufferWriter(pa.py_buffer(region[:need])) as sink,
+        pa.ipc.new_stream(sink, others.schema) as writer,
+    ):
+        writer.write_batch(others)
+    if len(packed):
+        start = need - _lines(len(packed))
+        np.frombuffer(region, np.uint8, len(packed), start)[:] = packed
+    return need
 
 
 def open_stored(

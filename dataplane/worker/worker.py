@@ -16,7 +16,6 @@ import os
 import resource
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +35,8 @@ from dataplane.rpc.convert import encode
 from dataplane.rpc.messages import Batch, Layout
 from dataplane.worker import row_layout
 from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, RowLayout, open_block
+from dataplane.worker.disk_time import timed
+from dataplane.worker.excerpts import open_excerpt, places_of, write_excerpt
 from dataplane.worker.gather import Gather
 from dataplane.worker.mapped import MappedShard, MappedShards
 from dataplane.worker.placed import may_have_nulls, placed_columns
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from dataplane.worker.image_decoding import SlabImages
 
 _APART_BYTES = 1 << 20
-_FAULT_S_MAX = 0.02
-"""Reading a page from a disk usually takes no longer than this."""
 
 
 @dataclass(slots=True)
@@ -62,13 +61,14 @@ class _Dataset:
 @dataclass(frozen=True, slots=True)
 class _OpenBlock:
     """A block to gather from: the mapped file of its rows, if any, which rows it has, and the
-    restart indexes of its images.
+    restart indexes of its images. `numbers` are the rows of an excerpt, None of a whole block.
     """
 
     columns: BlockColumns
     shard: MappedShard | None
     origin: tasks.Origin | None
     restart_indexes: Bytes | None
+    numbers: Ints | None
 
 
 @dataclass(slots=True)
@@ -110,8 +110,8 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
 
 def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -> tasks.ResultBody:
     try:
-        if isinstance(body, tasks.Assemble | tasks.Decode):
-            return _timed(state, body)
+        if isinstance(body, tasks.Assemble | tasks.Decode | tasks.Extract):
+            return timed(lambda: _done(state, body))
         if isinstance(body, tasks.CopySlab):
             return _copy_slab(state, body)
         if isinstance(body, tasks.OpenBlocks):
@@ -135,19 +135,12 @@ def _answer(state: _State, body: tasks.TaskBody, descriptors: tuple[int, ...]) -
         return tasks.OutOfMemory() if is_out_of_memory(error) else _unexpected(body, error)
 
 
-def _timed(state: _State, body: tasks.Assemble | tasks.Decode) -> tasks.ResultBody:
-    """The answer, with the time spent waiting for the disk, if pages were read from one."""
-    before, began = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic()
-    done = _assemble(state, body) if isinstance(body, tasks.Assemble) else _decode(state, body)
-    after = resource.getrusage(resource.RUSAGE_THREAD)
-    if after.ru_majflt == before.ru_majflt:
-        return done
-    busy_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # Waiting for a disk is a voluntary context switch; sharing a processor is an involuntary one.
-    gave_up, was_made = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
-    waited_s = (time.monotonic() - began - busy_s) * gave_up / max(gave_up + was_made, 1)
-    most_s = (after.ru_majflt - before.ru_majflt) * _FAULT_S_MAX
-    return dataclasses.replace(done, disk=round(min(max(waited_s, 0.0), most_s) * 1e6))
+def _done(
+    state: _State, body: tasks.Assemble | tasks.Decode | tasks.Extract
+) -> tasks.Assembled | tasks.Decoded | tasks.Extracted:
+    if isinstance(body, tasks.Assemble):
+        return _assemble(state, body)
+    return _decode(state, body) if isinstance(body, tasks.Decode) else _extract(state, body)
 
 
 def _unexpected(body: tasks.TaskBody, error: Exception) -> DataplaneError:
@@ -249,25 +242,31 @@ def _open_blocks(state: _State, body: tasks.OpenBlocks) -> tasks.Done:
     dataset = state.datasets[body.dataset_id] if body.blocks else None
     for source in body.blocks:
         assert dataset is not None
-        columns = _columns_of(state, dataset, source)
+        columns, numbers = _columns_of(state, dataset, source)
         in_file = source.raw is not None and source.raw.path is not None
         shard = state.shards.of(source.raw) if in_file and source.raw is not None else None
         restart_indexes = _restart_indexes_of(state, source)
-        state.blocks[source.key] = _OpenBlock(columns, shard, source.origin, restart_indexes)
+        state.blocks[source.key] = _OpenBlock(
+            columns, shard, source.origin, restart_indexes, numbers
+        )
     return tasks.Done()
 
 
-def _columns_of(state: _State, dataset: _Dataset, source: tasks.BlockSource) -> BlockColumns:
+def _columns_of(
+    state: _State, dataset: _Dataset, source: tasks.BlockSource
+) -> tuple[BlockColumns, Ints | None]:
     specs = dataset.plan.specs
     if source.raw is not None:
         columns = open_block(_canonical_batch(state, dataset, source.raw)[0], specs)
         if source.raw.path is not None and not dataset.is_whole:
             state.shards.of(source.raw).populate(columns)
-        return columns
+        return columns, None
     assert source.decoded is not None
     region = source.decoded
     view = state.arenas[0].view(region.offset, region.length).toreadonly()
-    return row_layout.open_stored(view, specs, dataset.row_layout)
+    if source.row_count:
+        return open_excerpt(view, specs, dataset.row_layout, source.row_count)
+    return row_layout.open_stored(view, specs, dataset.row_layout), None
 
 
 def _restart_indexes_of(state: _State, source: tasks.BlockSource) -> Bytes | None:
@@ -287,11 +286,12 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
     try:
         if body.say_where:
             _read_one_by_one(state, dataset, body, rows)
-        slab_images = _slab_images(dataset, blocks, body.render)
+        slab_images = _slab_images(dataset, blocks, body.render, rows)
         specs = dataset.plan.specs if slab_images is None else slab_images.specs
         columns = [block.columns for block in blocks]
+        places = places_of(rows, [block.numbers for block in blocks])
         gather = Gather(
-            specs, columns, rows, body.batches, slab_images=slab_images, lists=dataset.plan.lists
+            specs, columns, places, body.batches, slab_images=slab_images, lists=dataset.plan.lists
         )
         slab = arena.view(body.slab.offset, body.slab.length)
         made = gather.into(slab, partial(arena.populate_once, body.slab.offset))
@@ -303,6 +303,20 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
         # error.
         for shard in {block.shard for block in blocks if block.shard is not None}:
             shard.check()
+
+
+def _extract(state: _State, body: tasks.Extract) -> tasks.Extracted:
+    dataset, block = state.datasets[body.dataset_id], state.blocks[body.block_key]
+    sizes: list[int] = []
+    try:
+        for place in body.places:
+            into = state.arenas[0].view(place.into.offset, place.into.length)
+            state.arenas[0].populate_once(place.into.offset, place.into.length)
+            sizes.append(write_excerpt(block.columns, dataset.plan.specs, into, place.row_count))
+        return tasks.Extracted(tuple(sizes))
+    finally:
+        if block.shard is not None:
+            block.shard.check()
 
 
 def _read_one_by_one(
@@ -329,9 +343,10 @@ def _gather_apart(
     dataset: _Dataset, block: _OpenBlock, rows: Sequence[int], render: tasks.Render | None
 ) -> None:
     """Gather rows of one block into scratch memory."""
-    slab_images = _slab_images(dataset, [block], render)
-    specs = dataset.plan.specs if slab_images is None else slab_images.specs
     index = np.array([(0, row) for row in rows], np.int32).reshape(-1, 2)
+    slab_images = _slab_images(dataset, [block], render, index)
+    specs = dataset.plan.specs if slab_images is None else slab_images.specs
+    index = places_of(index, [block.numbers])
     batches = (Batch(0, len(rows), len(rows)),)
     lists = dataset.plan.lists
     gather = Gather(specs, [block.columns], index, batches, slab_images=slab_images, lists=lists)
@@ -360,7 +375,10 @@ def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
 
 
 def _slab_images(
-    dataset: _Dataset, blocks: Sequence[_OpenBlock], render: tasks.Render | None
+    dataset: _Dataset,
+    blocks: Sequence[_OpenBlock],
+    render: tasks.Render | None,
+    row_index: RowIndex,
 ) -> SlabImages | None:
     if render is None:
         return None
@@ -370,7 +388,7 @@ def _slab_images(
     origins = [block.origin for block in blocks if block.origin is not None]
     assert len(origins) == len(blocks)
     restart_indexes = [block.restart_indexes for block in blocks]
-    return SlabImages(render, dataset.plan.specs, origins, restart_indexes)
+    return SlabImages(render, dataset.plan.specs, origins, restart_indexes, row_index[:, 1].copy())
 
 
 def main(descriptor: int, memory_bytes: int) -> None:

@@ -84,7 +84,8 @@ def test_crops_use_restart_indexes_of_other_epochs_and_columns() -> None:
 
     def drawn_in(epoch: int, restart_indexes: Sequence[np.ndarray | None]) -> list[bytes]:
         render = tasks.Render(tuple(images), 1, epoch)
-        pictures = SlabImages(render, specs, [tasks.Origin("s3://shard", 0, 0)], restart_indexes)
+        origins = [tasks.Origin("s3://shard", 0, 0)]
+        pictures = SlabImages(render, specs, origins, restart_indexes, index[:, 1])
         out = np.zeros((2, rows * 16 * 16 * 3), np.uint8)
         for at in range(2):
             pictures.write(at, [block], index, rows_of([block], index), out[at])

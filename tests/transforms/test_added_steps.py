@@ -207,9 +207,8 @@ def test_a_worker_applies_an_added_step_to_its_images(monkeypatch: pytest.Monkey
 
     def written(*steps: object) -> np.ndarray:
         spec = image_spec("jpg", [CenterCrop((40, 60)), *steps])
-        images = SlabImages(
-            tasks.Render((spec,), 5, 1), specs, [tasks.Origin("s3://shard", 0, 100)], [None]
-        )
+        render, origins = tasks.Render((spec,), 5, 1), [tasks.Origin("s3://shard", 0, 100)]
+        images = SlabImages(render, specs, origins, [None], index[:, 1])
         out = np.zeros((len(index), 40, 60, 3), np.uint8)
         images.write(0, [block], index, rows_of([block], index), out.reshape(-1))
         return out

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Task(_message.Message):
-    __slots__ = ("attach_arena", "detach_arena", "open_dataset", "decode", "assemble", "open_blocks", "copy_slab")
+    __slots__ = ("attach_arena", "detach_arena", "open_dataset", "decode", "assemble", "open_blocks", "copy_slab", "extract")
     ATTACH_ARENA_FIELD_NUMBER: _ClassVar[int]
     DETACH_ARENA_FIELD_NUMBER: _ClassVar[int]
     OPEN_DATASET_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class Task(_message.Message):
     ASSEMBLE_FIELD_NUMBER: _ClassVar[int]
     OPEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COPY_SLAB_FIELD_NUMBER: _ClassVar[int]
+    EXTRACT_FIELD_NUMBER: _ClassVar[int]
     attach_arena: AttachArena
     detach_arena: DetachArena
     open_dataset: OpenDataset
@@ -24,23 +25,26 @@ class Task(_message.Message):
     assemble: Assemble
     open_blocks: OpenBlocks
     copy_slab: CopySlab
-    def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ..., open_blocks: _Optional[_Union[OpenBlocks, _Mapping]] = ..., copy_slab: _Optional[_Union[CopySlab, _Mapping]] = ...) -> None: ...
+    extract: Extract
+    def __init__(self, attach_arena: _Optional[_Union[AttachArena, _Mapping]] = ..., detach_arena: _Optional[_Union[DetachArena, _Mapping]] = ..., open_dataset: _Optional[_Union[OpenDataset, _Mapping]] = ..., decode: _Optional[_Union[Decode, _Mapping]] = ..., assemble: _Optional[_Union[Assemble, _Mapping]] = ..., open_blocks: _Optional[_Union[OpenBlocks, _Mapping]] = ..., copy_slab: _Optional[_Union[CopySlab, _Mapping]] = ..., extract: _Optional[_Union[Extract, _Mapping]] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("error", "done", "decoded", "assembled", "reading", "out_of_memory")
+    __slots__ = ("error", "done", "decoded", "assembled", "reading", "out_of_memory", "extracted")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
     ASSEMBLED_FIELD_NUMBER: _ClassVar[int]
     READING_FIELD_NUMBER: _ClassVar[int]
     OUT_OF_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    EXTRACTED_FIELD_NUMBER: _ClassVar[int]
     error: _types_pb2.Error
     done: Done
     decoded: Decoded
     assembled: Assembled
     reading: Reading
     out_of_memory: OutOfMemory
-    def __init__(self, error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ..., assembled: _Optional[_Union[Assembled, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., out_of_memory: _Optional[_Union[OutOfMemory, _Mapping]] = ...) -> None: ...
+    extracted: Extracted
+    def __init__(self, error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., decoded: _Optional[_Union[Decoded, _Mapping]] = ..., assembled: _Optional[_Union[Assembled, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., out_of_memory: _Optional[_Union[OutOfMemory, _Mapping]] = ..., extracted: _Optional[_Union[Extracted, _Mapping]] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ()
@@ -149,18 +153,20 @@ class Origin(_message.Message):
     def __init__(self, url: _Optional[str] = ..., shard: _Optional[int] = ..., first_row: _Optional[int] = ...) -> None: ...
 
 class BlockSource(_message.Message):
-    __slots__ = ("key", "raw", "decoded", "origin", "restart_indexes")
+    __slots__ = ("key", "raw", "decoded", "origin", "restart_indexes", "row_count")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     DECODED_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     RESTART_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     key: int
     raw: RawBlockRef
     decoded: _types_pb2.Region
     origin: Origin
     restart_indexes: _types_pb2.Region
-    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlockRef, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., restart_indexes: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    row_count: int
+    def __init__(self, key: _Optional[int] = ..., raw: _Optional[_Union[RawBlockRef, _Mapping]] = ..., decoded: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., origin: _Optional[_Union[Origin, _Mapping]] = ..., restart_indexes: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., row_count: _Optional[int] = ...) -> None: ...
 
 class OpenBlocks(_message.Message):
     __slots__ = ("dataset_id", "blocks", "forget")
@@ -217,6 +223,32 @@ class Assembled(_message.Message):
     disk: int
     layout: bytes
     def __init__(self, batch_count: _Optional[int] = ..., bytes_needed: _Optional[int] = ..., bytes_used: _Optional[int] = ..., disk: _Optional[int] = ..., layout: _Optional[bytes] = ...) -> None: ...
+
+class Extract(_message.Message):
+    __slots__ = ("dataset_id", "block_key", "places")
+    DATASET_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    dataset_id: int
+    block_key: int
+    places: _containers.RepeatedCompositeFieldContainer[ExcerptPlace]
+    def __init__(self, dataset_id: _Optional[int] = ..., block_key: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ExcerptPlace, _Mapping]]] = ...) -> None: ...
+
+class ExcerptPlace(_message.Message):
+    __slots__ = ("into", "row_count")
+    INTO_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    into: _types_pb2.Region
+    row_count: int
+    def __init__(self, into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., row_count: _Optional[int] = ...) -> None: ...
+
+class Extracted(_message.Message):
+    __slots__ = ("bytes", "disk")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    bytes: _containers.RepeatedScalarFieldContainer[int]
+    disk: int
+    def __init__(self, bytes: _Optional[_Iterable[int]] = ..., disk: _Optional[int] = ...) -> None: ...
 
 class CopySlab(_message.Message):
     __slots__ = ("kept", "arena_id", "slab")
