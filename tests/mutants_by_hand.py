@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _SCHEDULER = "dataplane/scheduler/scheduler.py"
 _TASKS = "dataplane/scheduler/slab_tasks.py"
+_WAITING = "dataplane/scheduler/waiting.py"
 _BLOCKS = "dataplane/scheduler/blocks.py"
 _SHARED = "dataplane/scheduler/shared.py"
 _RECORDS = "dataplane/scheduler/records.py"
@@ -24,8 +25,8 @@ BY_HAND = (
     (
         "what was on its way to a forgotten dataset stays",
         _BLOCKS,
-        "        if block.dataset.dataset_id in self._forgotten:\n            self._evict(block)",
-        "        if False:\n            self._evict(block)",
+        "        if block.dataset.dataset_id in self._forgotten:\n            self.evict(block)",
+        "        if False:\n            self.evict(block)",
     ),
     (
         "tasks that are not the head evict what is needed sooner",
@@ -120,7 +121,7 @@ BY_HAND = (
     (
         "what is made again later does not see blocks that go",
         _TASKS,
-        "            task.assembled, task.phase = None, SlabPhase.WAITING\n            self._watch(task)\n",
+        "            task.assembled, task.phase = None, SlabPhase.WAITING\n            self._waiting.add(task)\n",
         "            task.assembled, task.phase = None, SlabPhase.WAITING\n",
     ),
     (
@@ -155,7 +156,7 @@ BY_HAND = (
     ),
     (
         "a block that went is not missed",
-        _TASKS,
+        _WAITING,
         "                task.missing.add(number)\n",
         "",
     ),

@@ -47,6 +47,7 @@ class Invariants:
         used: _Used = {delivery_id: [] for delivery_id in self._scheduler._deliveries}
         self._check_assembling(pins, used)
         self._check_tasks(keys, pins, used)
+        self._check_excerpts(pins)
         self._check_slots(used)
         self._check_emptied()
         for world in self._worlds:
@@ -59,6 +60,42 @@ class Invariants:
             found = self._needs[id(task.plan)] = task.plan, task.plan.blocks.tolist()
         return found[1]
 
+    def _whole_blocks_of(self, task: SlabTask) -> list[int]:
+        return [block for block in self._blocks_of(task) if block not in task.excerpts]
+
+    def _check_excerpts(self, pins: _Pins) -> None:
+        """excerpts 1, 2 and 4: each is in memory once, within the pool, as long as a task needs it,
+        and blocks are pinned while rows of them are copied.
+        """
+        excerpts, tasks = self._scheduler._excerpts, self._scheduler._tasks
+        users: Counter[int] = Counter()
+        waiting = {task for some in tasks._waiting._waiting.values() for task in some}
+        for task in excerpts._holders:
+            assert task.excerpts, "excerpts 1"
+            assert task in waiting or task.number in tasks._assembling, "excerpts 1"
+            users.update(excerpt.key for excerpt in task.excerpts.values())
+            for number, excerpt in task.excerpts.items():
+                assert task.datasets.find(number) == (excerpt.dataset, excerpt.index)
+        holding = [task for task in waiting if task.excerpts]
+        assert set(holding) <= set(excerpts._holders), "excerpts 1"
+        assert users.keys() == excerpts._by_key.keys(), "excerpts 1"
+        taken = 0
+        owned = [excerpt.decoded for excerpt in excerpts._by_key.values()]
+        for copying in excerpts._copying.values():
+            pins[copying.block.dataset.dataset_id][copying.block.index] += 1
+            owned += [part.excerpt.decoded for part in copying.parts]
+        end = excerpts._pool_at
+        for offset, length in sorted((each.offset, each.length) for each in owned):
+            assert offset >= end, "excerpts 2: two owners"
+            pages = -(-max(length, 1) // PAGE) * PAGE
+            end, taken = offset + pages, taken + pages
+        if excerpts._pool is None:
+            assert not owned, "excerpts 2"
+            return
+        assert taken + excerpts._pool.free_bytes == excerpts.pool_bytes, "excerpts 2"
+        for key, excerpt in excerpts._by_key.items():
+            assert excerpt.users == users[key], "excerpts 1"
+
     def _check_blocks(self, keys: dict[int, list[int]]) -> None:
         """blocks 1, 2, 4, shared 2, 3: each part of the arena has one owner, and each block is in
         it once, under its own key, which can be looked up once the block is ready.
@@ -66,6 +103,8 @@ class Invariants:
         table, shared = self._scheduler._blocks, self._scheduler._shared
         owned = [(slab.region.offset, slab.region.length) for slab in shared._slabs.values()]
         assert sum(length for _, length in owned) == shared._bytes, "shared 2"
+        excerpts = self._scheduler._excerpts
+        owned += [(excerpts._pool_at, excerpts.pool_bytes)] * excerpts.is_open
         assert shared._bytes <= table.arena_bytes // 2, "shared 2"
         ready = dict.fromkeys(keys, 0)
         fetching = decoding = raw_bytes = 0
@@ -114,7 +153,8 @@ class Invariants:
             self._count_pins(pins, task)
             slab = task.shared
             is_copy = slab is not None and slab.made is not None
-            assert pinned == ([] if is_copy else self._blocks_of(task)), "slab_tasks 1"
+            expected = [] if is_copy else self._whole_blocks_of(task)
+            assert pinned == expected, "slab_tasks 1"
             if slab is None:
                 continue
             assert kept.get((slab.group, slab.key)) is slab, "shared 3"
@@ -177,12 +217,12 @@ class Invariants:
                 if task.phase is SlabPhase.WAITING:
                     needed = datasets.parts(task.plan.blocks)
                     waiting_count += len(needed)
-                    lacking = {block for block in self._blocks_of(task) if not ready[block]}
-                    assert task.missing == lacking, "slab_tasks 4"
-                    assert task.idle <= task.missing, "slab_tasks 4"
+                    lacking = {block for block in self._whole_blocks_of(task) if not ready[block]}
+                    assert task.missing == lacking, "waiting 1"
+                    assert task.idle <= task.missing, "waiting 1"
                     for dataset, _ in needed:
-                        waiting = scheduler._tasks._waiting[dataset.dataset_id]
-                        assert task in waiting, "slab_tasks 4"
+                        waiting = scheduler._tasks._waiting._waiting[dataset.dataset_id]
+                        assert task in waiting, "waiting 1"
                     if len(task.pinned):
                         assert task is scheduler._head, "scheduler 2"
                         self._count_pins(pins, task)
@@ -193,8 +233,8 @@ class Invariants:
                 if stream.requests and stream.tasks:
                     self._check_first(stream)
         self._ready = ready_now
-        found = sum(map(len, scheduler._tasks._waiting.values()))
-        assert found == waiting_count, "slab_tasks 4: what is gone still waits"
+        found = sum(map(len, scheduler._tasks._waiting._waiting.values()))
+        assert found == waiting_count, "waiting 1: what is gone still waits"
 
     def _check_made_again(self, task: SlabTask) -> None:
         """scheduler 3: a slab loses its slot only to one that a consumer waits for."""

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 from scheduler_consumers import Consumer, Place
 from scheduler_invariants import Invariants
+from scheduler_mixture import Mixture, arena_of_passes
 from scheduler_traffic import Traffic
-from scheduler_world import BATCH_MAX, PAGE, Mixture, Outside, World, slab_bytes
+from scheduler_world import BATCH_MAX, PAGE, Outside, World, slab_bytes
 
 from dataplane.arena.slots import SlotLayout, plan_slots
 from dataplane.config import JobSpec
@@ -32,7 +33,8 @@ class Run:
     """Some worlds and consumers, and a source of randomness. With `is_timed`, each store, worker
     and consumer has its own speed, and events happen when they are due; otherwise in any order.
     `restless` is how often consumers come, go and change places. With `is_mixed`, there is also an
-    order over all worlds.
+    order over all worlds. With `is_large`, no arena holds all blocks of a batch, but each holds the
+    rows of a batch beside a block.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Run:
         restless: float = 0.0,
         stall_s: float = STALL_S,
         is_mixed: bool = False,
+        is_large: bool = False,
     ) -> None:
         self.chance, self.hoard = chance, hoard
         self.is_timed, self.restless = is_timed, restless
         count = max(chance.choice([1, 1, 1, 2]), 1 + is_mixed)
-        self.worlds = {i: World(chance, i) for i in range(1, count + 1)}
+        self.worlds = {i: World(chance, i, is_large=is_large) for i in range(1, count + 1)}
         self.row_bytes = chance.choice([16, 64, 400])
         self.mixture = Mixture([*self.worlds.values()]) if is_mixed else None
         self.most = {i: self._largest_batch(world) for i, world in self.worlds.items()}
@@ -58,17 +61,19 @@ class Run:
             self.most[0] = self._largest_batch(self.mixture)
         drawn = chance.choice([0.3, 0.6]) if tight else chance.choice([1.0, 1.0, 1.5, 8.0])
         arena_bytes = int(max(self.most.values()) * (factor or drawn))
+        if is_large:
+            arena_bytes = arena_of_passes([*self.worlds.values()], chance)
         arena_bytes = max(arena_bytes, 4 * PAGE) // PAGE * PAGE
         for world in self.worlds.values():
             world.keep_restart_indexes(arena_bytes)
         self.outside = Outside(arena_bytes, self.worlds, self.row_bytes)
         self.outside.chance = chance
         waits = (events.PlanSteps, events.Fetch, events.DecodeBlock, events.AssembleSlab)
-        self.outside.pace = {kind: chance.choice(PACES) for kind in (*waits, events.CopyKept)}
+        waits += (events.CopyKept, events.ExtractRows)
+        self.outside.pace = {kind: chance.choice(PACES) for kind in waits}
         fetches, workers = chance.choice([1, 2, 8]), Autoscaler(1, 4, 2)
         self.scheduler = Scheduler(arena_bytes, fetches, workers, stall_s)
-        self.outside.locate = self._locate
-        self.outside.restart_indexes_of = lambda key: self.scheduler.block(key).restart_indexes
+        self.outside.find = self.scheduler.block
         worlds = [*self.worlds.values()]
         self.traffic = Traffic(self.scheduler, fetches, stall_s)
         self.invariants = Invariants(self.scheduler, worlds, self.traffic.times)
@@ -79,10 +84,6 @@ class Run:
         self.notes: list[events.Note] = []
         self.sizes: list[int] = []
         self.layout = self._layout()
-
-    def _locate(self, key: int) -> tuple[object, int]:
-        block = self.scheduler.block(key)
-        return block.dataset, block.index
 
     def narrow(self) -> None:
         """There may be batches that fit into no slot, nor into the zone."""
@@ -125,7 +126,8 @@ class Run:
                     )
                 case events.Note():
                     self.notes.append(effect)
-                    assert effect.is_failure == effect.event.startswith("blocks are read again")
+                    told = ("blocks are read again", "the block arena is smaller")
+                    assert effect.is_failure == effect.event.startswith(told)
                 case events.ResizePool():
                     self.sizes.append(effect.count)
                 case events.ClearRestartIndexes():
@@ -382,16 +384,9 @@ class Run:
         assert not blocks._uses._residents
         assert not blocks._direct._residents
         assert not blocks.in_flight_count
-        assert not self.scheduler._tasks._waiting
+        assert not self.scheduler._tasks._waiting._waiting
+        assert not self.scheduler._excerpts.is_open
+        assert not self.scheduler._excerpts.copying_count
         assert not self.scheduler._tasks.assembling_count
         assert not self.scheduler._deliveries
         assert not self.scheduler._groups
-
-
-def simulate(run: Callable[[], Run], scene: Callable[[Run], None], acts_max: int = 20_000) -> Run:
-    """A whole run, from its beginning to its end."""
-    made = run()
-    scene(made)
-    made.go(acts_max)
-    made.end()
-    return made

@@ -54,7 +54,7 @@ def history(seed: int) -> Run:
     """
     chance = random.Random(f"history {seed}")
     is_tight = chance.random() < 0.2
-    is_mixed = seed % 8 == 7
+    is_mixed, is_large = seed % 8 == 7, seed % 3 == 1
     run = Run(
         chance,
         tight=is_tight,
@@ -63,9 +63,10 @@ def history(seed: int) -> Run:
         restless=chance.choice([0.0, 0.0, 0.03, 0.1]),
         stall_s=chance.choice([2.0, STALL_S]),
         is_mixed=is_mixed,
+        is_large=is_large,
     )
     allowed: list[type[DataplaneError]] = []
-    allowed += [BudgetTooSmall] * is_tight + [LeaseFenced] * (run.restless > 0)
+    allowed += [BudgetTooSmall] * (is_tight and not is_large) + [LeaseFenced] * (run.restless > 0)
     is_narrow = chance.random() < 0.15
     if is_narrow:
         run.narrow()

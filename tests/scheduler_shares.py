@@ -12,6 +12,7 @@ from dataplane.scheduler.scheduler import Scheduler
 PLANNED_AHEAD = 16
 """Slabs planned for each stream in addition to those that may have slots."""
 _MEMORY_SHARE = 0.9
+_EXCERPTS_SHARE = 0.25
 
 
 def is_ahead(stream: StreamState) -> bool:
@@ -55,7 +56,7 @@ def depth_of(task: SlabTask) -> tuple[int, int]:
 
 
 def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:
-    """Plans are split only if the arena could not hold their blocks.
+    """Plans are split only if the arena could not hold their blocks, or excerpts if those are made.
 
     Raises:  AssertionError: one was not split, or was.
     """
@@ -66,8 +67,12 @@ def check_fits(scheduler: Scheduler, event: events.Planned, now: float) -> None:
     new = [each for each in stream.tasks if each.stamps.planned == now]
     for task in new:
         need, is_one = memory_needed(task), len(task.plan.batches) == 1
-        assert (task.phase is SlabPhase.FAILED) == (is_one and need > arena_bytes)
-        assert is_one or need <= _MEMORY_SHARE * arena_bytes, "a plan that the arena cannot hold"
+        rows_need = scheduler._excerpts.need_of(task)
+        is_too_much = need > arena_bytes and rows_need + task.largest_cost > arena_bytes
+        assert (task.phase is SlabPhase.FAILED) == (is_one and is_too_much)
+        fits = need <= _MEMORY_SHARE * arena_bytes
+        fits |= scheduler._excerpts.is_needed and rows_need <= _EXCERPTS_SHARE * arena_bytes
+        assert is_one or fits, "a plan that the arena cannot hold"
     whole = {each.batches for each in event.plans}
     split = [each for each in new if each.plan.batches not in whole]
     needs = [memory_needed(replace(each, plan=plan)) for each in split[:1] for plan in event.plans]

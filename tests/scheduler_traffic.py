@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scheduler_numbers import is_of, number_of
 from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
 from scheduler_times import Times
 
@@ -14,7 +15,6 @@ from dataplane.plan.order import SampleOrder
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
 from dataplane.scheduler.block import CachedBlock
-from dataplane.scheduler.dataset import DatasetLookup
 from dataplane.scheduler.records import SlabPhase, SlabTask
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import SlabSizes
@@ -57,6 +57,7 @@ class Traffic:
         self._is_settling = False
         self._making: dict[int, int] = {}
         self._sizes: dict[int, SlabSizes] = {}
+        self._copying: dict[int, int] = {}
         self._in_use: Counter[int] = Counter()
         self._requests: defaultdict[int, deque[int]] = defaultdict(deque)
         self._layouts: dict[int, events.DeliveryOpened] = {}
@@ -107,6 +108,9 @@ class Traffic:
                 del self._making[event.number]
                 made = self._makes.pop(event.number, None)
                 self._in_use.subtract(made.keys if made is not None else ())
+            case events.RowsExtracted():
+                del self._busy["excerpts", event.number]
+                self._in_use[self._copying.pop(event.number)] -= 1
             case events.Settled():
                 return self._snapshot()
         return None
@@ -179,7 +183,9 @@ class Traffic:
         stream = self._scheduler._streams._streams[effect.stream_id]
         count = len(stream.tasks)
         assert effect.count == planned_together(count)
-        assert count + effect.count <= PLANNED_AHEAD + stream.delivery.slots.layout.ahead_slots
+        most = self._scheduler._passes.plans_ahead(stream)
+        assert most == PLANNED_AHEAD or self._scheduler._excerpts.is_open
+        assert count + effect.count <= most + stream.delivery.slots.layout.ahead_slots
 
     def _effects(self, before: _Before | None, effects: list[events.Effect]) -> None:
         gone: list[int] = []
@@ -203,6 +209,10 @@ class Traffic:
                     gone.append(effect.key)
                 case events.PlanSteps():
                     self._plan(effect)
+                case events.Note():
+                    gone = []  # for the room of excerpts
+                case events.ExtractRows():
+                    self._extract(effect)
                 case events.AssembleSlab() | events.CopyKept():
                     gone = []
                     self._make(effect)
@@ -276,6 +286,13 @@ class Traffic:
             self._check_free(effect.keep)
             self._busy["slab", effect.number] = [effect.keep]
 
+    def _extract(self, effect: events.ExtractRows) -> None:
+        for excerpt in effect.excerpts:
+            self._check_free(excerpt.into)
+        self._busy["excerpts", effect.number] = [each.into for each in effect.excerpts]
+        self._copying[effect.number] = effect.key
+        self._in_use[effect.key] += 1
+
     def _answer(self, effect: events.Send | events.Stalled) -> None:
         asked = self._requests[effect.stream_id]
         assert asked, "scheduler 1: an answer that nobody waits for"
@@ -327,7 +344,7 @@ class Traffic:
 
         Raises:  AssertionError: names the invariant.
         """
-        left = (self._planning, self._loading, self._making, self._busy)
+        left = (self._copying, self._planning, self._loading, self._making, self._busy)
         assert not pending_count, "scheduler 6"
         assert not any(left), "scheduler 6"
         assert self._dropped == set(self._layouts), "a delivery was never dropped"
@@ -337,7 +354,7 @@ class Traffic:
     def _check_emptied(self, head: SlabTask, effect: events.Fetch | events.DecodeBlock) -> None:
         """scheduler 2: an arena that was emptied for the head is filled only for the head."""
         if self._scheduler._emptied_for is head:
-            assert _is_of(head, effect), "scheduler 2: it was emptied for another task"
+            assert is_of(head, effect), "scheduler 2: it was emptied for another task"
 
     # -- eviction --------------------------------------------------------------------------------
 
@@ -350,7 +367,7 @@ class Traffic:
         mine = self._use(effect.dataset_id, effect.block)
         going = [self._use(*self._blocks[key]) for key in gone if key in self._blocks]
         head = self._scheduler._head
-        if head is None or not _is_of(head, effect):
+        if head is None or not is_of(head, effect):
             assert all(use > mine or use == _NEVER for use in going), "blocks 3: needed sooner"
         staying = [
             self._use(block.dataset.dataset_id, block.index)
@@ -368,7 +385,7 @@ class Traffic:
         soonest = _NEVER
         for stream in self._scheduler._streams._streams.values():
             datasets, position = stream.delivery.datasets, stream.position
-            number = _number(datasets, dataset_id, block)
+            number = number_of(datasets, dataset_id, block)
             if number is not None:
                 first, last = self._span(stream.walk.order, int(datasets.starts[-1]))
                 if last[number] >= position:
@@ -381,16 +398,3 @@ class Traffic:
             first, last = order.block_span(np.arange(block_count))
             found = self._spans[id(order)] = first.tolist(), last.tolist()
         return found
-
-
-def _number(datasets: DatasetLookup, dataset_id: int, block: int) -> int | None:
-    """A block's number in orders over these datasets, if it belongs to one of them."""
-    for dataset in datasets.datasets:
-        if dataset.dataset_id == dataset_id:
-            return datasets.number(dataset, block)
-    return None
-
-
-def _is_of(task: SlabTask, effect: events.Fetch | events.DecodeBlock) -> bool:
-    number = _number(task.datasets, effect.dataset_id, effect.block)
-    return number is not None and task.needs(number)

@@ -15,7 +15,6 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-from other_orders import Backwards, Concatenated
 
 from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
@@ -26,6 +25,7 @@ from dataplane.plan.order import Order, SampleOrder
 from dataplane.plan.shard import Shard
 from dataplane.rpc import messages, tasks
 from dataplane.scheduler import events
+from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.dataset import BlockName, DatasetBlocks, DatasetLookup, Marks
 from dataplane.scheduler.walk import Plan
 from dataplane.transforms.restart_indexes import restart_index_bytes
@@ -41,15 +41,21 @@ class Unplanned(DataplaneError):
 
 
 class World:
-    """A dataset of blocks of known sizes, and a job over it, all drawn from one seed."""
+    """A dataset of blocks of known sizes, and a job over it, all drawn from one seed. `is_large`:
+    its blocks are much larger than their rows.
+    """
 
-    def __init__(self, chance: random.Random, dataset_id: int = 1) -> None:
-        self.chance, self.dataset_id = chance, dataset_id
-        count = chance.choice([1, 2, 3, 4, 6, 9])
+    def __init__(
+        self, chance: random.Random, dataset_id: int = 1, *, is_large: bool = False
+    ) -> None:
+        self.chance, self.dataset_id, self.is_large = chance, dataset_id, is_large
+        count = chance.choice([8, 12] if is_large else [1, 2, 3, 4, 6, 9])
+        pages, rows = (8, (12, 24)) if is_large else (1, (1, 6))
         self.kinds = sorted(chance.randrange(len(KINDS)) for _ in range(count))
-        self.rows = np.array([chance.randint(1, 6) for _ in range(count)], np.int64)
-        self.lengths = np.array([chance.randint(64, 3 * PAGE) for _ in range(count)], np.int64)
-        self.sizes = [chance.randint(64, 4 * PAGE) for _ in range(count)]
+        self.rows = np.array([chance.randint(*rows) for _ in range(count)], np.int64)
+        shortest, longest = (3 * pages * PAGE // 2 if is_large else 64), 3 * pages * PAGE
+        self.lengths = np.array([chance.randint(shortest, longest) for _ in range(count)], np.int64)
+        self.sizes = [chance.randint(shortest, 4 * pages * PAGE) for _ in range(count)]
         # The index estimates decoded sizes: often too low, sometimes too high.
         most = [size * chance.choice([1, 1, 1, 2]) for size in self.sizes]
         self.low = np.array([chance.randint(1, size) for size in most], np.int64)
@@ -64,6 +70,7 @@ class World:
             f"dataset-{dataset_id}",
             Marks.of(raw, decoded, is_remote),
             self.lengths,
+            self.rows,
             "{}".format,
         )
         self.broken: set[int] = set()
@@ -81,7 +88,7 @@ class World:
             f"fingerprint-{self.dataset_id}",
             seed=chance.randrange(100),
             shuffle=chance.random() < 0.8,
-            lanes=chance.randint(1, 3),
+            lanes=chance.randint(4, 8) if self.is_large else chance.randint(1, 3),
             window=chance.choice([1, 3, 1000]),
             global_batch=chance.randint(1, BATCH_MAX),
             end=chance.choice([End.RAGGED, End.PAD]),
@@ -145,32 +152,13 @@ class World:
         parts = (int(marks.raw[block]), int(marks.decoded[block]), self.true_bytes(block))
         return sum(rounded(part) for part in parts if part)
 
+    def excerpts_of(self, block: int) -> int:
+        """An upper bound of what the excerpts of a batch may take that has rows of no other block."""
+        whole = max(self.true_bytes(block), int(self.lengths[block]))
+        return BATCH_MAX * rounded(128 + whole * 3 // 2 // int(self.rows[block]))
+
     def true_bytes(self, block: int) -> int:
         return self.sizes[block] + 64 if self.blocks.needs_decode(block) else 0
-
-
-class Mixture(World):
-    """All samples of several datasets in one order."""
-
-    def __init__(self, parts: list[World]) -> None:
-        self.chance, self.dataset_id, self.parts = parts[0].chance, parts[0].dataset_id, parts
-        self.sizes = [size for part in parts for size in part.sizes]
-        self.sample_count = sum(part.sample_count for part in parts)
-        self.spec = self.job()
-        self._orders = {}
-
-    @property
-    def datasets(self) -> DatasetLookup:
-        return DatasetLookup(*(part.blocks for part in self.parts))
-
-    def _order(self, spec: JobSpec, epoch: int) -> SampleOrder:
-        orders = [part._order(spec, epoch) for part in self.parts]
-        return Backwards(Concatenated(orders, [len(part.sizes) for part in self.parts]))
-
-    def cost_of(self, block: int) -> int:
-        dataset, block = self.datasets.find(block)
-        (part,) = (part for part in self.parts if part.blocks is dataset)
-        return part.cost_of(block)
 
 
 def _mark(into: memoryview, name: BlockName) -> None:
@@ -204,6 +192,10 @@ class Outside:
         self.loads = 0
         self.assembled: list[bytes] = []
         self.copied = 0
+        self.extracted = 0
+        self.excerpts: dict[int, set[int]] = {}
+        """The rows of each excerpt, by where it lies."""
+        self.find: Callable[[int], CachedBlock | Excerpt]  # by key
         self.chance = random.Random(0)
         self.done = np.zeros(2, np.int64)
         """Bytes read and microseconds of disk time, as reported."""
@@ -213,10 +205,6 @@ class Outside:
         """The share of requests for which the machine has no memory."""
         self.unplanned = 0.0
         """The share of plans that fail."""
-        self.restart_indexes_of: Callable[[int], Region | None]
-        """The place of a block's restart indexes, which are not written here."""
-        self.locate: Callable[[int], tuple[DatasetBlocks, int]]
-        """The dataset and number of a block that was never loaded, by key."""
 
     def part(self, region: Region) -> memoryview:
         assert region.offset + region.length <= len(self.arena)
@@ -250,6 +238,9 @@ class Outside:
                 self._later(effect, lambda: self._decoded(effect))
             case events.AssembleSlab():
                 self._later(effect, lambda: self._assembled(effect))
+            case events.ExtractRows():
+                self.extracted += 1
+                self._later(effect, lambda: self._extracted(effect))
             case events.CopyKept():
                 self.copied += 1
                 self._later(effect, lambda: self._copied(effect))
@@ -319,6 +310,26 @@ class Outside:
         into[:] = self.part(effect.kept)
         return events.SlabAssembled(effect.number, tasks.Done(), 0.0)
 
+    def _extracted(self, effect: events.ExtractRows) -> events.RowsExtracted:
+        dataset, block = self._block_of(effect.key)
+        world = self.worlds[dataset.dataset_id]
+        if error := self._no_memory():
+            return events.RowsExtracted(effect.number, error, 0.0)
+        sizes = []
+        for excerpt in effect.excerpts:
+            rows, into = excerpt.rows.tolist(), excerpt.into
+            assert rows == sorted(set(rows))
+            assert 0 <= rows[0] <= rows[-1] < world.rows[block]
+            # Some rows are much larger than others.
+            whole = world.true_bytes(block) or int(world.lengths[block])
+            size = 64 + sum(whole * (1 + r % 3) // 2 // int(world.rows[block]) for r in rows)
+            sizes.append(size)
+            if size <= into.length:
+                _mark(self.part(Region(into.offset, size)), BlockName(dataset.dataset_id, block))
+                self.excerpts[into.offset] = set(rows)
+        result = tasks.Extracted(tuple(sizes), disk=self._disk())
+        return events.RowsExtracted(effect.number, result, 0.0)
+
     def _assembled(self, effect: events.AssembleSlab) -> events.SlabAssembled:
         assert effect.delivery_id not in self.dropped
         plan, slab = effect.plan, effect.slab
@@ -329,7 +340,13 @@ class Outside:
         self.assembled.append(repr((plan.batches, effect.keys)).encode() + plan.row_index.tobytes())
         lookup = self.lookups[effect.delivery_id]
         numbers = [lookup.number(*self._block_of(key)) for key in effect.keys]
-        for restart_indexes in map(self.restart_indexes_of, effect.keys):
+        for number, key in zip(numbers, effect.keys, strict=True):
+            excerpt = self.find(key)
+            if isinstance(excerpt, Excerpt):
+                rows = set(plan.rows_of(number).tolist())
+                assert rows <= self.excerpts[excerpt.decoded.offset], "excerpts 1"
+        for key in effect.keys:
+            restart_indexes = getattr(self.find(key), "restart_indexes", None)
             assert restart_indexes is None or not any(self.part(restart_indexes)), (
                 "blocks 5: restart indexes of others"
             )
@@ -361,8 +378,13 @@ class Outside:
 
     def _block_of(self, key: int) -> tuple[DatasetBlocks, int]:
         found = self.known.get(key)
+        excerpt = self.find(key)
+        if isinstance(excerpt, Excerpt):
+            name = BlockName(excerpt.dataset.dataset_id, excerpt.index)
+            _check_mark(self.part(excerpt.decoded), name)
+            return excerpt.dataset, excerpt.index
         if found is None:  # nothing to fetch and nothing to decode, or it was forgotten
-            dataset, block = self.locate(key)
+            dataset, block = excerpt.dataset, excerpt.index
             assert not dataset.needs_fetch(block), "a block was forgotten while it was in use"
             assert not dataset.needs_decode(block), "a block was forgotten while it was in use"
             return dataset, block

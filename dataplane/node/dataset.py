@@ -176,7 +176,11 @@ def _decoded_bytes(
         size = manifest.block_rows * columns.fixed_bytes  # only of requested columns
     if row_layout is not None:
         size = size + manifest.block_rows * row_layout.padding_bytes
-    return size + _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(columns.plan.specs)
+    return size + _stream_bytes(columns.plan)
+
+
+def _stream_bytes(plan: StackedPlan) -> int:
+    return _STREAM_BYTES + _STREAM_BYTES_A_COLUMN * len(plan.specs)
 
 
 def _marks(
@@ -301,9 +305,11 @@ def dataset_of(
         redacted(manifest.urls[0]),
         marks,
         manifest.block_length,
+        manifest.block_rows,
         url=lambda block: manifest.shards.urls[manifest.block_shard.item(block)],
         keeps_restart_indexes=has_bytes
         and int(kept.sum()) + restart_indexes <= arena_bytes * _STAYING_SHARE,
+        stream_bytes=_stream_bytes(columns),
     )
     return Dataset(
         dataset_id, manifest, columns, message, direct, blocks, projection,

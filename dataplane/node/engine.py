@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from dataplane.arena.memfd import Arena
+from dataplane.arena.slab_layout import NUMBER_BYTES
 from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
 from dataplane.node.dataset import Dataset
@@ -32,15 +33,15 @@ from dataplane.node.fetch import Fetcher
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
 from dataplane.node.served import Send, ServedStream
+from dataplane.node.sources import BlockSources
 from dataplane.node.stall import stall_error
 from dataplane.rpc import tasks
 from dataplane.scheduler import events
-from dataplane.scheduler.dataset import BlockName, DatasetLookup
+from dataplane.scheduler.dataset import DatasetLookup
 from dataplane.scheduler.scheduler import Scheduler
 from dataplane.scheduler.walk import Plan, Walk
 from dataplane.store.unreachable import UNREACHABLE
 from dataplane.trace import Trace
-from dataplane.worker.death import WorkerPlace
 
 _COPY_URGENCY, _ASSEMBLE_URGENCY, _DECODE_URGENCY = -1, 0, 1
 
@@ -69,8 +70,7 @@ class Engine:
         self._datasets: dict[int, Dataset] = {}
         self._deliveries: dict[int, DeliveryArena] = {}
         self._streams: dict[int, ServedStream] = {}
-        self._sources: dict[int, tasks.BlockSource] = {}
-        self._without_restart_indexes: set[int] = set()
+        self._sources = BlockSources(scheduler.block, lambda number: self._datasets[number])
         self._stream_ids = itertools.count(1)
         self._events: deque[events.Event] = deque()
         self._is_deciding = False
@@ -81,6 +81,7 @@ class Engine:
             events.DecodeBlock: self._decode,
             events.ClearRestartIndexes: self._clear_restart_indexes,
             events.AssembleSlab: self._assemble,
+            events.ExtractRows: self._extract,
             events.CopyKept: self._copy,
             events.Send: self._send,
             events.Stalled: self._tell_stalled,
@@ -262,44 +263,41 @@ class Engine:
         try:
             self._reserve(region)
         except BudgetTooSmall:
-            self._without_restart_indexes.add(effect.key)
+            self._sources.leave_out_restart_indexes(effect.key)
             return
         np.frombuffer(self._arena.view(region.offset, region.length), np.uint8)[:] = 0
 
     def _forget_block(self, effect: events.ForgetBlock) -> None:
         self._pool.forget_block(effect.key)
         self._fetcher.let_go(effect.key)
-        self._sources.pop(effect.key, None)
-        self._without_restart_indexes.discard(effect.key)
-
-    def _source(self, key: int) -> tasks.BlockSource:
-        """What a worker needs to know to gather from the ready block with this key."""
-        source = self._sources.get(key)
-        if source is None:
-            block = self._scheduler.block(key)
-            dataset = self._datasets[block.dataset.dataset_id]
-            raw = dataset.raw_block(block.index, block.raw) if block.decoded is None else None
-            noted = None if key in self._without_restart_indexes else block.restart_indexes
-            origin = dataset.origin(block.index)
-            source = tasks.BlockSource(key, raw, block.decoded, origin, noted)
-            self._sources[key] = source
-        return source
-
-    def _message_of(self, key: int) -> tasks.OpenDataset:
-        return self._datasets[self._scheduler.block(key).dataset.dataset_id].message
-
-    def _place_of(self, key: int) -> WorkerPlace:
-        block = self._scheduler.block(key)
-        return self._place(BlockName(block.dataset.dataset_id, block.index))
-
-    def _place(self, first: BlockName | None) -> WorkerPlace:
-        if first is None:
-            return WorkerPlace("a batch without rows")
-        return self._datasets[first.dataset_id].place(first.block)
+        self._sources.forget(effect.key)
 
     def _reserve(self, region: Region) -> None:
         """Raises:  BudgetTooSmall: the machine has no memory left for it."""
         self._arena.reserve_once(region.offset, region.length)
+
+    def _extract(self, effect: events.ExtractRows) -> None:
+        number, key, block = effect.number, effect.key, self._scheduler.block(effect.key)
+        dataset, source = self._datasets[block.dataset.dataset_id], self._sources.source(key)
+        try:
+            for excerpt in effect.excerpts:
+                self._reserve(excerpt.into)
+        except BudgetTooSmall as error:
+            self._tell(events.RowsExtracted(number, error, 0.0))
+            return
+        for excerpt in effect.excerpts:
+            into = self._arena.view(excerpt.into.offset, NUMBER_BYTES * len(excerpt.rows))
+            np.frombuffer(into, np.int32)[:] = excerpt.rows
+        places = tuple(tasks.ExcerptPlace(each.into, len(each.rows)) for each in effect.excerpts)
+        task = PoolTask(
+            body=tasks.Extract(dataset.dataset_id, key, places),
+            dataset=dataset.message,
+            arenas=((tasks.BLOCK_ARENA, self._arena.fd),),
+            source=lambda _: source,
+            report=lambda result: self._tell(events.RowsExtracted(number, result, task.started)),
+            place=partial(dataset.place, block.index),
+        )
+        self._pool.submit(task, _ASSEMBLE_URGENCY)
 
     # -- slabs -----------------------------------------------------------------------------------
 
@@ -356,13 +354,13 @@ class Engine:
                 (tasks.BLOCK_ARENA, self._arena.fd),
                 (delivery.delivery_id, delivery.arena.fd),
             ),
-            source=self._source,
-            dataset_of=self._message_of,
+            source=self._sources.source,
+            dataset_of=self._sources.message_of,
             report=lambda result: self._tell(
                 events.SlabAssembled(effect.number, result, task.started, is_kept)
             ),
-            place=partial(self._place, effect.first),
-            place_of=self._place_of,
+            place=partial(self._sources.place, effect.first),
+            place_of=self._sources.place_of,
             numa_node=delivery.numa_node,
         )
         self._pool.submit(task, urgency)

@@ -29,6 +29,7 @@ Report = Callable[[tasks.ResultBody], None]
 _DOING: dict[type, str] = {
     tasks.Decode: "decoding it",
     tasks.Assemble: "reading its rows",
+    tasks.Extract: "copying some of its rows",
     tasks.CopySlab: "copying a slab that starts with its rows",
 }
 
@@ -42,7 +43,7 @@ class PoolTask:
     the task is about, or the first of several; `place_of` names a block by key.
     """
 
-    body: tasks.Decode | tasks.Assemble | tasks.CopySlab
+    body: tasks.Decode | tasks.Assemble | tasks.Extract | tasks.CopySlab
     dataset: tasks.OpenDataset
     arenas: tuple[tuple[int, int], ...]
     report: Report
@@ -60,6 +61,8 @@ class PoolTask:
     @property
     def block_keys(self) -> tuple[int, ...]:
         """The blocks that the task gathers from."""
+        if isinstance(self.body, tasks.Extract):
+            return (self.body.block_key,)
         return self.body.block_keys if isinstance(self.body, tasks.Assemble) else ()
 
     @property

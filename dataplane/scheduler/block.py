@@ -50,6 +50,18 @@ class CachedBlock:
         return not is_pinned and self.phase in {BlockPhase.READY, BlockPhase.FETCHED}
 
 
+@dataclass(slots=True, eq=False)
+class Excerpt:
+    """Some rows of a block, in memory on their own. `users` slab tasks need them."""
+
+    dataset: DatasetBlocks
+    index: int
+    key: int
+    decoded: Region
+    row_count: int
+    users: int = 0
+
+
 class BlockOutcome(enum.Enum):
     """The outcome of loading a block, for the tasks that wait for it."""
 

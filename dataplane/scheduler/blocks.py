@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 
-from dataplane.arena.allocator import Allocator, rounded
+from dataplane.arena.allocator import Allocator
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc import tasks
@@ -38,16 +38,14 @@ from dataplane.scheduler.events import (
     ForgetBlock,
 )
 from dataplane.scheduler.in_flight import FetchesInFlight
-from dataplane.scheduler.next_use import NEVER, NextUse
+from dataplane.scheduler.next_use import NextUse
 from dataplane.scheduler.read_again import ReadAgain
-from dataplane.scheduler.records import Moment, SharedSlab
+from dataplane.scheduler.records import Moment
+from dataplane.scheduler.room import Room
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.transforms.restart_indexes import restart_index_bytes
 
 _DIRECT_BLOCKS_MAX = 4096
-
-Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
-"""An evictable item, and how many positions away its next use is."""
 
 
 class BlockTable:
@@ -78,12 +76,15 @@ class BlockTable:
         memory, one for blocks that do not."""
         self._forgotten: set[int] = set()
         self._again = ReadAgain(self.arena_bytes, do)
+        self.room = Room(allocator, shared, self._uses, self.evict, self._again, time)
         self._keys = itertools.count(1)
         self._touches = itertools.count(1)
         self._fetching = 0
         self._decoding = 0
         self.is_short = False
         """Whether one task needs the whole arena."""
+        self.is_tight = False
+        """Whether there is little room: a block is fetched only if it can be decoded, too."""
 
     @property
     def arena_bytes(self) -> int:
@@ -111,6 +112,14 @@ class BlockTable:
         """The block with this key, which is in memory or being loaded."""
         return self._by_key[key]
 
+    def find(self, dataset: DatasetBlocks, index: int) -> CachedBlock | None:
+        """A block, if it is in memory or being loaded."""
+        return self._blocks.get((dataset.dataset_id, index))
+
+    def new_key(self) -> int:
+        """A key for an excerpt, which workers know as they know blocks."""
+        return next(self._keys)
+
     def take_changes(self) -> list[BlockChange]:
         """The changes since the last call."""
         changes, self._changes = self._changes, []
@@ -127,6 +136,7 @@ class BlockTable:
         `greedy`: a task waits for it, so every block that is not pinned may be evicted.
         """
         self._forgotten.discard(dataset.dataset_id)
+        self.room.is_full = False
         block = self._blocks.get((dataset.dataset_id, index))
         if block is not None:
             return block.phase is not BlockPhase.FETCHED or self._decode(block, greedy=greedy)
@@ -158,7 +168,7 @@ class BlockTable:
         """Evict everything evictable: the last resort against fragmentation."""
         for block in list(self._blocks.values()):
             if block.is_evictable:
-                self._evict(block)
+                self.evict(block)
         for spare in self._shared.spare():
             self._shared.evict(spare)
 
@@ -170,12 +180,12 @@ class BlockTable:
         self._again.forget(dataset.dataset_id)
         for block in list(self._blocks.values()):
             if block.dataset is dataset and block.is_evictable:
-                self._evict(block)
+                self.evict(block)
 
     def _is_forgotten(self, block: CachedBlock) -> bool:
         """Drop a block that finished loading if its dataset was forgotten; whether it was."""
         if block.dataset.dataset_id in self._forgotten:
-            self._evict(block)
+            self.evict(block)
             return True
         return False
 
@@ -185,9 +195,15 @@ class BlockTable:
         if not self.fetches.may_begin():
             return False
         dataset, index = block.dataset, block.index
-        raw = self._room(block, int(dataset.marks.raw[index]), greedy=greedy)
+        raw = self.room.of_block(block, int(dataset.marks.raw[index]), greedy=greedy)
         if raw is None:
             return False
+        if self.is_tight and dataset.needs_decode(index):
+            length = int(dataset.marks.decoded[index])
+            block.decoded = self.room.of_block(block, length, greedy=greedy)
+            if block.decoded is None:
+                self._allocator.free(raw.offset)
+                return False
         block.raw, block.phase = raw, BlockPhase.FETCHING
         self._add(block)
         self._fetching += 1
@@ -208,7 +224,7 @@ class BlockTable:
         if self._is_forgotten(block):
             return
         if event.is_away:
-            self._evict(block)  # and it is fetched again, for as long as trainers wait
+            self.evict(block)  # and it is fetched again, for as long as trainers wait
         elif event.error is not None:
             self._fail(block, event.error)
         elif not dataset.needs_decode(block.index):
@@ -219,7 +235,10 @@ class BlockTable:
 
     def _decode(self, block: CachedBlock, *, greedy: bool) -> bool:
         dataset, index = block.dataset, block.index
-        decoded = self._room(block, int(dataset.marks.decoded[index]), greedy=greedy)
+        decoded = block.decoded
+        if decoded is None:
+            length = int(dataset.marks.decoded[index])
+            decoded = self.room.of_block(block, length, greedy=greedy)
         if decoded is None:
             return False
         block.decoded, block.phase = decoded, BlockPhase.DECODING
@@ -300,65 +319,6 @@ class BlockTable:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def room_for_slab(self, length: int, going: Sequence[SharedSlab]) -> Region | None:
-        """Make room for a slab: use free memory, then memory of blocks without a next use, then
-        evict `going`.
-        """
-        at = self._allocator.allocate(length)
-        if at is None:
-            at = self._evict_until(self._unneeded(going), length)
-        return None if at is None else Region(at, length)
-
-    def _room(self, block: CachedBlock, length: int, *, greedy: bool) -> Region | None:
-        at = self._allocator.allocate(length)
-        if at is None:
-            at = self._evict_until(self._needed_less(block, greedy=greedy), length)
-        return None if at is None else Region(at, length)
-
-    def _unneeded(self, going: Sequence[SharedSlab]) -> Victims:
-        with contextlib.closing(self._uses.farthest()) as farthest:
-            yield from itertools.takewhile(lambda each: each[1] == NEVER, farthest)
-        for slab in going:
-            yield slab, NEVER
-
-    def _needed_less(self, block: CachedBlock, *, greedy: bool) -> Victims:
-        """What may be evicted for this block, least needed first: everything if a task waits for
-        it.
-        """
-        limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)
-        kept: list[SharedSlab] | None = self._shared.spare()
-        with contextlib.closing(self._uses.farthest()) as farthest:
-            for other, use in farthest:
-                if use != NEVER and kept is not None:
-                    yield from ((slab, NEVER) for slab in kept)
-                    kept = None
-                if use != NEVER and use <= limit:
-                    return
-                if other is not block:
-                    yield other, use
-        yield from ((slab, NEVER) for slab in kept or ())
-
-    def _evict_until(self, going: Victims, length: int) -> int | None:
-        """Evict the first of these, as many as needed, or none if all of them are not enough."""
-        # Check first: evicting blocks without gaining enough room would mean loading them again.
-        trial, need = self._allocator.trial(), rounded(length)
-        chosen: list[tuple[CachedBlock | SharedSlab, int]] = []
-        with contextlib.closing(going):
-            for each, use in going:
-                chosen.append((each, use))
-                if max(trial.free(region.offset) for region in each.regions) >= need:
-                    break
-            else:
-                return None
-        for each, use in chosen:
-            if isinstance(each, SharedSlab):
-                self._shared.evict(each)
-            else:
-                self._evict(each)
-                if not use:  # although its window is open
-                    self._again.note([each], self._time.now)
-        return self._allocator.allocate(length)
-
     def _trim(self) -> None:
         """Blocks in local files take no arena memory, but workers remember each of them."""
         while len(self._direct) >= _DIRECT_BLOCKS_MAX:
@@ -366,9 +326,10 @@ class BlockTable:
                 block, _ = next(farthest, (None, 0))
             if block is None:
                 return
-            self._evict(block)
+            self.evict(block)
 
-    def _evict(self, block: CachedBlock) -> None:
+    def evict(self, block: CachedBlock) -> None:
+        """Drop a block that nothing uses."""
         self._remove(block)
         self._changed(BlockOutcome.GONE, block)
 

@@ -21,13 +21,17 @@ def block_too_large(url: str, need: int, budget: int) -> BudgetTooSmall:
     )
 
 
-def batch_of_too_many_blocks(block_count: int, need: int, budget: int) -> BudgetTooSmall:
-    """The blocks of one batch do not fit into the block arena together."""
+def batch_larger_than_arena(
+    rows_bytes: int, block_bytes: int, together: int, budget: int
+) -> BudgetTooSmall:
+    """The rows of one batch do not fit into the block arena beside the block that they come from.
+    The advice makes room for all blocks of the batch together, so that each is read once.
+    """
     return BudgetTooSmall(
-        f"one batch needs {block_count} blocks of {need} bytes in memory together, and the block "
-        f"arena has {budget}: {raise_to('block_arena_bytes', need * 5 // 4)}, or choose a smaller "
-        "window, or fewer lanes (`dataplane plan` shows what they cost)",
-        needed=need,
+        f"the rows of one batch take {rows_bytes} bytes beside a block of {block_bytes}, and the "
+        f"block arena has {budget}: {raise_to('block_arena_bytes', together * 5 // 4)}, or make "
+        "the batch smaller, or write smaller blocks (row groups)",
+        needed=rows_bytes + block_bytes,
         budget=budget,
     )
 

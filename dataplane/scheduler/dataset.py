@@ -48,18 +48,25 @@ class DatasetBlocks:
     """The blocks of one dataset, for one set of reading options.
 
     `name` and `url` are for errors and logs. `keeps_restart_indexes`: record them for its images,
-    since all blocks and their restart indexes fit into the block arena together.
+    since all blocks and their restart indexes fit into the block arena together. `stream_bytes` is
+    what a decoded block takes besides its rows.
 
-    Shapes:  stored: int64[blocks], bytes of each block in its shard.
+    Shapes:  stored: int64[blocks], bytes of each block in its shard.   rows: int64[blocks].
     """
 
     dataset_id: int
     name: str
     marks: Marks
     stored: Ints
+    rows: Ints
     url: Callable[[int], str]
     keeps_restart_indexes: bool = False
+    stream_bytes: int = 0
     account: Account = field(default_factory=Account)
+
+    def cost(self, blocks: Ints) -> Ints:
+        """What each of these blocks takes of the arena while it is decoded, as far as is known."""
+        return self.marks.raw[blocks] + self.marks.decoded[blocks]
 
     def needs_fetch(self, block: int) -> bool:
         """Whether the bytes of the block must be read from a store into the arena."""

@@ -1,15 +1,18 @@
 """The scheduler's events (inputs) and effects (outputs): its whole interface.
 
 The caller passes each event to `Scheduler.decide` and carries out the returned effects in order.
-For each PlanSteps, Fetch, DecodeBlock, AssembleSlab and CopyKept it reports the end exactly once,
-as the event Planned, BlockFetched, BlockDecoded or SlabAssembled. All times are seconds of one
-monotonic clock.
+For each PlanSteps, Fetch, DecodeBlock, AssembleSlab, ExtractRows and CopyKept it reports the end
+exactly once, as the event Planned, BlockFetched, BlockDecoded, SlabAssembled or RowsExtracted. All
+times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import DataplaneError
@@ -149,6 +152,15 @@ class SlabAssembled:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsExtracted:
+    """The end of an ExtractRows, on which a worker started at `started`."""
+
+    number: int
+    result: ResultBody
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed. Gives the average number of busy workers, and the bytes of slabs made per
     second, since the last tick.
@@ -166,7 +178,7 @@ class Settled:
 Event = (
     DeliveryOpened | DeliveryClosed | DatasetForgotten | StreamStarted | StreamAdopted
     | StreamClosed | StreamRefused | Requested | Released | HolderGone | Planned | BlockFetched
-    | BlockDecoded | SlabAssembled | Ticked | Settled
+    | BlockDecoded | RowsExtracted | SlabAssembled | Ticked | Settled
 )  # fmt: skip
 
 # -- effects -----------------------------------------------------------------------------------
@@ -228,6 +240,26 @@ class AssembleSlab:
     slab: Region
     render: Render | None
     keep: Region | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExcerptRows:
+    """Rows of a block, and where their excerpt goes.
+
+    Shapes:  rows: int32[n], rising.
+    """
+
+    into: Region
+    rows: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractRows:
+    """Copy rows of the block with this key into excerpts."""
+
+    number: int
+    key: int
+    excerpts: Sequence[ExcerptRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +334,6 @@ class Note:
 
 
 Effect = (
-    PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | CopyKept | Send | Stalled
-    | AllPlanned | ForgetBlock | DropDelivery | ResizePool | Note
+    PlanSteps | Fetch | DecodeBlock | ClearRestartIndexes | AssembleSlab | ExtractRows | CopyKept
+    | Send | Stalled | AllPlanned | ForgetBlock | DropDelivery | ResizePool | Note
 )  # fmt: skip

@@ -13,6 +13,7 @@ from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc.tasks import Assembled
 from dataplane.scheduler.account import Stamps
+from dataplane.scheduler.block import Excerpt
 from dataplane.scheduler.dataset import BlockName, DatasetLookup, Ints
 from dataplane.scheduler.walk import Plan, Walk
 
@@ -42,7 +43,9 @@ class SlabPhase(enum.Enum):
 @dataclass(slots=True, eq=False)
 class SlabTask:
     """One slab that is being made for one stream. `missing` are its blocks that are not ready, and
-    `idle` those of them that are not being loaded, as far as is known. During assembly, `shared` is
+    `idle` those of them that are not being loaded, as far as is known. It needs no block of which
+    it has one of the `excerpts`; `excerpt_bytes` are sizes of excerpts that were found too large
+    for their room. `rank` is how soon it is needed among all tasks. During assembly, `shared` is
     the copy that will be kept of it, or the kept slab that it is copied from.
     """
 
@@ -60,12 +63,42 @@ class SlabTask:
     error: DataplaneError | None = None
     blocks: frozenset[int] | None = None
     shared: SharedSlab | None = None
+    excerpts: dict[int, Excerpt] = field(default_factory=dict)
+    excerpt_bytes: dict[int, int] = field(default_factory=dict)
+    rank: tuple[int, int] = (1 << 60, 0)
 
     def needs(self, block: int) -> bool:
         """Whether the slab has rows of that block."""
         if self.blocks is None:
             self.blocks = frozenset(self.plan.blocks.tolist())
         return block in self.blocks
+
+    @property
+    def keys(self) -> Ints:
+        """What its rows can be gathered from: the key of an excerpt or block, 0 of a block that is
+        not ready.
+        """
+        blocks = self.plan.blocks
+        found = self.datasets.keys(blocks)
+        if self.excerpts:
+            numbers = np.fromiter(self.excerpts, np.int64, len(self.excerpts))
+            known = [excerpt.key for excerpt in self.excerpts.values()]
+            found = found.copy()
+            found[blocks.searchsorted(numbers)] = known
+        return found
+
+    @property
+    def whole_blocks(self) -> Ints:
+        """Its blocks of which it has no excerpt."""
+        if not self.excerpts:
+            return self.plan.blocks
+        return np.setdiff1d(self.plan.blocks, [*self.excerpts], assume_unique=True)
+
+    @property
+    def largest_cost(self) -> int:
+        """What the largest of its blocks takes of the arena while it is decoded."""
+        parts = self.datasets.parts(self.plan.blocks)
+        return max((int(dataset.cost(blocks).max()) for dataset, blocks in parts), default=0)
 
     @property
     def memory_needed(self) -> int:

@@ -32,8 +32,10 @@ from dataplane.rpc import messages
 from dataplane.scheduler import events
 from dataplane.scheduler.account import stage_times
 from dataplane.scheduler.autoscaler import Autoscaler, Utilization
-from dataplane.scheduler.block import CachedBlock
+from dataplane.scheduler.block import CachedBlock, Excerpt
 from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.passes import Passes
 from dataplane.scheduler.records import (
     Delivery,
     Group,
@@ -45,12 +47,11 @@ from dataplane.scheduler.records import (
 )
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
+from dataplane.scheduler.stalls import stalled
 from dataplane.scheduler.streams import StreamTable
+from dataplane.scheduler.waiting import WaitingTasks
 
-# Slabs planned beyond those that are being made: their blocks are fetched meanwhile.
-_PLANS_AHEAD = 16
 _PLANS_TOGETHER = 8
-_NO_ROOM = "waiting for room in the delivery arena"
 
 
 class Scheduler:
@@ -69,7 +70,12 @@ class Scheduler:
         self._streams = StreamTable()
         self._shared = SharedSlabs(allocator, self._streams, self._time)
         self._blocks = BlockTable(allocator, fetch_count, self._shared, self._do, self._time)
-        self._tasks = SlabTasks(self._blocks, self._shared, self._do, self._time)
+        waiting = WaitingTasks(self._time)
+        self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
+        self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
+        self._tasks = SlabTasks(
+            self._blocks, self._shared, waiting, self._excerpts, self._do, self._time
+        )
         self._deliveries: dict[int, Delivery] = {}
         self._groups: dict[object, Group] = {}
         self._slab_ids = itertools.count(1)
@@ -91,6 +97,7 @@ class Scheduler:
             events.Planned: self._planned,
             events.BlockFetched: self._blocks.fetched,
             events.BlockDecoded: self._blocks.decoded,
+            events.RowsExtracted: self._copied,
             events.SlabAssembled: self._tasks.assembled,
             events.Ticked: self._tick,
             events.Settled: self._settle,
@@ -105,9 +112,9 @@ class Scheduler:
         self._absorb()
         return self._effects
 
-    def block(self, key: int) -> CachedBlock:
-        """The block that an effect has named."""
-        return self._blocks.block(key)
+    def block(self, key: int) -> CachedBlock | Excerpt:
+        """The block or excerpt that an effect has named."""
+        return self._excerpts.find(key) or self._blocks.block(key)
 
     def _do(self, effect: events.Effect) -> None:
         self._effects.append(effect)
@@ -197,7 +204,8 @@ class Scheduler:
     # -- planning --------------------------------------------------------------------------------
 
     def _plan_more(self, stream: StreamState) -> None:
-        room = _PLANS_AHEAD + stream.delivery.slots.layout.ahead_slots - len(stream.tasks)
+        room = self._passes.plans_ahead(stream) - len(stream.tasks)
+        room += stream.delivery.slots.layout.ahead_slots
         if stream.planning or stream.planned_all:
             return
         # Several plans per call, since each call wakes two threads; the first plans one by one, so
@@ -231,56 +239,30 @@ class Scheduler:
             self._do(events.Note("workers", facts))
             self._do(events.ResizePool(self._workers.count))
         for stream in self._streams:
-            self._check_deadline(stream)
-
-    def _check_deadline(self, stream: StreamState) -> None:
-        while stream.requests and self._time.now - stream.requests[0][1] > self._stall_timeout_s:
-            request_id, since = stream.requests.popleft()
-            task = stream.tasks[0] if stream.tasks else None
-            stage, missing = ("plan", []) if task is None else self._stage(task)
-            self._do(
-                events.Stalled(
-                    stream.stream_id,
-                    request_id,
-                    self._time.now - since,
-                    stage,
-                    [stream.delivery.datasets.name(number) for number in missing],
-                )
-            )
-
-    def _stage(self, task: SlabTask) -> tuple[str, list[int]]:
-        """What a task waits for, and which blocks."""
-        slab = self._shared.find(task)
-        if task.phase is not SlabPhase.WAITING or (task.missing and slab is None):
-            return task.phase.value, sorted(task.missing)
-        is_made_now = slab is not None and slab.made is None
-        return "being made for another job of its group" if is_made_now else _NO_ROOM, []
+            for effect in stalled(stream, self._shared, self._time.now, self._stall_timeout_s):
+                self._do(effect)
 
     # -- what comes next -------------------------------------------------------------------------
 
     def _settle(self, _event: events.Settled) -> None:
         for stream in self._streams:
             self._deliver(stream)  # first: a slab that was handed over makes way for the next
-        lacking, full = list[SlabTask](), set[int]()
-        for task in self._in_order():
-            slab = self._shared.find(task)
-            if slab is not None and slab.made is None:
-                continue
-            if task.missing and slab is None:
-                lacking.append(task)
-            elif task.stream.stream_id not in full:
-                if not self._tasks.assemble(task, slab) and not task.oversize:
-                    # Later tasks of its stream have no slot either; the zone is separate.
-                    full.add(task.stream.stream_id)
-                self._absorb()
+        lacking = self._assemble_ready()
         head = next((task for task in lacking if self._tasks.may_have_slot(task)), None)
+        is_emptied = head is not None and head is self._emptied_for
+        if not is_emptied and self._passes.look(head):
+            self._absorb()
+            self.is_settled = False
         self._become_head(head)
         loading = head is None or self._load(head, greedy=True)
         for task in lacking:
             # If the arena was emptied for the head, the head must get the room.
             loading = loading and self._emptied_for is None
+            loading = loading and self._passes.is_near(task)
             loading = loading and (task is head or self._load(task, greedy=False))
-        idle = not self._blocks.in_flight_count and not self._tasks.assembling_count
+        under_way = self._blocks.in_flight_count + self._tasks.assembling_count
+        under_way += self._excerpts.copying_count
+        idle = not under_way and self.is_settled
         if head is not None and head.missing and idle:
             self._unstick(head)
         # Blocks that need neither a fetch nor decoding are ready at once, and no event follows.
@@ -288,6 +270,22 @@ class Scheduler:
         for stream in self._streams:
             self._deliver(stream)
             self._plan_more(stream)
+
+    def _assemble_ready(self) -> list[SlabTask]:
+        """Assemble what has its blocks and a slot. Returns the tasks that lack blocks, in order."""
+        lacking, full = list[SlabTask](), set[int]()
+        for task in self._in_order():
+            slab = self._shared.find(task)
+            if slab is not None and slab.made is None:
+                continue
+            if task.missing and slab is None:
+                lacking.append(task)
+            elif task.oversize or task.stream.stream_id not in full:
+                if not self._tasks.assemble(task, slab) and not task.oversize:
+                    # Later tasks of its stream have no slot either; the zone is separate.
+                    full.add(task.stream.stream_id)
+                self._absorb()
+        return lacking
 
     def _in_order(self) -> list[SlabTask]:
         """Tasks without a slab, in the order in which they are needed."""
@@ -297,7 +295,10 @@ class Scheduler:
             for depth, task in enumerate(stream.tasks, stream.tasks_before)
             if task.phase is SlabPhase.WAITING
         ]
-        return [task for _, _, task in sorted(ranked, key=lambda rank: rank[:2])]
+        ranked.sort(key=lambda rank: rank[:2])
+        for depth, number, task in ranked:
+            task.rank = depth, number
+        return [task for _, _, task in ranked]
 
     def _become_head(self, task: SlabTask | None) -> None:
         if task is not self._emptied_for:
@@ -319,18 +320,30 @@ class Scheduler:
             is_started = self._blocks.start(dataset, index, greedy=greedy)
             self._absorb()
             if not is_started:
+                if greedy and self._passes.copy_rows_for(task):
+                    self._absorb()
+                    self.is_settled = False
                 return False
             task.idle.discard(number)
         return True
+
+    def _copied(self, event: events.RowsExtracted) -> None:
+        if self._head is not None and self._head.phase is SlabPhase.WAITING:
+            self._tasks.unpin(self._head)  # it needs no pin of a block that it has an excerpt of
+        for failure in self._excerpts.copied(event):
+            self._tasks.fail(failure.task, failure.error)
 
     def _unstick(self, head: SlabTask) -> None:
         """No block is loading and the head still lacks blocks: fragmentation, or too small a
         budget.
         """
+        self._tasks.unpin(head)
         if self._emptied_for is not head:
             self._empty_for(head)
-            self._tasks.unpin(head)
+            self._excerpts.close()
             self._blocks.drop_unpinned()
+        elif self._passes.open_for(head):
+            pass  # its blocks are loaded in several passes from now on
         elif self._tasks.halve(head):
             self._empty_for(None)
         else:

@@ -5,20 +5,17 @@
        └────────── FAILED <────────────┘
 
 Invariants:
-1. During assembly, a task pins all of its blocks, or the shared slab that is copied into its slot.
-   It needs no more memory, so it always finishes.
+1. During assembly, a task has excerpts of its blocks and pins all others, or the shared slab that
+   is copied into its slot. It needs no more memory, so it always finishes.
 2. A slot is free again when its stream no longer needs the slab, or its trainer has released it.
 3. If a task is cut, the task with its other batches comes directly after it in the stream.
-4. `missing` has exactly the blocks of a waiting task that are not ready; those that are not being
-   loaded are also in `idle`.
-5. The first task of a stream with a request gets a slot as soon as one is free or holds a slab that
+4. The first task of a stream with a request gets a slot as soon as one is free or holds a slab that
    was not requested: a slab made too early never blocks one that is needed now.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable
 
 from dataplane.arena.slab_layout import in_slot, row_index_bytes
@@ -27,7 +24,7 @@ from dataplane.model import Region
 from dataplane.rpc import tasks
 from dataplane.scheduler import budgets
 from dataplane.scheduler.account import Stamps
-from dataplane.scheduler.block import BlockChange, BlockOutcome
+from dataplane.scheduler.block import BlockChange
 from dataplane.scheduler.blocks import BlockTable
 from dataplane.scheduler.dataset import Ints
 from dataplane.scheduler.events import (
@@ -38,6 +35,7 @@ from dataplane.scheduler.events import (
     Note,
     SlabAssembled,
 )
+from dataplane.scheduler.excerpts import Excerpts
 from dataplane.scheduler.records import (
     NONE,
     Delivery,
@@ -49,22 +47,30 @@ from dataplane.scheduler.records import (
     StreamState,
 )
 from dataplane.scheduler.shared import SharedSlabs
+from dataplane.scheduler.waiting import WaitingTasks
 from dataplane.scheduler.walk import Plan
 
 _MEMORY_SHARE = 0.9
+_EXCERPTS_SHARE = 0.25
 
 
 class SlabTasks:
     """Every slab task of the node. `do` emits an effect."""
 
     def __init__(
-        self, blocks: BlockTable, shared: SharedSlabs, do: Callable[[Effect], None], time: Moment
+        self,
+        blocks: BlockTable,
+        shared: SharedSlabs,
+        waiting: WaitingTasks,
+        excerpts: Excerpts,
+        do: Callable[[Effect], None],
+        time: Moment,
     ) -> None:
         self._blocks = blocks
         self._shared = shared
         self._do = do
         self._time = time
-        self._waiting: defaultdict[int, set[SlabTask]] = defaultdict(set)
+        self._waiting, self._excerpts = waiting, excerpts
         self._assembling: dict[int, SlabTask] = {}
         self._numbers = itertools.count(1)
 
@@ -77,57 +83,11 @@ class SlabTasks:
 
     def block_changed(self, changed: BlockChange) -> None:
         """Update the tasks that wait for this block."""
-        for task in list(self._waiting.get(changed.dataset.dataset_id, ())):
-            number = task.datasets.number(changed.dataset, changed.index)
-            if changed.change is BlockOutcome.READY:
-                self._block_ready(task, number)
-            elif not task.needs(number):
-                continue
-            elif changed.error is not None:
-                self.fail(task, changed.error)
-            else:
-                task.missing.add(number)
-                task.idle.add(number)
-
-    def _block_ready(self, task: SlabTask, number: int) -> None:
-        if number in task.missing:
-            task.missing.discard(number)
-            task.idle.discard(number)
-            self._stamp(task)
-
-    def _watch(self, task: SlabTask) -> None:
-        datasets, blocks = task.datasets, task.plan.blocks
-        for dataset, _ in datasets.parts(blocks):
-            self._waiting[dataset.dataset_id].add(task)
-        task.blocks = None
-        task.missing = set(blocks[datasets.keys(blocks) == 0].tolist())
-        task.idle = set(task.missing)
-        self._stamp(task)
-
-    def _stamp(self, task: SlabTask) -> None:
-        if not task.missing:
-            task.stamps.gathered_from = self._time.now
-            task.stamps.fetched = max(
-                (
-                    float(dataset.marks.fetched[blocks].max())
-                    for dataset, blocks in task.datasets.parts(task.plan.blocks)
-                ),
-                default=0.0,
-            )
-
-    def _unwatch(self, task: SlabTask) -> None:
-        for dataset, _ in task.datasets.parts(task.plan.blocks):
-            waiting = self._waiting.get(dataset.dataset_id)
-            if waiting is not None:
-                waiting.discard(task)
-                if not waiting:
-                    del self._waiting[dataset.dataset_id]
-        task.missing.clear()
-        task.idle.clear()
+        self._waiting.block_changed(changed, self.fail)
 
     def pin(self, task: SlabTask) -> None:
-        """Pin the blocks of a task that are ready."""
-        blocks, before = task.plan.blocks, task.pinned
+        """Pin the blocks of a task that are ready and of which it has no excerpt."""
+        blocks, before = task.whole_blocks, task.pinned
         task.pinned = blocks[task.datasets.keys(blocks) != 0]
         for dataset, some in task.datasets.parts(task.pinned):
             self._blocks.pin(dataset, some)
@@ -147,13 +107,15 @@ class SlabTasks:
     def add(self, stream: StreamState, plan: Plan) -> None:
         """Add a slab task at the end of a stream."""
         task = self._new(stream, plan)
+        self._waiting.add(task)
         stream.tasks.append(task)
         self._fit(task)
 
     def fail(self, task: SlabTask, error: DataplaneError) -> None:
         """Requests for this slab get the error."""
         self.unpin(task)
-        self._unwatch(task)
+        self._waiting.remove(task)
+        self._excerpts.release(task)
         task.error, task.phase = error, SlabPhase.FAILED
 
     def drop(self, task: SlabTask) -> None:
@@ -162,7 +124,8 @@ class SlabTasks:
         if was is SlabPhase.ASSEMBLING:
             return  # its slot and pins are free when the worker has answered
         self.unpin(task)
-        self._unwatch(task)
+        self._waiting.remove(task)
+        self._excerpts.release(task)
         self._free_slot(task)
 
     def close_delivery(self, delivery: Delivery) -> None:
@@ -189,9 +152,7 @@ class SlabTasks:
             self._do(DropDelivery(delivery.delivery_id))
 
     def _new(self, stream: StreamState, plan: Plan) -> SlabTask:
-        task = SlabTask(stream, plan, next(self._numbers), Stamps(self._time.now))
-        self._watch(task)
-        return task
+        return SlabTask(stream, plan, next(self._numbers), Stamps(self._time.now))
 
     def _free_slot(self, task: SlabTask) -> None:
         if task.slot is not None:
@@ -208,35 +169,46 @@ class SlabTasks:
         return count > 1
 
     def _fit(self, task: SlabTask) -> None:
-        """Split a task whose blocks the arena could not hold together."""
-        need = task.memory_needed
-        if need <= self._blocks.arena_bytes * _MEMORY_SHARE:
+        """Split a task whose blocks the arena could not hold together; if blocks are read in
+        several passes, one whose excerpts take too much.
+        """
+        arena_bytes, is_one = self._blocks.arena_bytes, len(task.plan.batches) == 1
+        if task.memory_needed <= arena_bytes * _MEMORY_SHARE:
             return
-        if len(task.plan.batches) > 1:
-            rest = self._cut(task, len(task.plan.batches) // 2)
-            self._fit(task)
-            self._fit(rest)
-        elif need > self._blocks.arena_bytes:
-            self.fail_for_memory(task)
+        if is_one and task.memory_needed <= arena_bytes:
+            return
+        if is_one or self._excerpts.is_needed:
+            need = self._excerpts.need_of(task)
+            if is_one and need + task.largest_cost > arena_bytes:
+                self.fail_for_memory(task)
+                return
+            self._excerpts.is_needed = True
+            if is_one or need <= arena_bytes * _EXCERPTS_SHARE:
+                return
+        rest = self._cut(task, len(task.plan.batches) // 2)
+        self._fit(task)
+        self._fit(rest)
 
     def _cut(self, task: SlabTask, batch_count: int) -> SlabTask:
         """Leave the first batches to `task`; the rest becomes the task after it."""
         first, rest = task.plan.split(batch_count)
-        if task.phase is SlabPhase.WAITING:
+        after, is_waiting = self._new(task.stream, rest), task.phase is SlabPhase.WAITING
+        if is_waiting:
             self.unpin(task)
-            self._unwatch(task)
-            task.plan = first
-            self._watch(task)
-        else:
-            task.plan = first
-        after = self._new(task.stream, rest)
+            self._waiting.remove(task)
+        task.plan = first
+        self._excerpts.share(task, after)
+        if is_waiting:
+            self._waiting.add(task)
+        self._waiting.add(after)
         task.stream.tasks.insert(task.stream.tasks.index(task) + 1, after)
         return after
 
     def fail_for_memory(self, task: SlabTask) -> None:
         """The block arena cannot hold what one task needs."""
-        need, budget = task.memory_needed, self._blocks.arena_bytes
-        self.fail(task, budgets.batch_of_too_many_blocks(len(task.plan.blocks), need, budget))
+        need, budget = self._excerpts.need_of(task), self._blocks.arena_bytes
+        error = budgets.batch_larger_than_arena(need, task.largest_cost, task.memory_needed, budget)
+        self.fail(task, error)
 
     def _fail_for_size(self, task: SlabTask, need: int, budget: int) -> None:
         step = task.plan.batches[0].step
@@ -262,7 +234,7 @@ class SlabTasks:
             if shared is None
             else self._copy(task, slab, shared)
         )
-        self._unwatch(task)
+        self._waiting.remove(task)
         self._assembling[task.number] = task
         delivery.assembling_count += 1
         self._do(effect)
@@ -275,7 +247,7 @@ class SlabTasks:
             going = self._shared.make_way(kept)
             room = None
             if going is not None:
-                room = self._blocks.room_for_slab(kept.region.length, going)
+                room = self._blocks.room.of_slab(kept.region.length, going)
             if room is not None:
                 self._shared.begin(kept, room)
                 task.shared = kept
@@ -284,7 +256,7 @@ class SlabTasks:
             task.delivery.delivery_id,
             task.first_block,
             task.plan,
-            tuple(task.datasets.keys(task.plan.blocks).tolist()),
+            tuple(task.keys.tolist()),
             row_index,
             slab,
             task.stream.walk.render,
@@ -347,7 +319,7 @@ class SlabTasks:
         if task is not None:
             self._free_slot(task)
             task.assembled, task.phase = None, SlabPhase.WAITING
-            self._watch(task)
+            self._waiting.add(task)
 
     def assembled(self, event: SlabAssembled) -> None:
         """A worker has made or copied a slab, or has failed."""
@@ -362,6 +334,7 @@ class SlabTasks:
             task.datasets.datasets[0].account.disk_us += result.disk
         if task.phase is SlabPhase.GONE:
             self._free_slot(task)
+            self._excerpts.release(task)
         elif isinstance(result, DataplaneError):
             self._free_slot(task)
             self.fail(task, result)
@@ -380,6 +353,7 @@ class SlabTasks:
         task.stream.walk.fitted(result.batch_count, result.bytes_used, slab.length, cut=is_cut)
         if is_cut:
             self._cut(task, result.batch_count)
+        self._excerpts.release(task)
         task.assembled, task.phase = result, SlabPhase.READY
 
     def _outgrown(self, task: SlabTask, bytes_needed: int) -> None:
@@ -393,4 +367,4 @@ class SlabTasks:
         if len(task.plan.batches) > 1:
             self._cut(task, 1)
         task.oversize, task.phase = True, SlabPhase.WAITING
-        self._watch(task)
+        self._waiting.add(task)

@@ -70,6 +70,21 @@ class Plan:
     row_index: npt.NDArray[np.int32]
     first_position: int
 
+    def rows_of(self, block: int) -> npt.NDArray[np.int32]:
+        """The rows that the slab needs of one of its blocks.
+
+        Shapes:  result: int32[n], rising.
+        """
+        at = int(self.blocks.searchsorted(block))
+        return np.unique(self.row_index[self.row_index[:, 0] == at, 1])
+
+    def rows_by_block(self) -> npt.NDArray[np.int64]:
+        """How many rows it needs of each of its blocks, repeated ones included.
+
+        Shapes:  result: int64[blocks].
+        """
+        return np.bincount(self.row_index[:, 0], minlength=len(self.blocks))
+
     def split(self, batch_count: int) -> tuple[Plan, Plan]:
         """The first batches, and the rest."""
         rows = sum(batch.rows for batch in self.batches[:batch_count])

@@ -155,4 +155,4 @@ def test_blocks_of_images_have_restart_indexes_while_a_job_crops(
     assert all(region.length == restart_index_bytes(BLOCK_BYTES) for region in given.values())
     assert effects == [ClearRestartIndexes(key, region) for key, region in given.items()]
     table.forget_dataset(dataset)
-    assert table.room_for_slab(arena_bytes, ()) == Region(0, arena_bytes)
+    assert table.room.of_slab(arena_bytes, ()) == Region(0, arena_bytes)

@@ -61,7 +61,7 @@ class Table:
     ) -> None:
         raw = np.full(COUNT, GRANULE_BYTES if is_remote else 0, np.int64)
         marks = Marks.of(raw, np.full(COUNT, decoded_bytes), np.full(COUNT, is_remote))
-        self.dataset = DatasetBlocks(1, "d", marks, raw, url=str)
+        self.dataset = DatasetBlocks(1, "d", marks, raw, ROWS, url=str)
         self.allocator, moment, streams = Allocator(pages * GRANULE_BYTES), Moment(), StreamTable()
         self.shared = SharedSlabs(self.allocator, streams, moment)
         self.effects: list[Effect] = []

@@ -27,7 +27,7 @@ ORDER_MAKERS = {"plan/order.py", "plan/explain.py", "commands/plan.py", "node/st
 def _blocks(dataset_id: int, count: int) -> DatasetBlocks:
     sizes = np.ones(count, np.int64)
     return DatasetBlocks(
-        dataset_id, "d", Marks.of(sizes, sizes, np.ones(count, np.bool_)), sizes, str
+        dataset_id, "d", Marks.of(sizes, sizes, np.ones(count, np.bool_)), sizes, sizes, str
     )
 
 

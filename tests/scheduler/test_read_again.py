@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scheduler_run import Run, simulate
+from scheduler_run import Run
 from scheduler_scenes import several
+from scheduler_simulate import simulate
 
 from dataplane.scheduler.events import Note
 from dataplane.scheduler.read_again import ReadAgain

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_consumers import Consumer
-from scheduler_run import STALL_S, Run, simulate
+from scheduler_run import STALL_S, Run
 from scheduler_scenes import several
+from scheduler_simulate import simulate
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import BudgetTooSmall, StoreDenied

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_run import Run, simulate
+from scheduler_run import Run
 from scheduler_scenes import jobs, several
+from scheduler_simulate import simulate
 from scheduler_world import PAGE
 
 from dataplane.arena.allocator import Allocator

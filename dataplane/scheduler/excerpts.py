@@ -1,0 +1,330 @@
+"""Excerpts: rows of blocks that must leave memory although planned slabs still need them.
+
+If the block arena is smaller than the open windows, blocks are evicted while planned slabs need
+rows of them. A worker then first copies those rows: for each of these slabs it makes one *excerpt*,
+a small block. Slabs are assembled from excerpts and whole blocks alike. So a slab whose blocks do
+not fit into the arena together is made in several passes, and one reading of a block serves as many
+slabs as there is room for their rows.
+
+Invariants:
+1. An excerpt is in memory as long as a task that waits or is assembled needs it.
+2. All excerpts are in one extent of the arena, so that they leave no gaps between blocks. It exists
+   only if blocks were lost for lack of room, or one batch needs more blocks than fit.
+3. For the rows of a task, only excerpts of tasks that are needed later are dropped; for those of
+   the head, excerpts of any other task that waits.
+4. A block is pinned while rows of it are copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
+from dataplane.arena.slab_layout import row_numbers_bytes
+from dataplane.errors import DataplaneError
+from dataplane.model import Region
+from dataplane.rpc import tasks
+from dataplane.scheduler.block import CachedBlock, Excerpt
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.events import Effect, ExcerptRows, ExtractRows, ForgetBlock, RowsExtracted
+from dataplane.scheduler.records import SlabPhase, SlabTask
+from dataplane.scheduler.waiting import WaitingTasks
+
+# Of rows of different sizes, those of one excerpt are larger than usual by this part at most, else
+# it is made once more.
+_SPREAD_PARTS = 8
+# Looking for the rows of a block takes time on the event loop.
+_SEARCHED_ROWS_MAX = 1 << 20
+# Losing blocks is worth excerpts from this part of all that is read on.
+_LOST_PARTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The excerpt for one task that is being made."""
+
+    task: SlabTask
+    excerpt: Excerpt
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """A worker copies rows of this block."""
+
+    block: CachedBlock
+    parts: Sequence[_Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The rows of a task cannot be read."""
+
+    task: SlabTask
+    error: DataplaneError
+
+
+class Excerpts:
+    """Every excerpt of the node. `do` emits an effect."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        allocator: Allocator,
+        waiting: WaitingTasks,
+        do: Callable[[Effect], None],
+    ) -> None:
+        self._blocks, self._arena, self._waiting, self._do = blocks, allocator, waiting, do
+        blocks.room.leaves_rows = self._leaves_rows
+        self._pool: Allocator | None = None
+        self._pool_at = 0
+        self._by_key: dict[int, Excerpt] = {}
+        self._holders: dict[SlabTask, None] = {}
+        self._copying: dict[int, _Copying] = {}
+        self._suspects: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._lost_bytes = 0
+        self.is_needed = False
+        """Whether blocks are lost, or a batch needs more of them than fit."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is room for excerpts."""
+        return self._pool is not None
+
+    @property
+    def pool_bytes(self) -> int:
+        """The memory for excerpts."""
+        return 0 if self._pool is None else self._pool.size_bytes
+
+    @property
+    def copying_count(self) -> int:
+        """Blocks that workers copy rows of; an event will report the end of each."""
+        return len(self._copying)
+
+    def find(self, key: int) -> Excerpt | None:
+        """The excerpt with this key."""
+        return self._by_key.get(key)
+
+    # -- the pool --------------------------------------------------------------------------------
+
+    def open(self, length: int) -> bool:
+        """Take so much of the arena: False if blocks that are in use are in the way."""
+        region = self._blocks.room.of_excerpts(length)
+        if region is None:
+            return False
+        self._pool, self._pool_at = Allocator(region.length), region.offset
+        self._blocks.is_tight = True
+        return True
+
+    def close(self) -> None:
+        """Drop the excerpts of all tasks that wait, and return the memory if none is in use."""
+        for task in list(self._holders):
+            if task.phase is SlabPhase.WAITING:
+                for number in list(task.excerpts):
+                    self._drop(task, number)
+        if self._pool is not None and not self._by_key and not self._copying:
+            self._arena.free(self._pool_at)
+            self._pool, self._blocks.is_tight = None, False
+            self.is_needed, self._lost_bytes = False, 0
+
+    def _leaves_rows(self, block: CachedBlock, use: int) -> bool:
+        """Whether rows of a block about to be evicted are to be copied first."""
+        is_wanted = any(
+            not task.stream.is_ahead for task in self._waiting.of_block(block.dataset, block.index)
+        )
+        if is_wanted and not self.is_open and not use:
+            self._lose(block)
+        return is_wanted and self.is_open
+
+    def _lose(self, block: CachedBlock) -> None:
+        """Count a block that must be read again because others need its room."""
+        kept = block.decoded or block.raw
+        self._lost_bytes += 0 if kept is None else kept.length
+        self.is_needed |= self._lost_bytes > self._blocks.arena_bytes
+
+    def loaded(self, length: int) -> None:
+        """So much was read: losing little of it is no reason for excerpts."""
+        self._lost_bytes = max(0, self._lost_bytes - length // _LOST_PARTS)
+
+    # -- making ----------------------------------------------------------------------------------
+
+    def need_of(self, task: SlabTask) -> int:
+        """Bytes that excerpts for all rows of a task would take, as far as is known."""
+        plan, need, first = task.plan, 0, 0
+        counts = plan.rows_by_block()
+        for dataset, blocks in task.datasets.parts(plan.blocks):
+            some = counts[first : first + len(blocks)]
+            marks = dataset.marks
+            whole = np.where(marks.decoded[blocks] > 0, marks.decoded[blocks], marks.raw[blocks])
+            sizes = whole * some // np.maximum(dataset.rows[blocks], 1) + dataset.stream_bytes
+            sizes += sizes // _SPREAD_PARTS + row_numbers_bytes(1) + some * 4
+            need += int((-(-sizes // GRANULE_BYTES) * GRANULE_BYTES)[whole > 0].sum())
+            first += len(blocks)
+        return max(need, sum(map(rounded, task.excerpt_bytes.values())))
+
+    def copy_rows(self, block: CachedBlock, head: SlabTask) -> bool:
+        """Have a worker copy the rows of this block that waiting tasks need: False if there is no
+        room for any of them.
+        """
+        assert self._pool is not None
+        wanting = sorted(
+            self._waiting.of_block(block.dataset, block.index), key=lambda task: task.rank
+        )
+        if head in wanting:  # it comes first, whoever else waits for a slot
+            wanting = [head, *(task for task in wanting if task is not head)]
+        parts: list[_Part] = []
+        rows: list[npt.NDArray[np.int32]] = []
+        searched = 0
+        for task in wanting:
+            searched += len(task.plan.row_index)
+            if parts and (searched > _SEARCHED_ROWS_MAX or block.key in self._suspects):
+                break
+            number = task.datasets.number(block.dataset, block.index)
+            own = task.plan.rows_of(number)
+            into = self._room(self._size(task, block, number, len(own)), task, head)
+            if into is None:
+                break
+            key = self._blocks.new_key()
+            parts.append(_Part(task, Excerpt(block.dataset, block.index, key, into, len(own))))
+            rows.append(own)
+        if not parts:
+            return False
+        self._blocks.pin(block.dataset, np.array([block.index]))
+        number = next(self._numbers)
+        self._copying[number] = _Copying(block, parts)
+        excerpts = [
+            ExcerptRows(part.excerpt.decoded, own) for part, own in zip(parts, rows, strict=True)
+        ]
+        self._do(ExtractRows(number, block.key, excerpts))
+        return True
+
+    def is_copied(self, block: CachedBlock) -> bool:
+        """Whether rows of this block are being copied."""
+        return any(copying.block is block for copying in self._copying.values())
+
+    def _size(self, task: SlabTask, block: CachedBlock, number: int, row_count: int) -> int:
+        known = task.excerpt_bytes.get(number)
+        if known is not None:
+            return known
+        kept = block.decoded or block.raw
+        whole = 0 if kept is None else kept.length
+        size = whole * row_count // max(int(block.dataset.rows[block.index]), 1)
+        size += size // _SPREAD_PARTS + block.dataset.stream_bytes
+        return row_numbers_bytes(row_count) + size
+
+    def _room(self, length: int, task: SlabTask, head: SlabTask) -> Region | None:
+        assert self._pool is not None
+        while True:
+            at = self._pool.allocate(length)
+            if at is not None:
+                return Region(self._pool_at + at, length)
+            others = (
+                other
+                for other in self._holders
+                if other.phase is SlabPhase.WAITING
+                and other is not task
+                and (task is head or (other.rank > task.rank and other is not head))
+            )
+            last = max(others, key=lambda other: other.rank, default=None)
+            if last is None:
+                return None
+            self._drop(last, next(reversed(last.excerpts)))
+
+    def copied(self, event: RowsExtracted) -> list[Failure]:
+        """A worker has copied rows of a block, or could not. Returns the tasks that cannot be made
+        for that reason.
+        """
+        copying, result = self._copying.pop(event.number), event.result
+        block, parts, is_done = copying.block, copying.parts, False
+        failures = list[Failure]()
+        if isinstance(result, tasks.Extracted):
+            block.dataset.account.disk_us += result.disk
+            self._suspects.discard(block.key)
+            made = [self._made(*each) for each in zip(parts, result.bytes, strict=True)]
+            is_done = all(made)
+        else:
+            assert isinstance(result, DataplaneError)
+            for part in parts:
+                self._free(part.excerpt)
+            # Only one of the tasks may be at fault, so each is tried alone.
+            self._suspects.add(block.key)
+            if len(parts) == 1 and parts[0].task.phase is SlabPhase.WAITING:
+                failures.append(Failure(parts[0].task, result))
+        self._blocks.unpin(block.dataset, np.array([block.index]))
+        if is_done and block.is_evictable and self._is_there(block):
+            self._blocks.evict(block)
+        return failures
+
+    def _is_there(self, block: CachedBlock) -> bool:
+        return self._blocks.find(block.dataset, block.index) is block
+
+    def _made(self, part: _Part, size: int) -> bool:
+        """An excerpt takes this many bytes: False if that is more than it had."""
+        assert self._pool is not None
+        task, excerpt = part.task, part.excerpt
+        number, length = (
+            task.datasets.number(excerpt.dataset, excerpt.index),
+            excerpt.decoded.length,
+        )
+        is_wanted = task.phase is SlabPhase.WAITING and task.needs(number)
+        if size > length:
+            task.excerpt_bytes[number] = size
+        if size > length or not is_wanted or number in task.excerpts:
+            self._free(excerpt)
+            return size <= length
+        at = excerpt.decoded.offset
+        self._pool.shrink(at - self._pool_at, size)
+        excerpt.decoded = Region(at, size)
+        self._by_key[excerpt.key] = excerpt
+        self._give(excerpt, task, number)
+        task.missing.discard(number)
+        task.idle.discard(number)
+        return True
+
+    # -- use -------------------------------------------------------------------------------------
+
+    def _give(self, excerpt: Excerpt, task: SlabTask, number: int) -> None:
+        excerpt.users += 1
+        task.excerpts[number] = excerpt
+        self._holders[task] = None
+
+    def share(self, task: SlabTask, after: SlabTask) -> None:
+        """The task was cut in two: the part after it needs its excerpts, too."""
+        for number, excerpt in list(task.excerpts.items()):
+            if after.needs(number):
+                self._give(excerpt, after, number)
+            task.blocks = None
+            if not task.needs(number):
+                self._take(task, number)
+
+    def release(self, task: SlabTask) -> None:
+        """The task needs its excerpts no longer."""
+        for number in list(task.excerpts):
+            self._take(task, number)
+
+    def _drop(self, task: SlabTask, number: int) -> None:
+        """Others need the room of an excerpt more."""
+        excerpt = task.excerpts[number]
+        self._take(task, number)
+        if not excerpt.dataset.marks.keys[excerpt.index]:
+            task.missing.add(number)
+            task.idle.add(number)
+
+    def _take(self, task: SlabTask, number: int) -> None:
+        excerpt = task.excerpts.pop(number)
+        if not task.excerpts:
+            del self._holders[task]
+        excerpt.users -= 1
+        if not excerpt.users:
+            del self._by_key[excerpt.key]
+            self._do(ForgetBlock(excerpt.key))
+            self._free(excerpt)
+
+    def _free(self, excerpt: Excerpt) -> None:
+        assert self._pool is not None
+        self._pool.free(excerpt.decoded.offset - self._pool_at)

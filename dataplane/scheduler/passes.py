@@ -1,0 +1,129 @@
+"""Slabs whose blocks do not fit into memory together: decides when rows are copied into excerpts.
+
+Invariants:
+1. Where blocks are not lost for lack of room, and each batch's blocks fit, nothing here happens.
+2. The memory for excerpts leaves room for the largest block that a task lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dataplane.arena.allocator import GRANULE_BYTES
+from dataplane.scheduler.block import CachedBlock
+from dataplane.scheduler.blocks import BlockTable
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.events import Effect, Note
+from dataplane.scheduler.excerpts import Excerpts
+from dataplane.scheduler.records import SlabTask, StreamState
+from dataplane.scheduler.streams import StreamTable
+
+# Slabs planned beyond those that are being made: their blocks are fetched meanwhile. More, if each
+# block is read several times: one reading serves all planned slabs.
+_PLANS_AHEAD = 16
+_PLANS_AHEAD_MAX = 128
+# Blocks are loaded ahead for so many slabs beyond those that have slots.
+_NEAR_TASKS = 2
+# Rows of so many blocks are copied at once.
+_COPYING_MAX = 2
+# The part of the arena that excerpts may take, and how many of the largest blocks fit beside them.
+_POOL_SHARE = 0.75
+_BLOCKS_BESIDE = 4
+# Rows that were planned but not copied yet take no room: excerpts of this many times the pool's
+# bytes may be planned.
+_PLANNED_PARTS = 2
+
+
+class Passes:
+    """Those of one node."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        excerpts: Excerpts,
+        streams: StreamTable,
+        do: Callable[[Effect], None],
+    ) -> None:
+        self._blocks, self._excerpts, self._streams, self._do = blocks, excerpts, streams, do
+        self._opened_for: tuple[DatasetBlocks, ...] = ()
+
+    def plans_ahead(self, stream: StreamState) -> int:
+        """How many slabs of a stream are planned beyond those that have slots."""
+        if not self._excerpts.is_open:
+            return _PLANS_AHEAD
+        slot_bytes = stream.delivery.slots.layout.slot_bytes * max(self._stream_count, 1)
+        fitting = _PLANNED_PARTS * self._excerpts.pool_bytes // slot_bytes
+        return max(_PLANS_AHEAD, min(fitting, _PLANS_AHEAD_MAX))
+
+    @property
+    def _stream_count(self) -> int:
+        return sum(not stream.is_ahead for stream in self._streams)
+
+    def is_near(self, task: SlabTask) -> bool:
+        """Whether blocks are loaded for it ahead of time. If each is read several times, it is read
+        as late as possible, to serve as many planned slabs as possible.
+        """
+        near = task.delivery.slots.layout.ahead_slots + _NEAR_TASKS
+        return not self._excerpts.is_open or task.rank[0] <= near
+
+    def look(self, head: SlabTask | None) -> bool:
+        """Take memory for excerpts if they are needed, and return it after the last reader. Whether
+        blocks may have been evicted.
+        """
+        if self._excerpts.is_open:
+            if not any(map(self._streams.of_dataset, self._opened_for)):
+                self._excerpts.close()
+            return False
+        return self._excerpts.is_needed and head is not None and self.open_for(head)
+
+    def open_for(self, head: SlabTask) -> bool:
+        """Take memory for excerpts, enough for this task: False if there is too little, if blocks
+        in use are in the way, or if excerpts have their memory already.
+        """
+        if self._excerpts.is_open:
+            return False
+        arena_bytes, need = self._blocks.arena_bytes, self._excerpts.need_of(head)
+        largest = head.largest_cost + 2 * GRANULE_BYTES
+        planned = sum(
+            _PLANS_AHEAD_MAX * stream.delivery.slots.layout.slot_bytes for stream in self._streams
+        )
+        length = min(
+            planned, int(arena_bytes * _POOL_SHARE), arena_bytes - _BLOCKS_BESIDE * largest
+        )
+        length = min(max(length, need + need // 4), arena_bytes - largest)
+        length = length // GRANULE_BYTES * GRANULE_BYTES
+        if length < need or not self._excerpts.open(length):
+            return False
+        self._opened_for = head.datasets.datasets
+        facts = {
+            "dataset": head.datasets.datasets[0].name,
+            "block_arena_bytes": arena_bytes,
+            "for_excerpts": length,
+            "blocks_of_one_slab_bytes": head.memory_needed,
+        }
+        event = "the block arena is smaller than the open windows: blocks are read several times"
+        self._do(Note(event, facts, is_failure=True))
+        return True
+
+    def copy_rows_for(self, head: SlabTask) -> bool:
+        """A block that the head lacks found no room: have rows copied of blocks that could make
+        room, first of those that it does not need itself. Whether something was evicted.
+        """
+        has_evicted = False
+        if not self._excerpts.is_open or not self._blocks.room.is_full:
+            return has_evicted
+        for block in self._blocks.room.leaving or self._pinned_by(head):
+            if self._excerpts.copying_count >= _COPYING_MAX:
+                break
+            if not self._excerpts.copy_rows(block, head) and block.is_evictable:
+                self._blocks.evict(block)
+                has_evicted = True
+        return has_evicted
+
+    def _pinned_by(self, head: SlabTask) -> list[CachedBlock]:
+        """The first of the head's own blocks whose rows are not being copied."""
+        for number in head.pinned.tolist():
+            block = self._blocks.find(*head.datasets.find(number))
+            if block is not None and block.regions and not self._excerpts.is_copied(block):
+                return [block]
+        return []

@@ -1,0 +1,87 @@
+"""Which slab tasks wait for which blocks.
+
+Invariants:
+1. `missing` has exactly the blocks of a waiting task that are not ready and of which it has no
+   excerpt; those that are not being loaded are also in `idle`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from dataplane.errors import DataplaneError
+from dataplane.scheduler.block import BlockChange, BlockOutcome
+from dataplane.scheduler.dataset import DatasetBlocks
+from dataplane.scheduler.records import Moment, SlabTask
+
+
+class WaitingTasks:
+    """Every slab task that waits for blocks or a slot."""
+
+    def __init__(self, time: Moment) -> None:
+        self._time = time
+        self._waiting: defaultdict[int, set[SlabTask]] = defaultdict(set)
+
+    def of_block(self, dataset: DatasetBlocks, index: int) -> list[SlabTask]:
+        """The tasks that need rows of a block and have no excerpt of it."""
+        found = []
+        for task in self._waiting.get(dataset.dataset_id, ()):
+            number = task.datasets.number(dataset, index)
+            if task.needs(number) and number not in task.excerpts:
+                found.append(task)
+        return found
+
+    def block_changed(
+        self, changed: BlockChange, fail: Callable[[SlabTask, DataplaneError], None]
+    ) -> None:
+        """Update the tasks that wait for this block; `fail` those that cannot be made."""
+        for task in list(self._waiting.get(changed.dataset.dataset_id, ())):
+            number = task.datasets.number(changed.dataset, changed.index)
+            if changed.change is BlockOutcome.READY:
+                self._block_ready(task, number)
+            elif not task.needs(number) or number in task.excerpts:
+                continue
+            elif changed.error is not None:
+                fail(task, changed.error)
+            else:
+                task.missing.add(number)
+                task.idle.add(number)
+
+    def _block_ready(self, task: SlabTask, number: int) -> None:
+        if number in task.missing:
+            task.missing.discard(number)
+            task.idle.discard(number)
+            self._stamp(task)
+
+    def add(self, task: SlabTask) -> None:
+        """The task waits from now on, for this plan."""
+        datasets, blocks = task.datasets, task.plan.blocks
+        for dataset, _ in datasets.parts(blocks):
+            self._waiting[dataset.dataset_id].add(task)
+        task.blocks = None
+        task.missing = set(blocks[task.keys == 0].tolist())
+        task.idle = set(task.missing)
+        self._stamp(task)
+
+    def _stamp(self, task: SlabTask) -> None:
+        if not task.missing:
+            task.stamps.gathered_from = self._time.now
+            task.stamps.fetched = max(
+                (
+                    float(dataset.marks.fetched[blocks].max())
+                    for dataset, blocks in task.datasets.parts(task.plan.blocks)
+                ),
+                default=0.0,
+            )
+
+    def remove(self, task: SlabTask) -> None:
+        """It waits no longer."""
+        for dataset, _ in task.datasets.parts(task.plan.blocks):
+            waiting = self._waiting.get(dataset.dataset_id)
+            if waiting is not None:
+                waiting.discard(task)
+                if not waiting:
+                    del self._waiting[dataset.dataset_id]
+        task.missing.clear()
+        task.idle.clear()
