@@ -118,7 +118,9 @@ class Times:
         if seen is None:
             seen = self._tasks[task.number] = _Seen(self.now)
         is_gathered = task.phase is SlabPhase.WAITING and not task.missing
-        if is_gathered and not seen.is_gathered:
+        # Within one event, it may get its last block and lose another.
+        had_all = task.phase is SlabPhase.WAITING and task.stamps.gathered_from == self.now
+        if (is_gathered or had_all) and not seen.is_gathered:
             at = [
                 self._fetched.get((dataset.dataset_id, block), 0.0)
                 for dataset, blocks in task.datasets.parts(task.plan.blocks)

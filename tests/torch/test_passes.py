@@ -87,7 +87,8 @@ def _kill_one() -> None:
     mine = os.environ["DATAPLANE_CACHE_DIR"]
     for process in psutil.process_iter(["name"]):
         with contextlib.suppress(psutil.Error):
-            if process.name() == "dp-worker" and process.environ()["DATAPLANE_CACHE_DIR"] == mine:
+            is_worker = process.name() == "dp-worker"
+            if is_worker and process.environ().get("DATAPLANE_CACHE_DIR") == mine:
                 process.kill()
                 return
     raise AssertionError("no worker")
