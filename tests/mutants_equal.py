@@ -144,15 +144,15 @@ EQUAL = (
         "the rates that are compared are of four looks each",
     ),
     (
-        _SCHEDULER + "scheduler.py",
-        "while stream.requests and self._time.now - stream.requests[0][1] > self._stall_timeout_s:",
-        "while stream.requests and (self._time.now - stream.requests[0][1] >= self._stall_timeout_s):",
+        _SCHEDULER + "stalls.py",
+        "while stream.requests and now - stream.requests[0][1] > timeout_s:",
+        "while stream.requests and (now - stream.requests[0][1] >= timeout_s):",
         "at one moment of a clock that counts nanoseconds",
     ),
     (
         _SCHEDULER + "scheduler.py",
-        "return [task for _, _, task in sorted(ranked, key=lambda rank: rank[:2])]",
-        "return [task for _, _, task in sorted(ranked, key=lambda rank: rank[:3])]",
+        "ranked.sort(key=lambda rank: rank[:2])",
+        "ranked.sort(key=lambda rank: rank[:3])",
         "no two tasks have the same number",
     ),
     (
@@ -162,7 +162,7 @@ EQUAL = (
         "no two blocks have the same key",
     ),
     (
-        _SCHEDULER + "blocks.py",
+        _SCHEDULER + "room.py",
         "limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)",
         "limit = -2 if greedy else self._uses.use_of(block.dataset, block.index)",
         "any number does that is below zero",

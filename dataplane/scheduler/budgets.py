@@ -31,7 +31,7 @@ def batch_larger_than_arena(
         f"the rows of one batch take {rows_bytes} bytes beside a block of {block_bytes}, and the "
         f"block arena has {budget}: {raise_to('block_arena_bytes', together * 5 // 4)}, or make "
         "the batch smaller, or write smaller blocks (row groups)",
-        needed=rows_bytes + block_bytes,
+        needed=min(rows_bytes + block_bytes, together),
         budget=budget,
     )
 

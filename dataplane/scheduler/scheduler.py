@@ -281,9 +281,11 @@ class Scheduler:
             if task.missing and slab is None:
                 lacking.append(task)
             elif task.oversize or task.stream.stream_id not in full:
+                batches = task.plan.batches
                 if not self._tasks.assemble(task, slab) and not task.oversize:
                     # Later tasks of its stream have no slot either; the zone is separate.
                     full.add(task.stream.stream_id)
+                self.is_settled &= task.plan.batches is batches  # or it was cut: the rest is next
                 self._absorb()
         return lacking
 

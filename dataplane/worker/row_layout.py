@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from dataplane.arena.slab_layout import TEXTS
 from dataplane.compiled import Compiled
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
@@ -112,11 +113,37 @@ def rows_of_block(
     for at, spec in enumerate(specs):
         if spec.kind not in {Kind.FIXED, Kind.OBJECT}:
             opened.spans(at)  # Arrow does not check them
-    others = batch.take(pa.array(rows)) if batch.num_columns else batch.slice(0, len(rows))
+    others = batch.slice(0, len(rows))
+    if batch.num_columns:
+        of_name, chosen = {spec.name: spec for spec in specs}, pa.array(rows)
+        taken = [
+            _taken(array, of_name[name].kind, chosen)
+            for name, array in zip(batch.schema.names, batch.columns, strict=True)
+        ]
+        others = pa.record_batch(taken, names=batch.schema.names)
     if layout is None:
         return others, np.empty(0, np.uint8)
     packed = columns.values[-1].view.reshape(-1, layout.row_bytes)[rows]
     return others, packed.reshape(-1)
+
+
+def _taken(array: pa.Array, kind: Kind, rows: pa.Array) -> pa.Array:
+    """Rows of a column. Slabs have the bytes of a null, too, which Arrow leaves out."""
+    if kind in {Kind.FIXED, Kind.OBJECT} or not array.null_count:
+        return array.take(rows)
+    buffers, is_text = array.buffers(), kind in TEXTS
+    bare = pa.Array.from_buffers(
+        array.type,
+        len(array),
+        [None, *buffers[1 : 3 if is_text else 2]],
+        null_count=0,
+        offset=array.offset,
+        children=None if is_text else [array.values],
+    ).take(rows)
+    if not is_text:
+        return bare
+    valid = array.is_valid().take(rows).buffers()[1]
+    return pa.Array.from_buffers(bare.type, len(bare), [valid, *bare.buffers()[1:]])
 
 
 def store_rows(

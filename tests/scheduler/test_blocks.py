@@ -28,6 +28,7 @@ from dataplane.scheduler.events import (
     Fetch,
     ForgetBlock,
 )
+from dataplane.scheduler.excerpts import Excerpts
 from dataplane.scheduler.records import (
     Delivery,
     Group,
@@ -40,6 +41,7 @@ from dataplane.scheduler.records import (
 from dataplane.scheduler.shared import SharedSlabs
 from dataplane.scheduler.slab_tasks import SlabTasks
 from dataplane.scheduler.streams import StreamTable
+from dataplane.scheduler.waiting import WaitingTasks
 from dataplane.scheduler.walk import Plan, SlabSizes, Walk
 
 COUNT = 12
@@ -66,7 +68,11 @@ class Table:
         self.shared = SharedSlabs(self.allocator, streams, moment)
         self.effects: list[Effect] = []
         self.blocks = BlockTable(self.allocator, 4, self.shared, self.effects.append, moment)
-        self.tasks = SlabTasks(self.blocks, self.shared, self.effects.append, moment)
+        waiting = WaitingTasks(moment)
+        excerpts = Excerpts(self.blocks, self.allocator, waiting, self.effects.append)
+        self.tasks = SlabTasks(
+            self.blocks, self.shared, waiting, excerpts, self.effects.append, moment
+        )
         self.group = Group("g", is_declared=True)
         delivery = Delivery(1, Slots(plan_slots(0, 4096)), DatasetLookup(self.dataset), None)
         order = Order(ROWS, 0, spec.shuffle, spec.lanes, spec.window, 0)
@@ -171,12 +177,12 @@ def test_a_slab_is_kept_in_memory_that_no_block_needs_and_in_place_of_less_neede
         assert table.load(index)
     table.keep_slab()
     (kept,) = table.shared.spare()
-    assert table.blocks.room_for_slab(GRANULE_BYTES, [])
+    assert table.blocks.room.of_slab(GRANULE_BYTES, [])
     assert table.resident == [5, 7]
-    assert table.blocks.room_for_slab(GRANULE_BYTES, []) is None
-    assert table.blocks.room_for_slab(2 * GRANULE_BYTES, [kept]) is None
+    assert table.blocks.room.of_slab(GRANULE_BYTES, []) is None
+    assert table.blocks.room.of_slab(2 * GRANULE_BYTES, [kept]) is None
     assert table.shared.spare() == [kept]
-    assert table.blocks.room_for_slab(GRANULE_BYTES, [kept])
+    assert table.blocks.room.of_slab(GRANULE_BYTES, [kept])
     assert table.resident == [5, 7]
     assert table.shared.spare() == []
 

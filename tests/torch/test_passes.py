@@ -45,7 +45,7 @@ def _table() -> pa.Table:
     )
 
 
-@pytest.fixture(params=["parquet", "arrow"])
+@pytest.fixture(params=["parquet", pytest.param("arrow", marks=pytest.mark.slow)])
 def shards(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     folder, table = tmp_path / "shards", _table()
     folder.mkdir()
