@@ -21,7 +21,10 @@ ROWS, BLOCKS, BLOCK_ROWS = 768, 24, 32
 BATCH = 48
 LARGE, SMALL = "64MiB", "1MiB"
 
-pytestmark = pytest.mark.usefixtures("small_node")
+pytestmark = [
+    pytest.mark.usefixtures("small_node"),
+    pytest.mark.filterwarnings("ignore:the shuffle of this job:UserWarning"),
+]
 
 
 def _table() -> pa.Table:
