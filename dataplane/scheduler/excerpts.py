@@ -80,6 +80,7 @@ class Excerpts:
     ) -> None:
         self._blocks, self._arena, self._waiting, self._do = blocks, allocator, waiting, do
         blocks.room.leaves_rows = self._leaves_rows
+        blocks.room.is_wanted = lambda each: bool(waiting.of_block(each.dataset, each.index))
         self._pool: Allocator | None = None
         self._pool_at = 0
         self._by_key: dict[int, Excerpt] = {}

@@ -42,6 +42,9 @@ class Room:
         self._allocator, self._shared, self._uses = allocator, shared, uses
         self._evict, self._again, self._time = evict, again, time
         self.leaves_rows: Leaves = lambda _block, _use: False
+        self.is_wanted: Callable[[CachedBlock], bool] = lambda _block: False
+        """Whether a task waits for it. Padding repeats samples of blocks that have no next use, and
+        such blocks must not evict each other."""
         self.leaving: list[CachedBlock] = []
         """Blocks that would have made room for the last one, had their rows been copied."""
         self.is_full = False
@@ -91,7 +94,7 @@ class Room:
                     kept = None
                 if use != NEVER and use <= limit:
                     return
-                if other is not block:
+                if other is not block and not (limit == NEVER and self.is_wanted(other)):
                     yield other, use
         yield from ((slab, NEVER) for slab in kept or ())
 
