@@ -11,7 +11,8 @@ Invariants:
    node's own stores do; it gets them over a socket that nobody else can open.
 3. Each read ends with one message, whatever the store raises.
 4. A read that takes much longer than others is asked for a second time, over another connection
-   and into other memory. The first answer counts (`store/race.py`).
+   and into other memory. The first answer counts (`store/race.py`). Nothing is asked for again
+   while a store does not answer or has asked to slow down.
 5. It exits when its socket closes, so fetchers do not outlive their node.
 """
 
@@ -40,7 +41,7 @@ from dataplane.rpc import fetches, local, tasks
 # Imported here, so that the fork server does it once for all fetchers.
 from dataplane.store import obstore_store  # noqa: F401
 from dataplane.store.connect import Stores
-from dataplane.store.gate import Pause, Share
+from dataplane.store.gate import SLOW_DOWN, Pause, Share
 from dataplane.store.outage import Observe, Outage
 from dataplane.store.pieces import copy_into, fill
 from dataplane.store.race import EndedEarlyError, Race, raced
@@ -80,6 +81,7 @@ class Reads:
         self._lock = threading.Lock()
         self._reading: dict[int, _Read] = {}
         self._trouble: dict[str, str] = {}
+        self._slow_until = 0.0
 
     def prepare(self, store: str) -> None:
         """Open this store while the first order is on its way."""
@@ -114,7 +116,9 @@ class Reads:
         elif isinstance(body, fetches.CopyPreamble):
             self._threads.submit(self._serve_copy, body)
         elif isinstance(body, fetches.StorePause):
-            self._stores.slow_down(Pause(body.store, body.level, body.left_s))
+            pause = Pause(body.store, body.level, body.left_s)
+            self._note(pause)
+            self._stores.slow_down(pause)
 
     def _serve(self, read: _Read) -> None:
         """In a thread: make a read, and report its end, unless a second request did."""
@@ -199,7 +203,8 @@ class Reads:
     def _is_to_hedge(self, read: _Read, now: float) -> bool:
         length = read.order.into.length
         with self._lock:
-            if read.is_hedged or now - read.began < self._hedging.late_s(length):
+            is_late = now - read.began >= self._hedging.late_s(length)
+            if read.is_hedged or not is_late or now < self._slow_until:
                 return False
             return self._hedging.spend(length)
 
@@ -207,7 +212,13 @@ class Reads:
         seen = (outage.store, outage.since, outage.error, outage.asked, outage.until)
         self._tell(fetches.StoreSeen(*seen))
 
+    def _note(self, pause: Pause) -> None:
+        # Calls continue at random moments of as long a time after the pause.
+        until = time.monotonic() + pause.left_s + SLOW_DOWN.span_s(pause.level)
+        self._slow_until = max(self._slow_until, until)
+
     def _share(self, pause: Pause) -> None:
+        self._note(pause)
         self._tell(fetches.StorePause(pause.store, pause.level, pause.left_s))
 
     def _tell(self, body: fetches.FromFetcherBody) -> None:

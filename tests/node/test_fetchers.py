@@ -9,15 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
-from awry import Awry, Mood, awry_server
-from dataplane_bench.certificates import make
+from awry import Awry, Mood
+from fetching import ARENA_BYTES, BODY, LENGTH, TIMEOUT_S, URL, awry, node
 from servers import S3Server
 
 from dataplane.arena.memfd import Arena
@@ -29,24 +27,16 @@ from dataplane.errors import (
     StoreThrottled,
     StoreUnavailable,
 )
-from dataplane.fetcher.hedging import READS_MIN
 from dataplane.fetcher.limits import READS_MAX
 from dataplane.fetcher.process import Reads
 from dataplane.model import Region
-from dataplane.node.fetchers import Fetchers
 from dataplane.rpc import fetches, local, tasks
 from dataplane.scheduler.fetchers import BUSY_LOOKS
 from dataplane.store.connect import open_store
 from dataplane.store.gate import Pause
-from dataplane.store.outage import Outage, Outages
-from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
 
-BODY = bytes(i % 251 for i in range(600_000))
-URL = "s3://bucket/shard.bin"
-LENGTH = 200_000
-ARENA_BYTES = 1 << 20
-TIMEOUT_S = 60.0
+__all__ = ["awry"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,75 +44,6 @@ def one_fork_server(run_mark: str) -> Iterator[None]:
     """It takes half a second to start."""
     with fork_server.held():
         yield
-
-
-@pytest.fixture
-def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
-    with awry_server({"bucket/shard.bin": BODY}) as server:
-        reach(server, monkeypatch)
-        yield server
-
-
-@pytest.fixture
-def awry_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Awry]:
-    with awry_server({"bucket/shard.bin": BODY}, make(tmp_path)) as server:
-        reach(server, monkeypatch)
-        yield server
-
-
-def reach(server: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-
-
-class Node:
-    """Some fetchers, their arenas, and what they have told."""
-
-    def __init__(self, count: int, budget_s: float, request_timeout_s: float) -> None:
-        self.arena = Arena.create("blocks", ARENA_BYTES)
-        self.preambles = Arena.create("preambles", ARENA_BYTES)
-        self.preambles.reserve(ARENA_BYTES)  # the fetchers allocate what they need of the other
-        environment = tuple(b"%s=%s" % entry for entry in os.environb.items())
-        start = fetches.StartFetching(environment, budget_s, request_timeout_s)
-        arenas = (self.arena, self.preambles)
-        self.outages: list[Outage] = []
-        self.pauses: list[Pause] = []
-        outages, told = Outages(self.outages.append), self.pauses.append
-        self.fetchers = Fetchers(count, start, arenas, Trace("test"), outages, told)
-
-    def read(
-        self, etag: str, at: int = 0, length: int = LENGTH, url: str = URL
-    ) -> Awaitable[DataplaneError | None]:
-        """Bytes 10 to 10 + length, to this place of the arena."""
-        into = Region(at, length)
-        return self.end_of(fetches.ReadRange(0, url, 10, etag, tasks.BLOCK_ARENA, into))
-
-    async def end_of(self, order: fetches.ReadBody) -> DataplaneError | None:
-        end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-        self.fetchers.read(order, end.set_result)
-        async with asyncio.timeout(TIMEOUT_S):
-            return await end
-
-    def bytes_at(self, at: int, length: int = LENGTH) -> bytes:
-        return bytes(self.arena.view(at, length))
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():  # noqa: ASYNC110 - of other processes
-                await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def node(
-    count: int = 1, budget_s: float = 60.0, request_timeout_s: float = 30.0
-) -> AsyncIterator[Node]:
-    made = Node(count, budget_s, request_timeout_s)
-    try:
-        yield made
-    finally:
-        made.fetchers.close()
-        made.arena.close()
-        made.preambles.close()
 
 
 def test_ranges_of_a_real_store_arrive_and_its_errors_keep_their_types(
@@ -294,40 +215,6 @@ def test_what_a_killed_fetcher_alone_saw_is_over_with_it(awry: Awry) -> None:
             assert await read is None
             assert [outage.is_over for outage in at.outages[:2]] == [False, True]
             assert at.fetchers.trouble(URL) is None
-
-    asyncio.run(play())
-
-
-@pytest.mark.parametrize(
-    ("over", "mood"), [("awry", Mood.STALL), ("awry", Mood.HANG), ("awry_tls", Mood.STALL)]
-)
-def test_a_straggler_is_asked_for_again_and_the_first_answer_counts(
-    request: pytest.FixtureRequest, over: str, mood: Mood
-) -> None:
-    awry: Awry = request.getfixturevalue(over)
-    etag = open_store("s3://bucket").head(URL).etag
-
-    async def play() -> None:
-        # So that neither a timeout nor a retry can end the straggler.
-        async with node(budget_s=4 * TIMEOUT_S, request_timeout_s=2 * TIMEOUT_S) as at:
-            for _ in range(READS_MIN):
-                assert await at.read(etag) is None
-            at.arena.view(0, LENGTH)[:] = bytes(LENGTH)
-            awry.be(mood)
-            assert await at.read(etag) is None
-            assert at.bytes_at(0) == BODY[10 : 10 + LENGTH]
-            assert awry.seen == [("GET", f"bytes=10-{9 + LENGTH}")] * 2
-            found = at.fetchers.statistics()
-            assert (found.hedged_bytes, found.read_bytes) == (LENGTH, (READS_MIN + 1) * LENGTH)
-            # The budget is spent: a second one is not asked for again.
-            awry.be(mood)
-            late = asyncio.ensure_future(at.read(etag))
-            await at.until(lambda: awry.seen)
-            for _ in range(10):
-                assert await at.read(etag, LENGTH) is None
-            assert not late.done()
-            assert len(awry.seen) == 11
-            late.cancel()
 
     asyncio.run(play())
 

@@ -1,0 +1,100 @@
+"""Some fetchers of a test, which read one shard of a server that misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from awry import Awry, awry_server
+from dataplane_bench.certificates import make
+
+from dataplane.arena.memfd import Arena
+from dataplane.errors import DataplaneError
+from dataplane.model import Region
+from dataplane.node.fetchers import Fetchers
+from dataplane.rpc import fetches, tasks
+from dataplane.store.gate import Pause
+from dataplane.store.outage import Outage, Outages
+from dataplane.trace import Trace
+
+BODY = bytes(i % 251 for i in range(600_000))
+URL = "s3://bucket/shard.bin"
+LENGTH = 200_000
+ARENA_BYTES = 1 << 20
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def awry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Awry]:
+    with awry_server({"bucket/shard.bin": BODY}) as server:
+        _reach(server, monkeypatch)
+        yield server
+
+
+@pytest.fixture
+def awry_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Awry]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate")
+    with awry_server({"bucket/shard.bin": BODY}, make(tmp_path)) as server:
+        _reach(server, monkeypatch)
+        yield server
+
+
+def _reach(server: Awry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+class Node:
+    """Some fetchers, their arenas, and what they have told."""
+
+    def __init__(self, count: int, budget_s: float, request_timeout_s: float) -> None:
+        self.arena = Arena.create("blocks", ARENA_BYTES)
+        self.preambles = Arena.create("preambles", ARENA_BYTES)
+        self.preambles.reserve(ARENA_BYTES)  # the fetchers allocate what they need of the other
+        environment = tuple(b"%s=%s" % entry for entry in os.environb.items())
+        start = fetches.StartFetching(environment, budget_s, request_timeout_s)
+        arenas = (self.arena, self.preambles)
+        self.outages: list[Outage] = []
+        self.pauses: list[Pause] = []
+        outages, told = Outages(self.outages.append), self.pauses.append
+        self.fetchers = Fetchers(count, start, arenas, Trace("test"), outages, told)
+
+    def read(
+        self, etag: str, at: int = 0, length: int = LENGTH, url: str = URL
+    ) -> Awaitable[DataplaneError | None]:
+        """Bytes 10 to 10 + length, to this place of the arena."""
+        into = Region(at, length)
+        return self.end_of(fetches.ReadRange(0, url, 10, etag, tasks.BLOCK_ARENA, into))
+
+    async def end_of(self, order: fetches.ReadBody) -> DataplaneError | None:
+        end: asyncio.Future[DataplaneError | None] = asyncio.Future()
+        self.fetchers.read(order, end.set_result)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await end
+
+    def bytes_at(self, at: int, length: int = LENGTH) -> bytes:
+        return bytes(self.arena.view(at, length))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():  # noqa: ASYNC110 - of other processes
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def node(
+    count: int = 1, budget_s: float = 60.0, request_timeout_s: float = 30.0
+) -> AsyncIterator[Node]:
+    made = Node(count, budget_s, request_timeout_s)
+    try:
+        yield made
+    finally:
+        made.fetchers.close()
+        made.arena.close()
+        made.preambles.close()
