@@ -12,6 +12,12 @@ EQUAL = (
         "a table with one more place that no value has",
     ),
     (
+        _PLAN + "cluster.py",
+        "if meeting <= self.ranks_per_host or more == meeting - 1:",
+        "if (meeting < self.ranks_per_host) or more == meeting - 1:",
+        "the general way gives the same, a little later",
+    ),
+    (
         _PLAN + "windows.py",
         "if self._window == 1 or not len(lane):",
         "if (self._window == 1 and (not len(lane))):",
