@@ -176,6 +176,15 @@ class Arena:
         self.reserve_part(start, min(end * _PIECE_BYTES, self.size_bytes) - start)
         self._allocated[first:end] = b"\1" * (end - first)
 
+    def prepare(self, offset: int, length: int) -> None:
+        """Allocate and map the memory of bytes [offset, offset + length), which this process is
+        about to write. Cheap if it did so before.
+
+        Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
+        """
+        self.reserve_once(offset, length)
+        self.populate_once(offset, length)
+
     def release(self, offset: int, length: int) -> None:
         """Return whole pages to the machine, in all processes that map them. They then read as
         zeros, and `reserve_part` allocates them again.

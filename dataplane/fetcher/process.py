@@ -127,8 +127,7 @@ class Reads:
         arena = self._arenas[order.arena_id]
 
         def work() -> None:
-            arena.reserve_once(into.offset, into.length)
-            arena.populate_once(into.offset, into.length)
+            arena.prepare(into.offset, into.length)
             with arena.view(into.offset, into.length) as view, raced(read.race):
                 self._fill(order, view)
 

@@ -6,8 +6,8 @@ plan, fetch, decoding or assembly becomes an event for the scheduler.
 Invariants:
 1. Events are handled one after the other: the effects of one are carried out, in order, before the
    next is passed to the scheduler.
-2. Memory is reserved before anything writes into it. If the machine refuses it, the task that
-   needed it fails with that error.
+2. Whoever writes into memory allocates it first: fetchers, workers, and this module for what it
+   writes itself. If the machine refuses it, the task that needed it fails with that error.
 """
 
 from __future__ import annotations
@@ -238,11 +238,6 @@ class Engine:
 
     def _decode(self, effect: events.DecodeBlock) -> None:
         dataset, key = self._datasets[effect.dataset_id], effect.key
-        try:
-            self._reserve(effect.into)
-        except BudgetTooSmall as error:
-            self._tell(events.BlockDecoded(key, error, 0.0))
-            return
         raw, arenas = self._fetcher.for_worker(key, dataset.raw_block(effect.block, effect.raw))
         task = PoolTask(
             body=tasks.Decode(dataset.dataset_id, raw, effect.into),
@@ -281,7 +276,7 @@ class Engine:
         dataset, source = self._datasets[block.dataset.dataset_id], self._sources.source(key)
         try:
             for excerpt in effect.excerpts:
-                self._reserve(excerpt.into)
+                self._reserve(Region(excerpt.into.offset, NUMBER_BYTES * len(excerpt.rows)))
         except BudgetTooSmall as error:
             self._tell(events.RowsExtracted(number, error, 0.0))
             return
@@ -310,7 +305,7 @@ class Engine:
             except BudgetTooSmall:
                 keep = None
         try:
-            arena.reserve(index.offset + index.length)
+            arena.reserve_once(index.offset, index.length)
         except BudgetTooSmall as error:
             self._tell(events.SlabAssembled(effect.number, error, 0.0, is_kept=False))
             return
@@ -329,12 +324,6 @@ class Engine:
         self._submit(effect, body, _ASSEMBLE_URGENCY, is_kept=keep is not None)
 
     def _copy(self, effect: events.CopyKept) -> None:
-        arena = self._deliveries[effect.delivery_id].arena
-        try:
-            arena.reserve(effect.slab.offset + effect.slab.length)
-        except BudgetTooSmall as error:
-            self._tell(events.SlabAssembled(effect.number, error, 0.0))
-            return
         body = tasks.CopySlab(effect.kept, effect.delivery_id, effect.slab)
         self._submit(effect, body, _COPY_URGENCY, is_kept=True)
 

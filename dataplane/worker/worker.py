@@ -178,7 +178,7 @@ def _decode(state: _State, body: tasks.Decode) -> tasks.Decoded:
     if size > body.into.length:
         return tasks.Decoded(size, stored=False)
     into = state.arenas[0].view(body.into.offset, size)
-    state.arenas[0].populate_once(body.into.offset, size)
+    state.arenas[0].prepare(body.into.offset, size)
     row_layout.store(batch, dataset.plan.specs, dataset.row_layout, into, places=places)
     if body.raw.path is not None:
         state.shards.of(body.raw)  # it may have been written while it was read
@@ -294,7 +294,7 @@ def _assemble(state: _State, body: tasks.Assemble) -> tasks.Assembled:
             specs, columns, places, body.batches, slab_images=slab_images, lists=dataset.plan.lists
         )
         slab = arena.view(body.slab.offset, body.slab.length)
-        made = gather.into(slab, partial(arena.populate_once, body.slab.offset))
+        made = gather.into(slab, partial(arena.prepare, body.slab.offset))
         _keep(state, arena, body, made.bytes_used)
         layout = encode(Layout(made.columns)) if made.batch_count else b""
         return tasks.Assembled(made.batch_count, made.bytes_needed, made.bytes_used, layout)
@@ -311,7 +311,7 @@ def _extract(state: _State, body: tasks.Extract) -> tasks.Extracted:
     try:
         for place in body.places:
             into = state.arenas[0].view(place.into.offset, place.into.length)
-            state.arenas[0].populate_once(place.into.offset, place.into.length)
+            state.arenas[0].prepare(place.into.offset, place.into.length)
             sizes.append(write_excerpt(block.columns, dataset.plan.specs, into, place.row_count))
         return tasks.Extracted(tuple(sizes))
     finally:
@@ -370,7 +370,7 @@ def _copy_slab(state: _State, body: tasks.CopySlab) -> tasks.Done:
 
 def _copy(source: Arena, at: Region, target: Arena, to: Region) -> None:
     into = np.frombuffer(target.view(to.offset, to.length), np.uint8)
-    target.populate_once(to.offset, to.length)
+    target.prepare(to.offset, to.length)
     into[:] = np.frombuffer(source.view(at.offset, at.length), np.uint8)
 
 
