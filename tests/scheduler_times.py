@@ -120,7 +120,7 @@ class Times:
         is_gathered = task.phase is SlabPhase.WAITING and not task.missing
         # Within one event, it may get its last block and lose another.
         had_all = task.phase is SlabPhase.WAITING and task.stamps.gathered_from == self.now
-        if (is_gathered or had_all) and not seen.is_gathered:
+        if had_all or (is_gathered and not seen.is_gathered):
             at = [
                 self._fetched.get((dataset.dataset_id, block), 0.0)
                 for dataset, blocks in task.datasets.parts(task.plan.blocks)

@@ -46,6 +46,7 @@ class Passes:
     ) -> None:
         self._blocks, self._excerpts, self._streams, self._do = blocks, excerpts, streams, do
         self._opened_for: tuple[DatasetBlocks, ...] = ()
+        self._told: set[int] = set()
 
     def plans_ahead(self, stream: StreamState) -> int:
         """How many slabs of a stream are planned beyond those that have slots."""
@@ -95,15 +96,23 @@ class Passes:
         if length < need or not self._excerpts.open(length):
             return False
         self._opened_for = head.datasets.datasets
+        self._tell(head, length)
+        return True
+
+    def _tell(self, head: SlabTask, length: int) -> None:
+        """Log it once for each dataset."""
+        dataset = head.datasets.datasets[0]
+        if dataset.dataset_id in self._told:
+            return
+        self._told.add(dataset.dataset_id)
         facts = {
-            "dataset": head.datasets.datasets[0].name,
-            "block_arena_bytes": arena_bytes,
+            "dataset": dataset.name,
+            "block_arena_bytes": self._blocks.arena_bytes,
             "for_excerpts": length,
             "blocks_of_one_slab_bytes": head.memory_needed,
         }
         event = "the block arena is smaller than the open windows: blocks are read several times"
         self._do(Note(event, facts, is_failure=True))
-        return True
 
     def copy_rows_for(self, head: SlabTask) -> bool:
         """A block that the head lacks found no room: have rows copied of blocks that could make

@@ -285,7 +285,7 @@ class Scheduler:
                 if not self._tasks.assemble(task, slab) and not task.oversize:
                     # Later tasks of its stream have no slot either; the zone is separate.
                     full.add(task.stream.stream_id)
-                self.is_settled &= task.plan.batches is batches  # or it was cut: the rest is next
+                self.is_settled &= task.plan.batches is batches  # or it was cut, and is next
                 self._absorb()
         return lacking
 

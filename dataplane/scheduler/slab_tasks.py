@@ -225,9 +225,8 @@ class SlabTasks:
         slab, row_index = in_slot(slot, len(task.plan.row_index))
         if slab.length <= 0:
             delivery.slots.give_back(slot)
-            if self.halve(task):
-                return self.assemble(task, None)
-            self._fail_for_size(task, slot.length - slab.length, slot.length)
+            if not self.halve(task):
+                self._fail_for_size(task, slot.length - slab.length, slot.length)
             return True
         task.slot, task.phase = slot, SlabPhase.ASSEMBLING
         task.stamps.slotted = self._time.now
