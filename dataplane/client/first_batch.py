@@ -7,7 +7,6 @@ first slab. Nothing is measured afterwards.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from dataplane.client.waits import stages_waited_for
@@ -46,7 +45,16 @@ class FirstBatch:
     def stages(self) -> dict[str, float]:
         """Seconds by stage, in their order: "node", "connect", …"""
         return {
-            one.name.removesuffix("_s"): getattr(self, one.name) for one in dataclasses.fields(self)
+            "node": self.node_s,
+            "connect": self.connect_s,
+            "index": self.index_s,
+            "plan": self.plan_s,
+            "fetch": self.fetch_s,
+            "decode": self.decode_s,
+            "room": self.room_s,
+            "queue": self.queue_s,
+            "assemble": self.assemble_s,
+            "hand_over": self.hand_over_s,
         }
 
 

@@ -81,6 +81,8 @@ class BlockTable:
         self._touches = itertools.count(1)
         self._fetching = 0
         self._decoding = 0
+        self.loaded_bytes = 0
+        """What all blocks took that have become ready, each time."""
         self.is_short = False
         """Whether one task needs the whole arena."""
         self.is_tight = False
@@ -292,6 +294,8 @@ class BlockTable:
 
     def _become_ready(self, block: CachedBlock) -> None:
         block.phase = BlockPhase.READY
+        kept = block.decoded or block.raw
+        self.loaded_bytes += 0 if kept is None else kept.length
         block.dataset.marks.keys[block.index] = block.key
         self._give_restart_indexes(block)
         self._changed(BlockOutcome.READY, block)

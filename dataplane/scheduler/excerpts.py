@@ -88,7 +88,7 @@ class Excerpts:
         self._copying: dict[int, _Copying] = {}
         self._suspects: set[int] = set()
         self._numbers = itertools.count(1)
-        self._lost_bytes = 0
+        self._lost_bytes = self._loaded_bytes = 0
         self.is_needed = False
         """Whether blocks are lost, or a batch needs more of them than fit."""
 
@@ -143,14 +143,14 @@ class Excerpts:
         return is_wanted and self.is_open
 
     def _lose(self, block: CachedBlock) -> None:
-        """Count a block that must be read again because others need its room."""
-        kept = block.decoded or block.raw
-        self._lost_bytes += 0 if kept is None else kept.length
+        """Count a block that must be read again because others need its room. To lose little of
+        what is read is no reason for excerpts.
+        """
+        kept, loaded_bytes = block.decoded or block.raw, self._blocks.loaded_bytes
+        borne = (loaded_bytes - self._loaded_bytes) // _LOST_PARTS
+        self._loaded_bytes = loaded_bytes
+        self._lost_bytes = max(0, self._lost_bytes - borne) + (0 if kept is None else kept.length)
         self.is_needed |= self._lost_bytes > self._blocks.arena_bytes
-
-    def loaded(self, length: int) -> None:
-        """So much was read: losing little of it is no reason for excerpts."""
-        self._lost_bytes = max(0, self._lost_bytes - length // _LOST_PARTS)
 
     # -- making ----------------------------------------------------------------------------------
 

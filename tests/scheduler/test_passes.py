@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 from scheduler_run import Run
 from scheduler_simulate import simulate
+
+from dataplane.arena.allocator import Allocator
+from dataplane.model import Region
+from dataplane.scheduler.excerpts import Excerpts
 
 
 def _epoch_of_one(run: Run) -> None:
@@ -29,3 +34,25 @@ def test_blocks_are_read_far_less_often_than_once_a_batch(
     assert run.outside.extracted
     assert len(told) == 1
     assert run.outside.loads < once_a_batch * 2 / 3
+
+
+def _lost(losses: int, read_between: int) -> bool:
+    """Whether excerpts are needed after a block of 60 bytes was lost so often, with so many bytes
+    read in between, in an arena of 100.
+    """
+    blocks = SimpleNamespace(room=SimpleNamespace(), arena_bytes=100, loaded_bytes=0)
+    task = SimpleNamespace(stream=SimpleNamespace(is_ahead=False))
+    waiting = SimpleNamespace(of_block=lambda *_: [task])
+    excerpts = Excerpts(blocks, Allocator(100), waiting, lambda _: None)  # type: ignore[arg-type]
+    block = SimpleNamespace(dataset=None, index=0, decoded=Region(0, 60), raw=None)
+    for _ in range(losses):
+        blocks.loaded_bytes += read_between
+        assert not blocks.room.leaves_rows(block, 0)
+    return excerpts.is_needed
+
+
+def test_a_job_that_loses_little_of_what_it_reads_makes_no_excerpts() -> None:
+    assert not _lost(losses=1, read_between=0)
+    assert _lost(losses=2, read_between=0)
+    assert _lost(losses=3, read_between=100)
+    assert not _lost(losses=1000, read_between=240)
