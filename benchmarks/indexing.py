@@ -23,6 +23,7 @@ from typing import Self
 import psutil  # type: ignore[import-untyped]
 import pyarrow as pa
 import pyarrow.parquet as pq
+from dataplane_bench.model import BenchCase
 from dataplane_bench.s3 import REGION
 from dataplane_bench.workloads.storage import s3_storage
 
@@ -46,11 +47,11 @@ def main() -> None:
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="indexing-") as name,
-        s3_storage(Path(name), given.delay) as storage,
+        s3_storage(Path(name)) as storage,
     ):
         folder = Path(name) / "shards"
         _write(folder, given.shards, given.format)
-        place = storage.place(folder)
+        place = storage.place(folder, BenchCase("indexing", "tokens", delay_ms=given.delay))
         os.environ.update(
             AWS_ACCESS_KEY_ID=place.access_key,
             AWS_SECRET_ACCESS_KEY=place.secret_key,
