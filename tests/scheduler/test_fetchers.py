@@ -59,3 +59,10 @@ def test_a_moment_of_work_starts_none_and_a_pause_ends_none() -> None:
     for _ in range(2 * CALM_LOOKS):
         busy = busy.after(FetchLook(0.0, 0, 0))
     assert busy.count == 1
+
+
+def test_only_busy_looks_in_a_row_start_another() -> None:
+    count = FetcherCount(8)
+    for _ in range(10 * BUSY_LOOKS):
+        count = count.after(FetchLook(1.0, 16, 0)).after(FetchLook(0.0, 0, 0))
+    assert count.count == 1

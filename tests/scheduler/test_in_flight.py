@@ -118,3 +118,20 @@ def test_a_long_block_counts_as_the_ranges_that_it_is_read_in() -> None:
     fetches.began(FETCH_BYTES_MIN)
     fetches.ended(3 * RANGE_BYTES)
     assert fetches.may_begin()
+
+
+def test_a_rate_is_bytes_a_second_however_far_apart_the_looks_are() -> None:
+    """A store that gives the same with any number of reads: more are tried, and never kept."""
+    fetches, now, limits = FetchesInFlight(4), 0.0, set[int]()
+    fetches.look(now, is_awaited=True)
+    for at in range(400):
+        seconds = (0.5, 2.0, 1.0)[at % 3]
+        while fetches.may_begin():
+            fetches.began(RANGE_BYTES)
+        for _ in range(int(40 * seconds)):
+            fetches.ended(RANGE_BYTES)
+            fetches.began(RANGE_BYTES)
+        now += seconds
+        fetches.look(now, is_awaited=True)
+        limits.add(fetches.limit)
+    assert limits == {4, 8}
