@@ -141,7 +141,9 @@ def run(sock: socket.socket, memory_bytes: int) -> None:
             return
         body = order.body
         if isinstance(body, tasks.ShardBytes):
-            asked[order.task].arrived(body)
+            waiting = asked.get(order.task)
+            if waiting is not None:  # it may have failed before it got all that it asked for
+                waiting.arrived(body)
             continue
         shard: _AskedShard | _LocalShard
         if body.is_local:
