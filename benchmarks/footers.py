@@ -82,7 +82,7 @@ class MemoryOrigin:
 async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
     """CPU time of this process to fetch a block of a shard that has been read once before."""
     arena, chance = Arena.create("footers", 64 << 20), random.Random(1)
-    arena.reserve(arena.size_bytes)
+    arena.reserve(0, arena.size_bytes)
     place, preamble = Region(len(footer), BLOCK_BYTES), Region(0, len(footer))
     length = place.length + preamble.length
     preambles = Preambles(shards * 2 * len(footer))

@@ -171,7 +171,7 @@ def _arena() -> Callable[[], int]:
 
     etags, ranges = {each.url: each.etag for each in _shards()}, _ranges()
     arena = Arena.create("s3-speed", 2 * RANGES_AT_ONCE * RANGE_BYTES)
-    arena.reserve(arena.size_bytes)
+    arena.reserve(0, arena.size_bytes)
     fetcher = Fetcher.of(default_node_config(), arena, Trace("s3"), Outages())
     loop = asyncio.new_event_loop()
 

@@ -121,7 +121,7 @@ class FakeNode:
         self._embedded = embedded
         layout = plan_slots(script.arena_bytes, script.slot_bytes)
         self.arena = Arena.create("fake-delivery", layout.arena_bytes)
-        self.arena.reserve(layout.arena_bytes)
+        self.arena.reserve(0, layout.arena_bytes)
         self.slots = Slots(layout)
         self.slabs_given = 0
         self._number = 0

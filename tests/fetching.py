@@ -56,7 +56,7 @@ class Node:
     def __init__(self, count: int, budget_s: float, request_timeout_s: float) -> None:
         self.arena = Arena.create("blocks", ARENA_BYTES)
         self.preambles = Arena.create("preambles", ARENA_BYTES)
-        self.preambles.reserve(ARENA_BYTES)  # the fetchers allocate what they need of the other
+        self.preambles.reserve(0, ARENA_BYTES)  # the fetchers allocate what they need of the other
         environment = tuple(b"%s=%s" % entry for entry in os.environb.items())
         start = fetches.StartFetching(environment, budget_s, request_timeout_s)
         arenas = (self.arena, self.preambles)

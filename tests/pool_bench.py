@@ -139,7 +139,7 @@ def on_bench(
 
     async def play() -> None:
         arena = Arena.create("blocks", arena_bytes)
-        arena.reserve(2 * MIB)
+        arena.reserve(0, 2 * MIB)
         pool = WorkerPool(
             workers,
             Trace("test"),

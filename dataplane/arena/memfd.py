@@ -31,8 +31,8 @@ _F_GET_SEALS = 1034
 _MADV_POPULATE_READ = 22
 _MADV_REMOVE = 9
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
-_PIECE_BYTES = 64 << 10
-"""Mapped ranges are recorded in pieces of this size."""
+PIECE_BYTES = 64 << 10
+"""Which memory is allocated or mapped is recorded in pieces of this size."""
 _LESS = (
     "give this machine or container more memory, or lower block_arena_bytes or "
     f"delivery_bytes_per_rank ({ways_to_set('block_arena_bytes', 'SIZE')}; the other likewise)"
@@ -60,7 +60,6 @@ class Arena:
         self._address = pages.map_shared(fd, size_bytes)
         self._buffer: memoryview | None = pages.view_of(self._address, size_bytes)
         self._while_mapped = weakref.ref(self._buffer.obj)
-        self._reserved = 0
         self._mapped = bytearray()
         self._allocated = bytearray()
 
@@ -122,7 +121,7 @@ class Arena:
         """
         if self._buffer is None:
             return
-        first, end = -(-offset // _PIECE_BYTES), (offset + length) // _PIECE_BYTES
+        first, end = -(-offset // PIECE_BYTES), (offset + length) // PIECE_BYTES
         if len(self._mapped) < end:
             self._mapped.extend(bytes(end - len(self._mapped)))
         if length and (first >= end or self._mapped.find(0, first, end) >= 0):
@@ -134,47 +133,44 @@ class Arena:
                 pages.advise(self._address + start, end_bytes - start, _MADV_POPULATE_READ)
             self._mapped[first:end] = b"\1" * max(end - first, 0)
 
-    def reserve(self, end: int) -> None:
-        """Allocate the memory of bytes [0, end); cheap if that was done before.
-
-        Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
-        """
-        if end <= self._reserved:
-            return
-        self.reserve_part(self._reserved, end - self._reserved)
-        self._reserved = end
-
-    def reserve_part(self, offset: int, length: int) -> None:
-        """Allocate the memory of bytes [offset, offset + length), even if it was allocated before.
-
-        Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
-        """
-        self.buffer  # noqa: B018 - raises when closed
-        try:
-            os.posix_fallocate(self.fd, offset, length)
-        except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
-                raise
-            end = offset + length
-            raise BudgetTooSmall(
-                f"no memory for an arena of {end} bytes: {error}; {_LESS}",
-                needed=end,
-            ) from error
-
-    def reserve_once(self, offset: int, length: int) -> None:
+    def reserve(self, offset: int, length: int) -> None:
         """Allocate the memory of bytes [offset, offset + length), unless this process did so
         before. Allocating takes 0.1 to 0.3 ms a MiB, and a tenth of it if another process did so.
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """
-        first, end = offset // _PIECE_BYTES, -(-(offset + length) // _PIECE_BYTES)
-        if len(self._allocated) < end:
-            self._allocated.extend(bytes(end - len(self._allocated)))
-        if self._allocated.find(0, first, end) < 0:
+        self.buffer  # noqa: B018 - raises when closed
+        first, end = self._pieces(offset, length)
+        first = self._allocated.find(0, first, end)
+        if first < 0:
             return
-        start = first * _PIECE_BYTES
-        self.reserve_part(start, min(end * _PIECE_BYTES, self.size_bytes) - start)
+        # Another thread may have just done so.
+        end = max(self._allocated.rfind(0, first, end), first) + 1
+        start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, self.size_bytes)
+        try:
+            os.posix_fallocate(self.fd, start, stop - start)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
+                raise
+            raise BudgetTooSmall(
+                f"no memory for an arena of {stop} bytes: {error}; {_LESS}", needed=stop
+            ) from error
         self._allocated[first:end] = b"\1" * (end - first)
+
+    def missing_bytes(self, offset: int, length: int) -> int:
+        """How much memory `reserve` would allocate."""
+        return self._allocated.count(0, *self._pieces(offset, length)) * PIECE_BYTES
+
+    @property
+    def reserved_bytes(self) -> int:
+        """How much memory this process has allocated and not released."""
+        return self._allocated.count(1) * PIECE_BYTES
+
+    def _pieces(self, offset: int, length: int) -> tuple[int, int]:
+        """The first piece with any of these bytes, and the one behind the last."""
+        first, end = offset // PIECE_BYTES, -(-(offset + length) // PIECE_BYTES)
+        self._allocated.extend(bytes(max(end - len(self._allocated), 0)))
+        return first, end
 
     def prepare(self, offset: int, length: int) -> None:
         """Allocate and map the memory of bytes [offset, offset + length), which this process is
@@ -182,15 +178,17 @@ class Arena:
 
         Raises:  BudgetTooSmall: the machine, or this container, has no more memory.
         """
-        self.reserve_once(offset, length)
+        self.reserve(offset, length)
         self.populate_once(offset, length)
 
     def release(self, offset: int, length: int) -> None:
         """Return whole pages to the machine, in all processes that map them. They then read as
-        zeros, and `reserve_part` allocates them again.
+        zeros, and `reserve` allocates them again.
         """
         self.buffer  # noqa: B018 - raises when closed
         pages.advise(self._address + offset, length, _MADV_REMOVE)
+        first, end = self._pieces(offset, length)
+        self._allocated[first:end] = bytes(end - first)
 
     def keep_only(self, kept: Iterable[tuple[int, int]]) -> None:
         """In a forked child: release the descriptor and all memory except the ranges (offset,

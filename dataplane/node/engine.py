@@ -269,7 +269,7 @@ class Engine:
 
     def _reserve(self, region: Region) -> None:
         """Raises:  BudgetTooSmall: the machine has no memory left for it."""
-        self._arena.reserve_once(region.offset, region.length)
+        self._arena.reserve(region.offset, region.length)
 
     def _extract(self, effect: events.ExtractRows) -> None:
         number, key, block = effect.number, effect.key, self._scheduler.block(effect.key)
@@ -305,7 +305,7 @@ class Engine:
             except BudgetTooSmall:
                 keep = None
         try:
-            arena.reserve_once(index.offset, index.length)
+            arena.reserve(index.offset, index.length)
         except BudgetTooSmall as error:
             self._tell(events.SlabAssembled(effect.number, error, 0.0, is_kept=False))
             return

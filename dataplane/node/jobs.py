@@ -311,7 +311,7 @@ class Jobs:
             try:
                 # The other slots when they are used: mapping all of them takes a quarter of a
                 # second.
-                arena.reserve(layout.slot_bytes)
+                arena.reserve(0, layout.slot_bytes)
             except BudgetTooSmall:
                 arena.close()
                 raise

@@ -118,7 +118,7 @@ class Preambles:
         if at is None:
             return None
         try:
-            self.arena.reserve(at + length)
+            self.arena.reserve(at, length)
         except BudgetTooSmall:
             self._allocator.free(at)
             return None

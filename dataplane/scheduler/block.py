@@ -44,6 +44,12 @@ class CachedBlock:
         return tuple(r for r in (self.raw, self.decoded, self.restart_indexes) if r is not None)
 
     @property
+    def kept_bytes(self) -> int:
+        """What its rows take in the arena; 0 if they are gathered from a file."""
+        kept = self.decoded or self.raw
+        return 0 if kept is None else kept.length
+
+    @property
     def is_evictable(self) -> bool:
         """Whether no task has it pinned and nothing is writing it."""
         is_pinned = bool(self.dataset.marks.pins[self.index])

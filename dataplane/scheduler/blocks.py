@@ -294,8 +294,7 @@ class BlockTable:
 
     def _become_ready(self, block: CachedBlock) -> None:
         block.phase = BlockPhase.READY
-        kept = block.decoded or block.raw
-        self.loaded_bytes += 0 if kept is None else kept.length
+        self.loaded_bytes += block.kept_bytes
         block.dataset.marks.keys[block.index] = block.key
         self._give_restart_indexes(block)
         self._changed(BlockOutcome.READY, block)
@@ -304,12 +303,12 @@ class BlockTable:
         """If all blocks stay in memory, the images of this block will be cropped again, so restart
         indexes pay off.
         """
-        dataset, kept = block.dataset, block.decoded or block.raw
+        dataset = block.dataset
         if self.is_short or not (
             dataset.keeps_restart_indexes and self._shared.streams.crops(dataset)
         ):
             return
-        length = restart_index_bytes(kept.length if kept else int(dataset.stored[block.index]))
+        length = restart_index_bytes(block.kept_bytes or int(dataset.stored[block.index]))
         at = self._allocator.allocate(length)
         if at is not None:
             block.restart_indexes = Region(at, length)

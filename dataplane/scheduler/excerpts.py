@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
-from dataplane.arena.slab_layout import row_numbers_bytes
+from dataplane.arena.slab_layout import NUMBER_BYTES, row_numbers_bytes
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 from dataplane.rpc import tasks
@@ -146,10 +146,10 @@ class Excerpts:
         """Count a block that must be read again because others need its room. To lose little of
         what is read is no reason for excerpts.
         """
-        kept, loaded_bytes = block.decoded or block.raw, self._blocks.loaded_bytes
+        loaded_bytes = self._blocks.loaded_bytes
         borne = (loaded_bytes - self._loaded_bytes) // _LOST_PARTS
         self._loaded_bytes = loaded_bytes
-        self._lost_bytes = max(0, self._lost_bytes - borne) + (0 if kept is None else kept.length)
+        self._lost_bytes = max(0, self._lost_bytes - borne) + block.kept_bytes
         self.is_needed |= self._lost_bytes > self._blocks.arena_bytes
 
     # -- making ----------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Excerpts:
             marks = dataset.marks
             whole = np.where(marks.decoded[blocks] > 0, marks.decoded[blocks], marks.raw[blocks])
             sizes = whole * some // np.maximum(dataset.rows[blocks], 1) + dataset.stream_bytes
-            sizes += sizes // _SPREAD_PARTS + row_numbers_bytes(1) + some * 4
+            sizes += sizes // _SPREAD_PARTS + row_numbers_bytes(1) + some * NUMBER_BYTES
             need += int((-(-sizes // GRANULE_BYTES) * GRANULE_BYTES)[whole > 0].sum())
             first += len(blocks)
         return max(need, sum(map(rounded, task.excerpt_bytes.values())))
@@ -212,9 +212,7 @@ class Excerpts:
         known = task.excerpt_bytes.get(number)
         if known is not None:
             return known
-        kept = block.decoded or block.raw
-        whole = 0 if kept is None else kept.length
-        size = whole * row_count // max(int(block.dataset.rows[block.index]), 1)
+        size = block.kept_bytes * row_count // max(int(block.dataset.rows[block.index]), 1)
         size += size // _SPREAD_PARTS + block.dataset.stream_bytes
         return row_numbers_bytes(row_count) + size
 

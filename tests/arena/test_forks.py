@@ -79,7 +79,7 @@ def test_a_forked_child_can_fork_again():
 
 def test_a_child_keeps_the_pages_that_it_is_told_to_and_no_descriptor():
     arena = Arena.create("forked", SIZE)
-    arena.reserve(SIZE)
+    arena.reserve(0, SIZE)
     memory = [np.frombuffer(arena.view(SIZE // 2 + 100, 4096), np.uint8)]
     memory[0][:] = 7
     inode = os.fstat(arena.fd).st_ino

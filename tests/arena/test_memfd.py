@@ -27,8 +27,8 @@ def test_an_arena_cannot_change_its_size_or_be_unsealed():
 def test_memory_is_used_only_once_reserved_and_two_mappings_share_it():
     arena = Arena.create("test", SIZE)
     assert os.fstat(arena.fd).st_blocks == 0
-    arena.reserve(SIZE // 2)
-    arena.reserve(SIZE // 4)
+    arena.reserve(0, SIZE // 2)
+    arena.reserve(0, SIZE // 4)
     assert os.fstat(arena.fd).st_blocks * 512 == SIZE // 2
     other = Arena.attach(os.dup(arena.fd), SIZE)
     other.populate_once(0, SIZE // 2)
@@ -45,7 +45,7 @@ REGIONS = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sor
 @given(REGIONS)
 def test_whatever_was_mapped_before_what_is_mapped_has_no_page_fault(regions: Sequence[list[int]]):
     arena = Arena.create("test", SIZE)
-    arena.reserve(SIZE)
+    arena.reserve(0, SIZE)
     for start, end in regions:
         arena.populate_once(start, end - start)
     start, end = max(regions, key=lambda region: region[1] - region[0])
@@ -65,15 +65,27 @@ def test_what_is_reserved_once_is_allocated_and_little_else(regions: Sequence[tu
     arena, piece, pieces = Arena.create("test", SIZE), 64 << 10, set[int]()
     for offset, most in regions:
         length = min(most, SIZE - offset)
-        arena.reserve_once(offset, length)
+        arena.reserve(offset, length)
         pieces |= {*range(offset // piece, -(-(offset + length) // piece))}
         assert os.fstat(arena.fd).st_blocks * 512 == len(pieces) * piece
     arena.close()
 
 
+def test_memory_that_was_released_can_be_reserved_again():
+    arena = Arena.create("test", SIZE)
+    arena.reserve(0, SIZE)
+    arena.release(SIZE // 4, SIZE // 2)
+    assert arena.missing_bytes(0, SIZE) == arena.reserved_bytes == SIZE // 2
+    assert os.fstat(arena.fd).st_blocks * 512 == SIZE // 2
+    arena.reserve(SIZE // 4, SIZE // 4)
+    assert arena.missing_bytes(0, SIZE) == SIZE // 4
+    assert os.fstat(arena.fd).st_blocks * 512 == arena.reserved_bytes == SIZE * 3 // 4
+    arena.close()
+
+
 def test_a_view_outlives_the_arena():
     arena = Arena.create("test", SIZE)
-    arena.reserve(SIZE)
+    arena.reserve(0, SIZE)
     array = np.frombuffer(arena.view(0, 4096), dtype=np.uint8)
     array[:] = 7
     arena.close()

@@ -106,7 +106,7 @@ class Place:
 
     def __init__(self, shard: Shard, preamble_bytes: int = PAGE) -> None:
         self.arena = Arena.create("blocks", 64 * PAGE)
-        self.arena.reserve(64 * PAGE)
+        self.arena.reserve(0, 64 * PAGE)
         preambles = Preambles(preamble_bytes)
         self.origin = FromShard(shard, self.arena, preambles.arena)
         self.fetcher = Fetcher(self.origin, preambles)

@@ -11,7 +11,6 @@ from scheduler_run import Run
 from scheduler_simulate import simulate
 
 from dataplane.arena.allocator import Allocator
-from dataplane.model import Region
 from dataplane.scheduler.excerpts import Excerpts
 
 
@@ -44,7 +43,7 @@ def _lost(losses: int, read_between: int) -> bool:
     task = SimpleNamespace(stream=SimpleNamespace(is_ahead=False))
     waiting = SimpleNamespace(of_block=lambda *_: [task])
     excerpts = Excerpts(blocks, Allocator(100), waiting, lambda _: None)  # type: ignore[arg-type]
-    block = SimpleNamespace(dataset=None, index=0, decoded=Region(0, 60), raw=None)
+    block = SimpleNamespace(dataset=None, index=0, kept_bytes=60)
     for _ in range(losses):
         blocks.loaded_bytes += read_between
         assert not blocks.room.leaves_rows(block, 0)

@@ -16,10 +16,7 @@ import os
 import numpy as np
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
-from dataplane.arena.memfd import Arena
-
-_PIECE_BYTES = 64 << 10
-"""Pages come and go in pieces of this size."""
+from dataplane.arena.memfd import PIECE_BYTES, Arena
 
 
 def data_bytes(size_bytes: int) -> int:
@@ -47,9 +44,8 @@ class Segment:
             size_bytes += rounded(length - data_bytes(size_bytes))
         self.arena = Arena.create(f"dataplane-worker-{os.getpid()}", size_bytes)
         if whole:
-            self.arena.reserve(size_bytes)
+            self.arena.reserve(0, size_bytes)
         self.allocator = Allocator(data_bytes(size_bytes))
-        self._there = bytearray(b"\1" if whole else b"\0") * -(-size_bytes // _PIECE_BYTES)
         at = data_bytes(size_bytes)
         self._marks = self.arena.view(at, size_bytes - at)
 
@@ -70,49 +66,21 @@ class Segment:
             self._marks[1 + each] = 0
         return [each * GRANULE_BYTES for each in found]
 
-    def missing_bytes(self, offset: int, length: int) -> int:
-        """How much memory `reserve` will take."""
-        first, end = _pieces(offset, length)
-        return self._there.count(0, first, end) * _PIECE_BYTES
-
-    def reserve(self, offset: int, length: int) -> None:
-        """Allocate the pages of an extent.
-
-        Raises:  BudgetTooSmall: the machine, or this container, has no more.
-        """
-        first, end = _pieces(offset, length)
-        start = self._there.find(0, first, end)
-        if start < 0:
-            return
-        stop = self._there.rfind(0, first, end) + 1
-        last = min(stop * _PIECE_BYTES, self.arena.size_bytes)
-        self.arena.reserve_part(start * _PIECE_BYTES, last - start * _PIECE_BYTES)
-        self._there[start:stop] = b"\1" * (stop - start)
-
     def release(self, wanted_bytes: int) -> int:
         """Give unused pages back until they reach `wanted_bytes`; returns how many bytes."""
         released = 0
         for offset, length in self.allocator.free_extents():
             if released >= wanted_bytes:
                 break
-            first, end = -(-offset // _PIECE_BYTES), (offset + length) // _PIECE_BYTES
-            count = self._there.count(1, first, end) if first < end else 0
-            if count:
-                self.arena.release(first * _PIECE_BYTES, (end - first) * _PIECE_BYTES)
-                self._there[first:end] = bytes(end - first)
-                released += count * _PIECE_BYTES
+            start, end = -(-offset // PIECE_BYTES), (offset + length) // PIECE_BYTES
+            start, whole = start * PIECE_BYTES, (end - start) * PIECE_BYTES
+            present = whole - self.arena.missing_bytes(start, whole) if whole > 0 else 0
+            if present:
+                self.arena.release(start, whole)
+                released += present
         return released
 
     def close(self) -> None:
         """Close the segment; the trainer has its own mapping."""
         self._marks.release()
         self.arena.close()
-
-    @property
-    def there_bytes(self) -> int:
-        """The bytes of pages that are allocated, free or taken."""
-        return self._there.count(1) * _PIECE_BYTES
-
-
-def _pieces(offset: int, length: int) -> tuple[int, int]:
-    return offset // _PIECE_BYTES, -(-(offset + length) // _PIECE_BYTES)

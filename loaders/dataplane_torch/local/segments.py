@@ -132,11 +132,11 @@ class Segments:
         than were in use at once lately.
         """
         segment = self._segments[extent.segment]
-        missing = segment.missing_bytes(extent.offset, extent.length)
+        missing = segment.arena.missing_bytes(extent.offset, extent.length)
         if missing:
             most = max(self._peak, self._peak_before)
             self._release(self._there + missing - most - max(_SMALLEST_BYTES, most // 16))
-            segment.reserve(extent.offset, extent.length)
+            segment.arena.reserve(extent.offset, extent.length)
             self._there += missing
 
     def _release(self, wanted_bytes: int) -> None:
@@ -153,7 +153,7 @@ class Segments:
         rest = sum(each.arena.size_bytes for each in every) - segment.arena.size_bytes
         if rest >= _SLACK * max(self._peak, self._peak_before, _SMALLEST_BYTES):
             del self._segments[segment_id]
-            self._there -= segment.there_bytes
+            self._there -= segment.arena.reserved_bytes
             segment.close()
             self._retire(segment_id)
 
@@ -163,7 +163,7 @@ class Segments:
         segment = Segment(max(2 * rounded(length), total, _SMALLEST_BYTES), whole=self._whole)
         segment_id, self._next_id = self._next_id, self._next_id + 1
         self._segments[segment_id] = segment
-        self._there += segment.there_bytes
+        self._there += segment.arena.reserved_bytes
         self._announce(segment_id, segment.arena.fd, segment.arena.size_bytes)
 
     def _count(self, length: int) -> None:
