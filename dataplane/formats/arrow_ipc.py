@@ -41,7 +41,7 @@ from dataplane.formats.conform import (
 )
 from dataplane.formats.faults import corrupt, describe, foreign_faults, require_bytes
 from dataplane.formats.flatbuf import DICTIONARY, RECORDS, SCHEMA, Head
-from dataplane.formats.source import Memory, Source, Window
+from dataplane.formats.source import PROBE_BYTES, Memory, Source, Window
 from dataplane.formats.splice import spliced
 from dataplane.formats.unsupported import refusal
 from dataplane.model import Region
@@ -62,6 +62,12 @@ class ArrowIpc:
     name = "arrow"
     suffixes = BY_FORMAT["arrow"]
     index_version = 1  # places of columns
+
+    def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
+        """What `index` reads first of a shard of this size: its start and, of a file, its end."""
+        if size_bytes <= 2 * PROBE_BYTES:
+            return (Region(0, size_bytes),)
+        return Region(0, PROBE_BYTES), Region(size_bytes - PROBE_BYTES, PROBE_BYTES)
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: reads the metadata of each message, and no body that it can skip."""

@@ -54,7 +54,7 @@ from dataplane.formats.splice import spliced
 from dataplane.model import Region
 from dataplane.suffixes import BY_FORMAT
 
-TAIL_BYTES = 64 << 10
+_TAIL_BYTES = 64 << 10
 _footers = Footers()
 _ESTIMATE_MAX = float(1 << 62)
 
@@ -64,6 +64,10 @@ class Parquet:
 
     name = "parquet"
     suffixes = BY_FORMAT["parquet"]
+
+    def first_reads(self, size_bytes: int) -> tuple[Region, ...]:
+        """What `index` reads first of a shard of this size."""
+        return (_tail(size_bytes),)
 
     def index(self, shard: ShardReader) -> ShardIndex:
         """As `Format.index`: reads the footer and nothing else."""
@@ -111,11 +115,18 @@ class Parquet:
         return validated(batch, url, start)
 
 
+def _tail(size_bytes: int) -> Region:
+    """The end of a shard, which has most footers in it."""
+    length = min(size_bytes, _TAIL_BYTES)
+    return Region(size_bytes - length, length)
+
+
 def _footer(shard: ShardReader) -> tuple[Region, bytes]:
     """The footer's place, from the metadata to the end of the file, and its bytes."""
     url, size = shard.url, shard.size_bytes
     require_bytes(url, size, "Parquet")
-    tail = bytes(memoryview(shard.read(max(0, size - TAIL_BYTES), min(size, TAIL_BYTES))))
+    last = _tail(size)
+    tail = bytes(memoryview(shard.read(last.offset, last.length)))
     if size < 12 or tail[-4:] != MAGIC:
         head = bytes(memoryview(shard.read(0, min(size, 512))))
         if tail[-4:] == b"PARE":

@@ -1,8 +1,9 @@
 """The list of formats, and the choice of a shard's format.
 
 Formats of other packages arrive as entry points of the group `dataplane.formats`: an object, or a
-class without arguments, that satisfies `Format`. Its attribute `index_version`, if it has one,
-grows when what its `index` returns changes.
+class without arguments, that satisfies `Format`. It may have two more attributes: `index_version`,
+which grows when what its `index` returns changes, and `first_reads(size_bytes)`, the regions that
+`index` reads first of most shards of this size: the node reads them before it is asked.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ _TASKS_BEFORE_NEXT = 2
 # Indexing a shard is mostly waiting for a few round trips.
 _INDEXED_AT_ONCE = 64
 _READS_AT_ONCE = 64
-_END_BYTES = 64 << 10
 _LOOK_S = 0.25
 _END_S = 5.0
 
@@ -131,7 +130,7 @@ class IndexProcesses:
             listed.size_bytes,
             listed.etag,
             is_local=is_local,
-            parts=() if is_local else self._first_parts(format_.name, shard),
+            parts=() if is_local else self._first_parts(format_, shard),
         )
         ends: list[ProcessEnd] = []
         with contextlib.suppress(_Ended), self._one_of_many() as process:
@@ -146,11 +145,12 @@ class IndexProcesses:
             finally:
                 process.kill()
 
-    def _first_parts(self, format_name: str, shard: StoredShard) -> tuple[tasks.ShardPart, ...]:
+    def _first_parts(self, format_: Format, shard: StoredShard) -> tuple[tasks.ShardPart, ...]:
         """What the process would ask for first: reading it now saves a round trip or two, and the
         messages.
         """
-        places = _first_reads(format_name, shard.size_bytes)
+        first_reads = getattr(format_, "first_reads", None)
+        places: tuple[Region, ...] = () if first_reads is None else first_reads(shard.size_bytes)
         others = [
             self._reads.submit(shard.read, place.offset, place.length) for place in places[1:]
         ]
@@ -332,16 +332,6 @@ def open_manifest(config: NodeConfig, connect: Connect, source: messages.Dataset
             connect=connect,
             index_shard=processes.index,
         )
-
-
-def _first_reads(format_name: str, size_bytes: int) -> tuple[Region, ...]:
-    """The ranges that indexing a shard of this size needs before it knows more."""
-    tail = Region(max(0, size_bytes - _END_BYTES), min(size_bytes, _END_BYTES))
-    if format_name == "arrow":
-        if size_bytes <= 2 * _END_BYTES:
-            return (Region(0, size_bytes),)
-        return Region(0, _END_BYTES), tail
-    return (tail,) if format_name == "parquet" else ()
 
 
 def _bytes_for(task: _Task, asked: tasks.ReadShard) -> tasks.ShardBytes:

@@ -16,13 +16,14 @@ import psutil
 import pyarrow as pa
 import pytest
 from bombs import MIB, long_line
-from shards import arrow_bytes, json_lines, parquet_bytes, tar_bytes
+from shards import MemoryShard, arrow_bytes, json_lines, parquet_bytes, tar_bytes
 from typing_extensions import Buffer
 
 from dataplane.errors import BudgetTooSmall, CorruptShard, DataStallError, StoreUnavailable
+from dataplane.formats import registry
 from dataplane.index.indexing import index_dataset
 from dataplane.index.processes import IndexProcesses
-from dataplane.model import ObjectInfo
+from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.store.local import LocalStore
 from dataplane.worker.limits import WorkerBytes
@@ -93,6 +94,23 @@ def test_an_indexing_process_asks_the_node_for_bytes_of_remote_shards(
         )
     finally:
         files.rm(folder, recursive=True)
+
+
+@pytest.mark.parametrize("rows", [10, 4_000, 400_000])
+@pytest.mark.parametrize("name", ["arrow", "parquet"])
+def test_what_a_format_names_as_its_first_reads_is_what_it_reads(name: str, rows: int) -> None:
+    """Or the node would read it for nothing."""
+    table = pa.table({"id": range(rows), "other": range(rows)})
+    shard = MemoryShard(arrow_bytes(table, file=True) if name == "arrow" else parquet_bytes(table))
+    format_ = registry.by_name(name)
+    format_.index(shard)
+    named: tuple[Region, ...] = format_.first_reads(shard.size_bytes)  # type: ignore[attr-defined]
+    places = [(place.offset, place.offset + place.length) for place in named]
+    read = [(at, at + length) for at, length in shard.reads]
+    for start, end in places:
+        assert any(start <= at and stop <= end for at, stop in read)
+    if rows == 10:
+        assert all(any(start <= at and stop <= end for start, end in places) for at, stop in read)
 
 
 def own_peak_bytes() -> int:
