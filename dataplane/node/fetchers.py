@@ -33,13 +33,12 @@ from dataplane.store.gate import Pause
 from dataplane.store.outage import Outage, Outages
 from dataplane.trace import Trace
 from dataplane.worker.forking import fork_server
-from dataplane.worker.process import WorkerProcess
+from dataplane.worker.process import WorkerProcess, kill_all
 
 Report = Callable[[DataplaneError | None], None]
 
 _DEATHS_MAX = 3
 _MESSAGES_A_TURN = 32
-_CLOSE_S = 5.0
 _NO_LIMIT = 0
 
 
@@ -168,12 +167,8 @@ class Fetchers:
         """Kill all fetchers and wait a few seconds for their end. May be called twice."""
         is_first, self._closed = not self._closed, True
         left = [*self._fetchers, *self._ending]
-        for each in left:
-            each.process.kill()
-        deadline = time.monotonic() + _CLOSE_S
-        for each in left:
-            if not each.process.wait(max(0.0, deadline - time.monotonic())):
-                self._trace.failed("end of fetcher", pid=each.process.pid, why="stuck in kernel")
+        for stuck in kill_all(each.process for each in left):
+            self._trace.failed("end of fetcher", pid=stuck.pid, why="stuck in kernel")
         self._fetchers.clear()
         self._ending.clear()
         self._waiting.clear()

@@ -36,11 +36,10 @@ from dataplane.rpc import local, tasks
 from dataplane.trace import Trace
 from dataplane.worker.death import Cause, ProcessEnd, blame, nobody_alive
 from dataplane.worker.forking import fork_server
-from dataplane.worker.process import MEMORY_BYTES, WorkerProcess
+from dataplane.worker.process import MEMORY_BYTES, WorkerProcess, kill_all
 
 _DEATHS_MAX = 2
 _QUICK_DEATHS_MAX = 5
-_CLOSE_S = 5.0
 _WATCH_S = 0.5
 
 
@@ -159,12 +158,8 @@ class WorkerPool:
         if self._watching is not None:
             self._watching.cancel()
         left = [*self._workers, *self._retired]
-        for worker in left:
-            worker.process.kill()
-        deadline = time.monotonic() + _CLOSE_S
-        for worker in left:
-            if not worker.process.wait(max(0.0, deadline - time.monotonic())):
-                self._trace.failed("end of worker", pid=worker.process.pid, why="stuck in kernel")
+        for stuck in kill_all(worker.process for worker in left):
+            self._trace.failed("end of worker", pid=stuck.pid, why="stuck in kernel")
         self._workers.clear()
         self._retired.clear()
         if is_first and self._loop is not None:

@@ -11,7 +11,8 @@ import contextlib
 import os
 import select
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Self
 
@@ -23,6 +24,7 @@ MEMORY_BYTES = 1 << 30
 WORDS_BYTES_MAX = 4096
 """Bytes at the end of its stderr that are kept, to report how it ended."""
 _PIECE_BYTES = 4096
+_CLOSE_S = 5.0
 _PIECES_LEFT_MAX = 16
 """Bytes to read from a pipe before it is closed: the capacity of a pipe."""
 
@@ -114,6 +116,17 @@ class WorkerProcess:
         self.sock.close()
         self._stderr.close()
         ended(status)
+
+
+def kill_all(processes: Iterable[WorkerProcess]) -> list[WorkerProcess]:
+    """Kill these processes and wait a few seconds for their end. Returns those that are still
+    there: the kernel holds them. Blocks, so use it only when the node exits.
+    """
+    killed = list(processes)
+    for process in killed:
+        process.kill()
+    deadline = time.monotonic() + _CLOSE_S
+    return [one for one in killed if not one.wait(max(0.0, deadline - time.monotonic()))]
 
 
 class StderrCopy:

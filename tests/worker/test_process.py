@@ -9,9 +9,9 @@ import signal
 import pytest
 from undead import undead
 
-from dataplane.node import pool as pools
 from dataplane.node.pool import WorkerPool
 from dataplane.trace import Trace
+from dataplane.worker import process as processes
 from dataplane.worker.forking import fork_server
 from dataplane.worker.process import WorkerProcess
 
@@ -62,7 +62,7 @@ def test_a_worker_that_does_not_die_keeps_its_place_until_it_does() -> None:
 def test_a_node_ends_although_a_worker_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pools, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(processes, "_CLOSE_S", 0.1)
 
     async def play() -> None:
         pool = WorkerPool(1, Trace("test"))
