@@ -173,7 +173,7 @@ class Reads:
 
     def _copy(self, order: fetches.CopyPreamble) -> None:
         kept, into = order.kept, order.into
-        self._arenas[tasks.BLOCK_ARENA].reserve(into.offset, into.length)
+        self._arenas[tasks.BLOCK_ARENA].prepare(into.offset, into.length)
         with (
             self._arenas[tasks.PREAMBLE_ARENA].view(kept.offset, kept.length) as source,
             self._arenas[tasks.BLOCK_ARENA].view(into.offset, into.length) as target,
