@@ -47,7 +47,7 @@ class WorkloadColumn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Samples, of which a trainer wants shuffled batches of `batch_size`.
+    """Samples that a trainer reads in shuffled batches of `batch_size`.
 
     The source is a folder of Parquet shards `shard-00000.parquet`, … with exactly these columns,
     without nulls. Every system but Dataplane converts it once into its own best format.

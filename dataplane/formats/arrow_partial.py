@@ -1,4 +1,4 @@
-"""A record batch of which only some columns were read, as pyarrow can read it.
+"""Makes a record batch that pyarrow can read from some columns of a stored one.
 
 The pieces that were read lie one after the other. The metadata of the batch says where each buffer
 lay among all of them, so a copy of it is changed: each buffer of a requested column gets its new
@@ -34,8 +34,8 @@ class PartialBatch:
 
 
 def partial_batch(block: RawBlock, columns: Sequence[str]) -> PartialBatch:
-    """The record batch of a block of which `block.pieces` were read, with only these columns, as
-    far as the shard has them.
+    """The record batch of a block, with only those of these columns that the shard has. Of the
+    block, `block.pieces` were read.
 
     Raises:  CorruptShard: its buffers do not lie in these pieces.
     """

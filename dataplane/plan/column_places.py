@@ -32,8 +32,8 @@ _NUMBERS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacesPart:
-    """The places of columns in k consecutive blocks, of which the first one is `first`. If a
-    block's places are unknown, all of its columns have (0, 0).
+    """The places of columns in k consecutive blocks, from block `first` on. If a block's places
+    are unknown, all of its columns have (0, 0).
 
     Shapes:  offset, length: int64[k, F], bytes in the block.
              decoded: int64[k, F], bytes, an estimate.

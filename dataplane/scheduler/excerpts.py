@@ -176,7 +176,7 @@ class Excerpts:
         wanting = sorted(
             self._waiting.of_block(block.dataset, block.index), key=lambda task: task.rank
         )
-        if head in wanting:  # it comes first, whoever else waits for a slot
+        if head in wanting:  # its rows are copied first, whatever its rank
             wanting = [head, *(task for task in wanting if task is not head)]
         parts: list[_Part] = []
         rows: list[npt.NDArray[np.int32]] = []

@@ -167,8 +167,8 @@ def _urls(task: TrialTask) -> list[str]:
 
 
 def _lanes_window(task: TrialTask) -> tuple[int | None, int | None]:
-    """The defaults; or one lane, with windows of which two fit into three quarters of the block
-    arena, with the blocks at their edges, since a batch may come from both.
+    """The defaults; or one lane, with windows so small that two of them and the blocks at their
+    edges fit into three quarters of the block arena, since a batch may come from both.
     """
     if "window" not in task.settings:
         return None, None
