@@ -4,7 +4,8 @@ DataplaneError
 ├─ ConfigError            you asked for the impossible: raised before any work
 │  ├─ SpecMismatch        two members of a job disagree: field, expected, found
 │  ├─ BudgetTooSmall      a memory budget cannot hold what must be in memory at once
-│  └─ VersionMismatch     versions do not match: client, node, coordinator, a saved state, torch
+│  ├─ VersionMismatch     versions do not match: client, node, coordinator, a saved state, torch
+│  └─ AccessDenied        a token or certificate is missing, wrong or not for this: call
 ├─ ClosedError            you closed it, then used it
 ├─ PeerLost               the other side went away
 ├─ LeaseError
@@ -100,6 +101,12 @@ class VersionMismatch(ConfigError):
     """Client, node and coordinator are of different versions, or the installed torch lacks a name
     that we need. Nouns: expected, found.
     """
+
+
+class AccessDenied(ConfigError):
+    """A token or certificate is missing, wrong, or does not allow this. Nouns: call."""
+
+    known: ClassVar[tuple[str, ...]] = ("call",)
 
 
 class ClosedError(DataplaneError):

@@ -23,32 +23,17 @@ from dataplane.config import NodeConfig
 from dataplane.errors import BudgetTooSmall, ConfigError
 from dataplane.machine import Machine, pwd_home, this_machine
 from dataplane.rpc.address_kinds import ADDRESS, ADDRESS_OR_NONE
-from dataplane.units import Value, ValueKind, raise_to
+from dataplane.security_settings import SECURITY_SETTINGS
+from dataplane.units import Setting, Value, fixed, raise_to
 
 CONFIG_VARIABLE = "DATAPLANE_CONFIG"
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_WORKERS"})
+OTHER_VARIABLES = frozenset(
+    {CONFIG_VARIABLE, "DATAPLANE_DEBUG", "DATAPLANE_TOKEN", "DATAPLANE_WORKERS"}
+)
 MIB = 1 << 20
 GIB = 1 << 30
 WORKER_BYTES_MIN = 256 * MIB
 """A worker takes about 100 MiB once it has imported everything it may need."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table. `default` is computed from the machine and the environment."""
-
-    name: str
-    kind: ValueKind
-    meaning: str
-    default: Callable[[Machine, Mapping[str, str]], Value]
-
-    @property
-    def flag(self) -> str:
-        return units.flag_of(self.name)
-
-    @property
-    def variable(self) -> str:
-        return units.variable_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +51,6 @@ class ConfigFile:
 
     path: Path
     values: Mapping[str, Value]
-
-
-def _fixed(value: Value) -> Callable[[Machine, Mapping[str, str]], Value]:
-    return lambda _machine, _environ: value
 
 
 def _within(value: int, least: int, most: int) -> int:
@@ -98,30 +79,25 @@ def _folder(variable: str, below_home: str) -> Callable[[Machine, Mapping[str, s
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("listen", ADDRESS, "where the coordinator listens", _fixed("127.0.0.1:7077")),
+    Setting("listen", ADDRESS, "where the coordinator listens", fixed("127.0.0.1:7077")),
     Setting(
         "join",
         ADDRESS_OR_NONE,
         "the coordinator that a node without its own reports to",
-        _fixed(""),
+        fixed(""),
     ),
     Setting(
         "service",
         ADDRESS_OR_NONE,
         "the coordinator's address as trainers write it; by default the address it listens on, or "
         "the one joined",
-        _fixed(""),
+        fixed(""),
     ),
-    Setting(
-        "insecure_bind",
-        units.SWITCH,
-        "allow listening beyond loopback, although anyone who reaches the port is trusted",
-        _fixed(value=False),
-    ),
+    *SECURITY_SETTINGS,
     Setting(
         "state_dir",
         units.FOLDER,
-        "where the coordinator keeps its database",
+        "where the coordinator keeps its database and its token",
         _folder("XDG_STATE_HOME", ".local/state"),
     ),
     Setting(
@@ -173,43 +149,43 @@ SETTINGS: tuple[Setting, ...] = (
         units.COUNT,
         "reads from object storage in flight at first, per node; more while a trainer waits and "
         "more reads bring more",
-        _fixed(16),
+        fixed(16),
     ),
     Setting(
         "fetch_timeout_s",
         units.SECONDS,
         "deadline of one read from object storage, before its retries",
-        _fixed(30.0),
+        fixed(30.0),
     ),
     Setting(
         "stall_timeout_s",
         units.SECONDS,
         "how long a rank waits for a batch before it gets an error that says why there is none",
-        _fixed(120.0),
+        fixed(120.0),
     ),
     Setting(
         "lease_s",
         units.SECONDS,
         "how long a rank may be silent before it counts as having left its job",
-        _fixed(30.0),
+        fixed(30.0),
     ),
     Setting(
         "linger_s",
         units.SECONDS,
         "how long an embedded node keeps running after its last trainer has gone",
-        _fixed(2.0),
+        fixed(2.0),
     ),
     Setting(
         "log_level",
         units.choice(*trace.LEVELS, metavar="LEVEL"),
         "lowest level of logged lines; if not set, an embedded node logs warnings and errors",
-        _fixed("info"),
+        fixed("info"),
     ),
     Setting(
         "log_format",
         units.choice(*trace.FORMATS, metavar="FORM"),
         "plain text, or one JSON object per line",
-        _fixed("text"),
+        fixed("text"),
     ),
 )
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dataplane.machine import Machine
 
 Value = str | int | float | bool
 
@@ -61,6 +65,29 @@ def ways_to_set(setting: str, value: str) -> str:
         f"{variable_of(setting)}={value} in the environment of whatever starts the node, "
         f"`dataplane serve {flag_of(setting)} {value}`, or {setting} in dataplane.toml"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table. `default` is computed from the machine and the environment."""
+
+    name: str
+    kind: ValueKind
+    meaning: str
+    default: Callable[[Machine, Mapping[str, str]], Value]
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def variable(self) -> str:
+        return variable_of(self.name)
+
+
+def fixed(value: Value) -> Callable[[Machine, Mapping[str, str]], Value]:
+    """A default that no machine changes."""
+    return lambda _machine, _environ: value
 
 
 def _scaled(given: object, scale: dict[str, float] | dict[str, int]) -> float:
@@ -126,6 +153,10 @@ def _folder(given: object) -> str:
     return str(Path(text(given)).expanduser().absolute())
 
 
+def _file_or_none(given: object) -> str:
+    return "" if given == "" else _folder(given)
+
+
 def choice(*names: str, metavar: str) -> ValueKind:
     """One of these words."""
 
@@ -148,3 +179,4 @@ SECONDS = ValueKind(
 COUNT = ValueKind("a whole number from 1 to 4096", "N", _count)
 SWITCH = ValueKind("true or false", "BOOL", _switch, lambda value: str(value).lower())
 FOLDER = ValueKind("the path of a folder", "DIR", _folder)
+FILE_OR_NONE = ValueKind('the path of a file, or "" for none', "FILE", _file_or_none)

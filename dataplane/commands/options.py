@@ -8,13 +8,16 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dataplane import settings, units
+from dataplane import security_settings, settings, units
 from dataplane.machine import this_machine
 from dataplane.settings import Resolved
+
+if TYPE_CHECKING:
+    from dataplane.security.security import Security
 
 Settings = Mapping[str, Resolved]
 
@@ -39,6 +42,7 @@ NODE_SETTINGS = (
     "fetch_timeout_s",
     "stall_timeout_s",
 )
+SECURITY_SETTINGS = tuple(setting.name for setting in security_settings.SECURITY_SETTINGS)
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +133,17 @@ def setting_options(*names: str) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
-def _option(setting: settings.Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def security_given(given: Settings, *, listens: bool) -> Security:
+    """What to show to others and to ask of them. `listens`: on TCP.
+
+    Raises:  ConfigError: the token cannot be read.
+    """
+    from dataplane.security.security import security_of
+
+    return security_of({name: one.value for name, one in given.items()}, listens=listens)
+
+
+def _option(setting: units.Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     meaning = setting.meaning[0].upper() + setting.meaning[1:]
     text = f"{meaning}.  [env: {setting.variable}]"
     if setting.kind is units.SWITCH:

@@ -15,13 +15,20 @@ from pathlib import Path
 import click
 
 from dataplane import background, collector
-from dataplane.commands.options import NODE_SETTINGS, Settings, setting_options
+from dataplane.commands.options import (
+    NODE_SETTINGS,
+    SECURITY_SETTINGS,
+    Settings,
+    security_given,
+    setting_options,
+)
 from dataplane.commands.output import EXIT_INTERRUPTED, EXIT_OK
 from dataplane.config import VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError
 from dataplane.machine import raise_descriptor_limit
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
+from dataplane.security.security import Security
 from dataplane.settings import node_config
 from dataplane.trace import Trace, configure
 
@@ -30,7 +37,7 @@ CANCEL_S = 3.0
 
 _trace = Trace("serve")
 
-_COORDINATOR_SETTINGS = ("listen", "insecure_bind", "state_dir", "lease_s")
+_COORDINATOR_SETTINGS = ("listen", "state_dir", "lease_s")
 _LOG_SETTINGS = ("log_level", "log_format")
 
 
@@ -42,7 +49,7 @@ class ServeRole:
 
     listen: str
     named: str
-    insecure_bind: bool
+    security: Security
     database: Path
     lease_s: float
     node: NodeConfig | None
@@ -51,7 +58,9 @@ class ServeRole:
 @click.command("serve")
 @click.option("--coordinator", "only_coordinator", is_flag=True, help="Run only a coordinator.")
 @click.option("--node", "only_node", is_flag=True, help="Run only a node; needs --join.")
-@setting_options(*_COORDINATOR_SETTINGS, "join", "service", *NODE_SETTINGS, *_LOG_SETTINGS)
+@setting_options(
+    *_COORDINATOR_SETTINGS, "join", "service", *SECURITY_SETTINGS, *NODE_SETTINGS, *_LOG_SETTINGS
+)
 @click.pass_context
 def serve(
     context: click.Context, /, settings: Settings, *, only_coordinator: bool, only_node: bool
@@ -64,14 +73,14 @@ def serve(
     SIGTERM or Ctrl-C drains: the process takes no new work and finishes work in flight. A second
     signal stops it at once.
 
-    Without TLS and tokens anyone who reaches the port is trusted, so only loopback addresses and
-    Unix sockets are allowed, unless --insecure-bind says otherwise.
+    Over TCP, nodes and commands show a token: the one in DATAPLANE_TOKEN or --token-file, or the
+    one that the first coordinator creates in its state directory. Copy it to the other hosts.
 
     \b
     Examples:
       dataplane serve
-      dataplane serve --coordinator --listen 10.0.0.1:7077 --insecure-bind
-      dataplane serve --node --join 10.0.0.1:7077 --block-arena-bytes 16GiB
+      dataplane serve --coordinator --listen 10.0.0.1:7077 --insecure
+      dataplane serve --node --join 10.0.0.1:7077 --insecure --token-file /etc/dataplane/token
       dataplane serve --listen unix:/run/dataplane/coordinator.sock
     """
     level = "debug" if context.find_root().params["debug"] else str(settings["log_level"].value)
@@ -94,10 +103,11 @@ def _service(settings: Settings, *, only_coordinator: bool, only_node: bool) -> 
     if not only_node and join.source == "--join":
         raise click.UsageError("--join only works with --node: add --node, or leave --join out")
     node = None if only_coordinator else node_config(settings)
+    listen = "" if only_node else str(settings["listen"].value)
     return ServeRole(
-        listen="" if only_node else str(settings["listen"].value),
+        listen=listen,
         named=str(settings["service"].value),
-        insecure_bind=bool(settings["insecure_bind"].value),
+        security=security_given(settings, listens=not only_node and not listen.startswith("unix:")),
         database=Path(str(settings["state_dir"].value), "coordinator.sqlite"),
         lease_s=float(settings["lease_s"].value),
         node=node,
@@ -167,14 +177,14 @@ async def _coordination(service: ServeRole) -> AsyncIterator[tuple[Coordination,
 
     if not service.listen:
         assert service.node is not None
-        client = CoordinatorClient(service.node.coordinator)
+        client = CoordinatorClient(service.node.coordinator, service.security)
         try:
             yield client, service.node.coordinator
         finally:
             await client.close()
         return
     config = CoordinatorConfig(VERSION, str(service.database), service.lease_s)
-    server = CoordinatorServer(config, service.listen, insecure_bind=service.insecure_bind)
+    server = CoordinatorServer(config, service.listen, service.security)
     listening = await server.start()
     _announce(f"coordinator {listening}")
     grace_s = DRAIN_S

@@ -14,8 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from dataplane.commands import output
-from dataplane.commands.options import Settings, json_option, setting_options
+from dataplane.commands.options import (
+    SECURITY_SETTINGS,
+    Settings,
+    json_option,
+    security_given,
+    setting_options,
+)
 from dataplane.rpc.membership import JobStatus, MemberStatus, StatusRequest, StatusResponse
+from dataplane.security.security import Security
 
 WATCH_PERIOD_S = 1.0
 
@@ -26,7 +33,7 @@ Ask = Callable[[], Awaitable[StatusResponse]]
 @click.argument("address", required=False)
 @click.option("--job", default="", metavar="ID", help="Only this job.")
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
-@setting_options("join", "listen")
+@setting_options("join", "listen", "state_dir", *SECURITY_SETTINGS)
 @json_option
 def status(
     settings: Settings, *, address: str | None, job: str, watch: bool, as_json: bool
@@ -45,13 +52,16 @@ def status(
     if watch and as_json:
         raise click.UsageError("--watch and --json exclude each other: choose one")
     target = address or str(settings["join"].value or settings["listen"].value)
-    asyncio.run(_report(target, job, watch=watch, as_json=as_json))
+    security = security_given(settings, listens=False)
+    asyncio.run(_report(target, security, job, watch=watch, as_json=as_json))
 
 
-async def _report(address: str, job: str, *, watch: bool, as_json: bool) -> None:
+async def _report(
+    address: str, security: Security, job: str, *, watch: bool, as_json: bool
+) -> None:
     from dataplane.rpc.calls import CoordinatorClient
 
-    client = CoordinatorClient(address)
+    client = CoordinatorClient(address, security)
 
     async def ask() -> StatusResponse:
         return await client.status(StatusRequest(job))

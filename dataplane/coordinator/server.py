@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.rpc.serve import GrpcServer
+from dataplane.security.security import Security
 
 DRAIN_S = 5.0
 
@@ -11,11 +12,9 @@ DRAIN_S = 5.0
 class CoordinatorServer:
     """One coordinator at one address. Use: `await start()`, `await stop()`."""
 
-    def __init__(
-        self, config: CoordinatorConfig, address: str, *, insecure_bind: bool = False
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, address: str, security: Security) -> None:
         self._address = address
-        self._insecure_bind = insecure_bind
+        self._security = security
         self._coordinator = Coordinator(config)
         self._grpc: GrpcServer | None = None
 
@@ -30,7 +29,7 @@ class CoordinatorServer:
         Raises:  ConfigError: the address is taken or not allowed; the store is locked, damaged or
         of a newer version. Nothing is left running then.
         """
-        self._grpc = GrpcServer(self._address, insecure_bind=self._insecure_bind)
+        self._grpc = GrpcServer(self._address, self._security)
         try:
             # First, so that a second service fails because of its address, and not because of a
             # locked file.

@@ -90,6 +90,16 @@ def resolve(address: TcpAddress) -> TcpAddress:
     return TcpAddress(str(by_family[0][4][0]), address.port)
 
 
+def is_this_host(address: TcpAddress) -> bool:
+    """Whether the host, as it was given, is sure to mean this machine: other names than localhost
+    may resolve to another address tomorrow.
+    """
+    try:
+        return is_loopback(address)
+    except ValueError:
+        return address.host.lower() == "localhost"
+
+
 def is_loopback(address: TcpAddress) -> bool:
     """Whether only this machine reaches it; the host is an IP address."""
     return ipaddress.ip_address(address.host.partition("%")[0]).is_loopback

@@ -14,8 +14,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from dataplane.errors import ClosedError, DataplaneError, PeerLost
-from dataplane.rpc.address import parse
+from dataplane.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
+from dataplane.rpc.address import UnixAddress, is_this_host, parse
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -30,6 +30,7 @@ from dataplane.rpc.membership import (
 )
 from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
 from dataplane.rpc.status import error_of
+from dataplane.security.security import Security
 from dataplane.trace import Trace
 
 CHANNEL_OPTIONS = (
@@ -60,8 +61,22 @@ class CoordinatorClient:
     `patience_s`, since nothing can start without them; the other calls are periodic anyway.
     """
 
-    def __init__(self, address: str, timeout_s: float = 5.0, patience_s: float = 10.0) -> None:
-        self.address = parse(address).target
+    def __init__(
+        self,
+        address: str,
+        security: Security,
+        timeout_s: float = 5.0,
+        patience_s: float = 10.0,
+    ) -> None:
+        """Raises:  ConfigError: not an address, or the token would cross the network in plain
+        text.
+        """
+        parsed = parse(address)
+        self.address = parsed.target
+        self._security = None
+        if not isinstance(parsed, UnixAddress):
+            security.check_channel(self.address, is_loopback=is_this_host(parsed))
+            self._security = security
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._methods = {method.python_name: method for method in coordinator_methods()}
@@ -134,9 +149,15 @@ class CoordinatorClient:
     async def _call(self, name: str, request: object) -> object:
         call = self._calls.get(name) or self._open(name)
         try:
-            return cast(object, await call(request, timeout=self._timeout_s))
+            metadata = () if self._security is None else self._security.metadata()
+            return cast(object, await call(request, timeout=self._timeout_s, metadata=metadata))
         except grpc.aio.AioRpcError as failure:
-            raise error_of(failure, self.address) from failure
+            error = error_of(failure, self.address)
+            if failure.code() is grpc.StatusCode.UNAUTHENTICATED and self._security is not None:
+                error = AccessDenied(
+                    f"{self.address}: {error}. {self._security.advice()}", **error.nouns
+                )
+            raise error from failure
 
     def _open(self, name: str) -> grpc.aio.UnaryUnaryMultiCallable[Any, Any]:
         if self._closed:

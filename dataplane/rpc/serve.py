@@ -22,6 +22,7 @@ from dataplane.machine import connections_max
 from dataplane.rpc import status
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
 from dataplane.rpc.base import Coordination
+from dataplane.rpc.guard import Guard
 from dataplane.rpc.services import (
     COORDINATOR,
     REQUEST_BYTES_MAX,
@@ -29,6 +30,7 @@ from dataplane.rpc.services import (
     Method,
     coordinator_methods,
 )
+from dataplane.security.security import Security
 from dataplane.trace import Trace
 
 _trace = Trace("rpc")
@@ -59,11 +61,12 @@ Answer = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 class GrpcServer:
     """One listening address. Use: `await start(service)`, `await stop(grace_s)`."""
 
-    def __init__(self, address: str, *, insecure_bind: bool = False) -> None:
+    def __init__(self, address: str, security: Security) -> None:
         self._wanted = parse(address)
-        self._insecure_bind = insecure_bind
+        self._security = security
         most = ("grpc.max_allowed_incoming_connections", connections_max())
-        self._server = grpc.aio.server(options=(*_OPTIONS, most))
+        guards = [] if isinstance(self._wanted, UnixAddress) else [Guard(security)]
+        self._server = grpc.aio.server(interceptors=guards, options=(*_OPTIONS, most))
         self._health = health.aio.HealthServicer()
         self._socket_file: tuple[Path, int] | None = None
         self._in_flight = 0
@@ -150,19 +153,16 @@ class GrpcServer:
 
     def _free_tcp(self, wanted: TcpAddress) -> TcpAddress:
         address = resolve(wanted)
-        if not is_loopback(address) and not self._insecure_bind:
-            raise ConfigError(
-                f"{wanted.target} is open to the network, and this service has neither TLS nor "
-                "tokens yet: bind to 127.0.0.1 or unix:/path, or pass --insecure-bind on a network "
-                "that you trust",
-                address=wanted.target,
-            )
+        self._security.check_listener(wanted.target, is_loopback=is_loopback(address))
         if address.port:
             _refuse_if_taken(address)
         return address
 
     def _bind_tcp(self, wanted: TcpAddress) -> str:
         address = self._free_tcp(wanted)
+        if not is_loopback(address):
+            what = "open to the network without TLS: tokens and calls cross it in plain text"
+            _trace.failed(what, address=address.target, by="--insecure")
         try:
             port = self._server.add_insecure_port(address.target)
         except RuntimeError as error:

@@ -28,6 +28,7 @@ _NOUNS_MAX = 8
 # The nearest class counts: a LeaseFenced is looked up, then LeaseError, then the root.
 _CODES: dict[type[DataplaneError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.AccessDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.ClosedError: grpc.StatusCode.UNAVAILABLE,
     errors.PeerLost: grpc.StatusCode.UNAVAILABLE,
     errors.LeaseError: grpc.StatusCode.ABORTED,

@@ -13,4 +13,6 @@ def alone(monkeypatch, tmp_path):
         if not name.startswith("DATAPLANE_TEST_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    # Where a service and the commands that ask it find their token.
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from fleet import Service, free_address
+from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
 from dataplane.config import PROTOCOL_VERSION, VERSION
@@ -136,11 +137,12 @@ def test_a_node_that_waits_for_its_coordinator_is_not_ready_and_ends_on_request(
             assert node.process.wait(60) == 0
 
 
-def test_a_coordinator_of_another_version_is_reported_at_once():
+def test_a_coordinator_of_another_version_is_reported_at_once(monkeypatch):
     async def refused() -> subprocess.CompletedProcess[str]:
-        server = CoordinatorServer(CoordinatorConfig("0.0.1"), "127.0.0.1:0")
+        server = CoordinatorServer(CoordinatorConfig("0.0.1"), "127.0.0.1:0", TRUSTED)
         address = await server.start()
         try:
+            monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)
             return await asyncio.to_thread(ask, "serve", "--node", "--join", address, *SMALL)
         finally:
             await server.stop(0.0)
@@ -179,7 +181,7 @@ def test_a_second_service_gets_an_error_about_its_port_or_the_database_owner(
 
 def test_every_address_is_no_name_for_trainers(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
-    assert run(["serve", "--listen", "0.0.0.0:0", "--insecure-bind", *SMALL]) == 2
+    assert run(["serve", "--listen", "0.0.0.0:0", "--insecure", *SMALL]) == 2
     assert "--service" in capsys.readouterr().err
 
 
@@ -219,7 +221,7 @@ def test_a_taken_port_is_named(tmp_path, monkeypatch, capsys):
 def test_beyond_loopback_needs_a_flag(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path))
     assert run(["serve", "--coordinator", "--listen", "0.0.0.0:0"]) == 2
-    assert "--insecure-bind" in capsys.readouterr().err
+    assert "--insecure" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from contextlib import asynccontextmanager
 
 import pytest
+from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
 from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
@@ -29,9 +30,14 @@ AWAY = (StoreOutage("s3://lab", 61.0, "http://10.0.0.5:9000 refused the connecti
 NODE = RegisterNodeRequest("node-1", "host-1", 17, VERSION, PROTOCOL_VERSION)
 
 
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)
+
+
 @asynccontextmanager
 async def coordinator_with_one_of_two_ranks():
-    server = CoordinatorServer(CoordinatorConfig(VERSION), "127.0.0.1:0")
+    server = CoordinatorServer(CoordinatorConfig(VERSION), "127.0.0.1:0", TRUSTED)
     address = await server.start()
     try:
         joined = await join_one(server.coordinator)
@@ -58,7 +64,7 @@ async def join_one(coordinator, member="m-0"):
 
 @asynccontextmanager
 async def client_of(address):
-    client = CoordinatorClient(address)
+    client = CoordinatorClient(address, TRUSTED)
     try:
         yield client
     finally:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from membership import SPEC, VERSION, beat, join, leave, node, progress
+from trusted import TRUSTED
 
 from dataplane.coordinator.front import Coordinator, CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -36,8 +37,8 @@ async def in_process():
 
 @contextlib.asynccontextmanager
 async def over(address):
-    server = CoordinatorServer(CONFIG, address)
-    client = CoordinatorClient(await server.start())
+    server = CoordinatorServer(CONFIG, address, TRUSTED)
+    client = CoordinatorClient(await server.start(), TRUSTED)
     try:
         yield client
     finally:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from membership import SPEC, VERSION, beat, join, node, progress
+from trusted import TOKEN, TRUSTED
 
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -37,10 +38,13 @@ PROCESS = """
 import asyncio, json, sys
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
+from dataplane.security.security import Security
+from dataplane.security.tokens import TokenSource
 
 async def main():
-    version, database, address = sys.argv[1:]
-    server = CoordinatorServer(CoordinatorConfig(version, database, lease_s=20.0), address)
+    version, database, address, token = sys.argv[1:]
+    trusted = Security(TokenSource("the tests", (token,)))
+    server = CoordinatorServer(CoordinatorConfig(version, database, lease_s=20.0), address, trusted)
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
 
@@ -57,6 +61,7 @@ async def start_process(database, address):
         VERSION,
         str(database),
         address,
+        TOKEN,
         stdout=asyncio.subprocess.PIPE,
     )
     line = await process.stdout.readline()
@@ -74,7 +79,7 @@ def test_a_coordinator_killed_and_restarted_stops_no_rank(tmp_path):
         # No other process uses this host of 127.0.0.0/8, so the port stays free meanwhile.
         host = ".".join(map(str, (127, *os.urandom(2), 1)))
         process, address = await start_process(database, f"{host}:0")
-        client = CoordinatorClient(address, patience_s=60.0)
+        client = CoordinatorClient(address, TRUSTED, patience_s=60.0)
         for rank in range(2):
             assert (await client.join(join(rank))).generation == 1
         await kill(process)
@@ -107,10 +112,10 @@ def test_a_killed_coordinator_on_a_socket_file_can_be_replaced(tmp_path):
         mode = (tmp_path / "c.sock").stat().st_mode
         assert stat.S_IMODE(mode) == 0o600
         with pytest.raises(ConfigError, match="another service listens at"):
-            await CoordinatorServer(CONFIG, address).start()
+            await CoordinatorServer(CONFIG, address, TRUSTED).start()
         await kill(process)
         assert (tmp_path / "c.sock").exists()
-        server = CoordinatorServer(CONFIG, address)
+        server = CoordinatorServer(CONFIG, address, TRUSTED)
         assert await server.start() == address
         await server.stop()
         assert list(tmp_path.glob("*.sock")) == []
@@ -122,9 +127,9 @@ def test_a_file_that_is_not_a_socket_is_not_removed(tmp_path):
     async def main():
         (tmp_path / "thesis").write_text("years of work")
         with pytest.raises(ConfigError, match="is a file, not a socket"):
-            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/thesis").start()
+            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/thesis", TRUSTED).start()
         with pytest.raises(ConfigError, match="folder must exist"):
-            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/no/c.sock").start()
+            await CoordinatorServer(CONFIG, f"unix:{tmp_path}/no/c.sock", TRUSTED).start()
         assert (tmp_path / "thesis").read_text() == "years of work"
 
     asyncio.run(main())
@@ -135,11 +140,11 @@ def test_a_taken_port_is_named_with_what_to_do():
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             with pytest.raises(ConfigError, match=rf"on port {port}\? Stop it, choose another"):
-                await CoordinatorServer(CONFIG, f"127.0.0.1:{port}").start()
-        server = CoordinatorServer(CONFIG, LOCAL)
+                await CoordinatorServer(CONFIG, f"127.0.0.1:{port}", TRUSTED).start()
+        server = CoordinatorServer(CONFIG, LOCAL, TRUSTED)
         address = await server.start()
         with pytest.raises(ConfigError, match="Address already in use"):
-            await CoordinatorServer(CONFIG, address).start()
+            await CoordinatorServer(CONFIG, address, TRUSTED).start()
         await server.stop()
 
     asyncio.run(main())
@@ -148,10 +153,10 @@ def test_a_taken_port_is_named_with_what_to_do():
 def test_the_error_of_an_equal_second_service_is_about_its_address_and_not_its_file(tmp_path):
     async def main():
         config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
-        server = CoordinatorServer(config, LOCAL)
+        server = CoordinatorServer(config, LOCAL, TRUSTED)
         address = await server.start()
         with pytest.raises(ConfigError, match="Address already in use"):
-            await CoordinatorServer(config, address).start()
+            await CoordinatorServer(config, address, TRUSTED).start()
         await server.stop()
 
     asyncio.run(main())
@@ -160,9 +165,9 @@ def test_the_error_of_an_equal_second_service_is_about_its_address_and_not_its_f
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 def test_only_loopback_is_bound_by_default(address):
     async def main():
-        with pytest.raises(ConfigError, match=r"open to the network.*--insecure-bind"):
-            await CoordinatorServer(CONFIG, address).start()
-        server = CoordinatorServer(CONFIG, address, insecure_bind=True)
+        with pytest.raises(ConfigError, match=r"open to the network.*--insecure"):
+            await CoordinatorServer(CONFIG, address, TRUSTED).start()
+        server = CoordinatorServer(CONFIG, address, dataclasses.replace(TRUSTED, insecure=True))
         assert await server.start() != address
         await server.stop()
 
@@ -186,7 +191,7 @@ def test_only_loopback_is_bound_by_default(address):
 def test_an_invalid_address_is_refused(address, words):
     async def main():
         with pytest.raises(ConfigError, match=words):
-            await CoordinatorServer(CONFIG, address).start()
+            await CoordinatorServer(CONFIG, address, TRUSTED).start()
 
     asyncio.run(main())
 
@@ -197,7 +202,7 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_running(tmp_path):
         config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
         address = f"unix:{tmp_path}/c.sock"
         with pytest.raises(ConfigError, match="is damaged"):
-            await CoordinatorServer(config, address).start()
+            await CoordinatorServer(config, address, TRUSTED).start()
         assert list(tmp_path.glob("*.sock")) == []
 
     asyncio.run(main())
@@ -226,14 +231,14 @@ class Slow:
 
 def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
     async def main():
-        service, server = Slow(), GrpcServer(LOCAL)
+        service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
         address = await server.start(service)
-        client = CoordinatorClient(address, patience_s=0.0)
+        client = CoordinatorClient(address, TRUSTED, patience_s=0.0)
         channel = grpc.aio.insecure_channel(address)
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=COORDINATOR)
         assert (await health.Check(request)).status == SERVING
-        watched = health.Watch(request)
+        watched = health.Watch(request, metadata=TRUSTED.metadata())
         assert (await watched.read()).status == SERVING
 
         pending = asyncio.create_task(client.join(join(0)))
@@ -255,8 +260,8 @@ def test_draining_answers_what_is_in_flight_and_sends_the_rest_away():
 
 def test_a_call_that_outlives_the_grace_is_cut_off(caplog):
     async def main():
-        service, server = Slow(), GrpcServer(LOCAL)
-        client = CoordinatorClient(await server.start(service), patience_s=0.0)
+        service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
+        client = CoordinatorClient(await server.start(service), TRUSTED, patience_s=0.0)
         pending = asyncio.create_task(client.join(join(0)))
         await service.asked.wait()
         await server.stop(0.0)
@@ -272,13 +277,13 @@ def test_a_call_that_outlives_the_grace_is_cut_off(caplog):
 
 def test_late_answers_closed_services_and_defects_reach_the_client_as_errors(caplog):
     async def main():
-        service, server = Slow(), GrpcServer(LOCAL)
+        service, server = Slow(), GrpcServer(LOCAL, TRUSTED)
         address = await server.start(service)
-        hasty = CoordinatorClient(address, timeout_s=0.2, patience_s=0.0)
+        hasty = CoordinatorClient(address, TRUSTED, timeout_s=0.2, patience_s=0.0)
         with pytest.raises(PeerLost, match=r"no answer from .* in time"):
             await hasty.join(join(0))
         await hasty.close()
-        client = CoordinatorClient(address, patience_s=0.0)
+        client = CoordinatorClient(address, TRUSTED, patience_s=0.0)
         with pytest.raises(PeerLost, match="has stopped"):
             await client.register_node(node())
         with pytest.raises(DataplaneError, match="a defect in Status: ZeroDivisionError: oh"):
@@ -298,7 +303,7 @@ def test_what_is_no_coordinator_is_said_to_be_none():
         server = grpc.aio.server()
         address = f"127.0.0.1:{server.add_insecure_port(LOCAL)}"
         await server.start()
-        client = CoordinatorClient(address)
+        client = CoordinatorClient(address, TRUSTED)
         with pytest.raises(
             VersionMismatch, match="not a Dataplane service, or has another version"
         ):
@@ -313,8 +318,8 @@ def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
     async def main():
         config = dataclasses.replace(CONFIG, database=str(tmp_path / "c.db"))
         for _ in range(2):
-            server = CoordinatorServer(config, LOCAL)
-            client = CoordinatorClient(await server.start())
+            server = CoordinatorServer(config, LOCAL, TRUSTED)
+            client = CoordinatorClient(await server.start(), TRUSTED)
             assert (await client.join(join(0))).generation == 1
             await client.close()
             await server.stop()
@@ -324,8 +329,8 @@ def test_once_the_server_has_stopped_another_can_open_its_database(tmp_path):
 
 def test_an_embedding_node_reaches_the_same_jobs_without_the_wire():
     async def main():
-        server = CoordinatorServer(CONFIG, LOCAL)
-        client = CoordinatorClient(await server.start())
+        server = CoordinatorServer(CONFIG, LOCAL, TRUSTED)
+        client = CoordinatorClient(await server.start(), TRUSTED)
         await server.coordinator.join(join(0))
         (job,) = (await client.status(StatusRequest())).jobs
         assert job.job_id == "j"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from membership import join
+from trusted import TRUSTED
 
 from dataplane import errors
 from dataplane.rpc import status
@@ -33,8 +34,8 @@ def refused(every):
     """The errors that a client receives for these errors."""
 
     async def main():
-        service, server, found = Refusing(), GrpcServer("127.0.0.1:0"), []
-        client = CoordinatorClient(await server.start(service), patience_s=0.0)
+        service, server, found = Refusing(), GrpcServer("127.0.0.1:0", TRUSTED), []
+        client = CoordinatorClient(await server.start(service), TRUSTED, patience_s=0.0)
         for error in every:
             service.error = error
             with pytest.raises(errors.DataplaneError) as caught:

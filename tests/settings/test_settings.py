@@ -155,7 +155,7 @@ def test_without_a_home_folder_the_error_says_what_to_set():
         ('stall_timeout_s = "soon"', "30s"),
         ("stall_timeout_s = inf", "30s"),
         ("stall_timeout_s = 0", "30s"),
-        ('insecure_bind = "perhaps"', "true or false"),
+        ('insecure = "perhaps"', "true or false"),
         ('listen = "7077"', "host:port"),
         ('listen = "a:99999"', "host:port"),
         ("slab_bytes = ", "not a TOML file"),

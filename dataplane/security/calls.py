@@ -1,0 +1,49 @@
+"""Every call that a coordinator answers, and who may make it. A call that is missing here is
+refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """What a caller may be."""
+
+    NODE = "node"
+    TRAINER = "trainer"
+    ADMIN = "admin"
+
+
+NODE_ONLY = frozenset({Role.NODE})
+READERS = frozenset({Role.TRAINER, Role.ADMIN})
+EVERYONE = frozenset(Role)
+ANYBODY: frozenset[Role] = frozenset()
+"""No token is asked for."""
+
+_COORDINATOR, _HEALTH = "/dataplane.rpc.v1.Coordinator", "/grpc.health.v1.Health"
+
+CALLS: Mapping[str, frozenset[Role]] = {
+    f"{_COORDINATOR}/RegisterNode": NODE_ONLY,
+    f"{_COORDINATOR}/Join": NODE_ONLY,
+    f"{_COORDINATOR}/Heartbeat": NODE_ONLY,
+    f"{_COORDINATOR}/Leave": NODE_ONLY,
+    f"{_COORDINATOR}/Status": READERS,
+    # Probes of Kubernetes cannot send a token, and learn only whether the service is ready.
+    f"{_HEALTH}/Check": ANYBODY,
+    f"{_HEALTH}/Watch": EVERYONE,
+    f"{_HEALTH}/List": EVERYONE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call, as its token says."""
+
+    roles: frozenset[Role]
+
+
+HOLDER_OF_SHARED = Caller(EVERYONE)
+"""Whoever has the shared token may make every call."""

@@ -1,0 +1,110 @@
+"""What a process shows to others, and asks of them, when they speak over TCP.
+
+One value, made once, and handed to every listener and channel. Nothing is asked on a Unix socket:
+its file has mode 0600, so that only processes of the same user (and root) can connect.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dataplane.errors import ConfigError
+from dataplane.security import tokens
+from dataplane.security.calls import HOLDER_OF_SHARED, Caller
+from dataplane.security.tokens import TokenSource
+
+AUTHORIZATION = "authorization"
+_BEARER = "Bearer "
+_HOW = (
+    f"set {tokens.VARIABLE}, or --token-file to a file that has it. The coordinator's own is in "
+    "its state directory (`dataplane config show`, state_dir), in the file `token`"
+)
+
+
+class WrongTokenError(Exception):
+    """Why a token was refused, in words that do not contain it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """The token, and whether plain text may cross the network."""
+
+    tokens: TokenSource | None = None
+    insecure: bool = False
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a client sends with each call."""
+        if self.tokens is None:
+            return ()
+        return ((AUTHORIZATION, _BEARER + self.tokens.first()),)
+
+    def caller(self, metadata: Mapping[str, str | bytes]) -> Caller:
+        """Who sent a call.
+
+        Raises:  WrongTokenError.
+        """
+        assert self.tokens is not None, "`check_listener` refuses to listen without a token"
+        shown = metadata.get(AUTHORIZATION)
+        if shown is None:
+            raise WrongTokenError("no token was sent")
+        if not isinstance(shown, str) or not shown.startswith(_BEARER):
+            raise WrongTokenError("what was sent is not a bearer token")
+        if not self.tokens.accepts(shown.removeprefix(_BEARER)):
+            raise WrongTokenError("the token is not the coordinator's")
+        return HOLDER_OF_SHARED
+
+    def advice(self) -> str:
+        """What to do about a refused token, for the one whose call was refused."""
+        if self.tokens is None:
+            return f"This process has no token: {_HOW}"
+        return f"This process sent the token of {self.tokens.told}: if it is another's, {_HOW}"
+
+    def check_listener(self, address: str, *, is_loopback: bool) -> None:
+        """Whether it is allowed to listen there.
+
+        Raises:  ConfigError: not without a token, or open to the network without TLS.
+        """
+        if self.tokens is None:
+            raise ConfigError(
+                f"{address} can be reached by other users, and there is no token to ask them for: "
+                f"set {tokens.VARIABLE} or --token-file, or listen on unix:/path",
+                address=address,
+            )
+        if not is_loopback and not self.insecure:
+            raise ConfigError(
+                f"{address} is open to the network, and tokens would cross it in plain text: "
+                "listen on 127.0.0.1 or unix:/path, or pass --insecure on a network where nobody "
+                "else can listen",
+                address=address,
+            )
+
+    def check_channel(self, address: str, *, is_loopback: bool) -> None:
+        """Whether it is allowed to send the token there.
+
+        Raises:  ConfigError: it would cross the network in plain text.
+        """
+        if not is_loopback and not self.insecure:
+            raise ConfigError(
+                f"{address} is beyond this host, and the token would cross the network in plain "
+                "text: pass --insecure (DATAPLANE_INSECURE=true) on a network where nobody else "
+                "can listen",
+                address=address,
+            )
+
+
+def security_of(
+    settings: Mapping[str, object], environ: Mapping[str, str] = os.environ, *, listens: bool
+) -> Security:
+    """From the values of the settings and the environment. `listens`: on TCP, so that a token is
+    created if there is none.
+
+    Raises:  ConfigError: the token cannot be read.
+    """
+    return Security(
+        tokens.find(
+            environ, str(settings["token_file"]), str(settings["state_dir"]), makes=listens
+        ),
+        bool(settings["insecure"]),
+    )

@@ -1,0 +1,205 @@
+"""The token that processes of a service show each other over TCP: where it is found and kept.
+
+The first of these that is set counts: the variable DATAPLANE_TOKEN, the setting `token_file`, and
+the file `token` in the state directory, which the first coordinator there creates. A source that
+is set and cannot be used is an error, never a reason to try the next one.
+
+A file may have several lines: a server accepts each of them, a client sends the first. So a token
+is replaced without an interruption: add the new one below the old one everywhere, swap them
+everywhere, remove the old one everywhere.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dataplane.errors import ConfigError
+from dataplane.trace import Trace
+
+VARIABLE = "DATAPLANE_TOKEN"
+OWN_NAME = "token"
+_LENGTH_MIN, _LENGTH_MAX = 16, 4096
+_TOKENS_MAX = 8
+_FILE_BYTES_MAX = _TOKENS_MAX * (_LENGTH_MAX + 2)
+_LOOK_S = 1.0
+_trace = Trace("security")
+
+_Seen = tuple[int, int, int]
+
+
+class TokenSource:
+    """Tokens from one source, `told` in messages. A file is read again when it changes."""
+
+    def __init__(
+        self,
+        told: str,
+        tokens: tuple[str, ...],
+        path: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.told = told
+        self._tokens = tokens
+        self._path = path
+        self._seen = None if path is None else _seen(path)
+        self._clock = clock
+        self._looked = clock()
+        self.version = 0
+        """Grows when the tokens change."""
+
+    def __repr__(self) -> str:
+        return f"TokenSource({self.told})"
+
+    def accepts(self, shown: str) -> bool:
+        """Whether this is one of the tokens; takes as long whether or not it is."""
+        given = shown.encode()
+        found = False
+        for token in self.tokens():
+            found |= hmac.compare_digest(given, token.encode())
+        return found
+
+    def first(self) -> str:
+        """The token to show to others."""
+        return self.tokens()[0]
+
+    def tokens(self) -> tuple[str, ...]:
+        """All of them, as the file has them now, at most a second late."""
+        now = self._clock()
+        if self._path is not None and now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._look(self._path)
+        return self._tokens
+
+    def _look(self, path: Path) -> None:
+        """While a file is replaced it may be missing or half written: then the tokens that were
+        read last stay in use, and the log says so.
+        """
+        seen = _seen(path)
+        if seen == self._seen:
+            return
+        try:
+            tokens = _read(path)
+        except ConfigError as error:
+            _trace.failed("the token file cannot be read; the last token stays", error=error)
+            return
+        self._seen = seen
+        if tokens != self._tokens:
+            self._tokens = tokens
+            self.version += 1
+            _trace.noted("token file read again", file=path)
+
+
+def find(
+    environ: Mapping[str, str],
+    token_file: str,
+    state_dir: str,
+    *,
+    makes: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> TokenSource | None:
+    """The source of this process; None if there is none. `makes`: create the state directory's own
+    token if it is to be used and does not exist.
+
+    Raises:  ConfigError: the source cannot be read, or has no usable token.
+    """
+    if VARIABLE in environ:
+        told = f"${VARIABLE}"
+        return TokenSource(told, _parsed(environ[VARIABLE], told))
+    if token_file:
+        path = Path(token_file)
+        return TokenSource(str(path), _read(path), path, clock)
+    path = Path(state_dir, OWN_NAME)
+    if makes:
+        _make(path)
+    elif not os.path.lexists(path):
+        return None
+    _check_private(path)
+    return TokenSource(str(path), _read(path), path, clock)
+
+
+def _make(path: Path) -> None:
+    """Create the token, unless it exists: whole or not at all, and only one of two at once."""
+    if os.path.lexists(path):
+        return
+    written = path.with_name(f".{OWN_NAME}-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, f"{secrets.token_urlsafe(32)}\n".encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        try:
+            os.link(written, path)
+        except FileExistsError:
+            return
+        finally:
+            written.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"the token {path} cannot be created: {error.strerror}. Choose another --state-dir, or "
+            f"give a token with {VARIABLE} or --token-file",
+            path=str(path),
+        ) from error
+
+
+def _check_private(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}: "
+            f"only its owner, and the user that runs this process, may be able to read it. "
+            f"Remove it, so that the coordinator creates another, or `chmod 600 {path}`",
+            path=str(path),
+        )
+
+
+def _read(path: Path) -> tuple[str, ...]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _parsed(content.decode("ascii", "replace"), str(path))
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the token file {path} cannot be read: {error.strerror}. No other token is tried: correct "
+        f"--token-file, or the file",
+        path=str(path),
+    )
+
+
+def _parsed(text: str, where: str) -> tuple[str, ...]:
+    tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not tokens or len(tokens) > _TOKENS_MAX or len(text) > _FILE_BYTES_MAX:
+        raise ConfigError(
+            f"{where} has {len(tokens)} tokens: write one, or up to {_TOKENS_MAX} while they are "
+            f"replaced, one a line"
+        )
+    for token in tokens:
+        if not _LENGTH_MIN <= len(token) <= _LENGTH_MAX or not all("!" <= c <= "~" for c in token):
+            raise ConfigError(
+                f"{where} has a line that cannot be a token: a token has {_LENGTH_MIN} to "
+                f"{_LENGTH_MAX} printable ASCII characters without spaces. To make one: "
+                f"python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+    return tokens
+
+
+def _seen(path: Path) -> _Seen | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

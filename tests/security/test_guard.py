@@ -1,0 +1,161 @@
+"""Who may make which call over TCP, and what a refused one leaves behind: one line, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from membership import VERSION, beat, join, leave, node, progress
+from trusted import STRANGER, TOKEN, TRUSTED
+
+from dataplane.coordinator.front import CoordinatorConfig
+from dataplane.coordinator.server import CoordinatorServer
+from dataplane.errors import AccessDenied, ConfigError
+from dataplane.rpc.calls import CoordinatorClient
+from dataplane.rpc.membership import StatusRequest
+from dataplane.rpc.services import COORDINATOR, coordinator_methods
+from dataplane.security.calls import CALLS
+from dataplane.security.security import Security
+from dataplane.security.tokens import TokenSource
+
+CONFIG = CoordinatorConfig(version=VERSION, lease_s=60.0)
+OTHER = Security(TokenSource("a test", ("another-token-0123456789",)))
+LOCAL = "127.0.0.1:0"
+
+
+@asynccontextmanager
+async def serving(address=LOCAL, security=TRUSTED):
+    server = CoordinatorServer(CONFIG, address, security)
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0.0)
+
+
+@asynccontextmanager
+async def client_of(address, security):
+    client = CoordinatorClient(address, security, patience_s=0.0)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def refusals(caplog):
+    found = [one.getMessage() for one in caplog.records if "call refused" in one.getMessage()]
+    caplog.clear()
+    return found
+
+
+def test_the_table_names_every_call_and_no_other():
+    health = {f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch", "List")}
+    assert set(CALLS) == {method.path for method in coordinator_methods()} | health
+
+
+@pytest.mark.parametrize(
+    ("security", "why"),
+    [(STRANGER, "no token was sent"), (OTHER, "the token is not the coordinator's")],
+    ids=["no token", "another token"],
+)
+def test_a_stranger_on_loopback_is_refused_every_call_and_moves_no_generation(
+    security, why, caplog
+):
+    calls = {
+        "Join": lambda one: one.join(join(0, incarnation="a-stranger")),
+        "Leave": lambda one: one.leave(leave()),
+        "Heartbeat": lambda one: one.heartbeat(beat(progress())),
+        "RegisterNode": lambda one: one.register_node(node()),
+        "Status": lambda one: one.status(StatusRequest()),
+    }
+
+    async def main():
+        async with (
+            serving() as address,
+            client_of(address, TRUSTED) as owner,
+            client_of(address, security) as stranger,
+        ):
+            assert (await owner.join(join(0))).generation == 1
+            for name, call in calls.items():
+                with pytest.raises(AccessDenied, match=why) as caught:
+                    await call(stranger)
+                assert caught.value.call == name
+                assert address in str(caught.value)
+                assert "DATAPLANE_TOKEN" in str(caught.value)
+                assert TOKEN not in str(caught.value)
+                (line,) = refusals(caplog)
+                assert "peer=" in line
+                assert f"call={name}" in line
+                assert why in line
+                assert security.tokens is None or security.tokens.first() not in line
+            (job,) = (await owner.status(StatusRequest())).jobs
+            assert job.generation == 1
+            assert [one.state for one in job.members] == ["joined"]
+
+    asyncio.run(main())
+
+
+def test_what_a_stranger_sends_is_not_parsed(caplog):
+    async def main():
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary(f"/{COORDINATOR}/Join")
+            for metadata in ((), (("authorization", TOKEN),), (("authorization", "Basic eA=="),)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call(b"\xff" * 1000, metadata=metadata)
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert len(refusals(caplog)) == 3
+
+    asyncio.run(main())
+
+
+def test_a_probe_may_ask_whether_the_service_is_ready_and_nothing_more(caplog):
+    async def main():
+        async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service=COORDINATOR)
+            answer = await health.Check(request)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await health.Watch(request).read()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert len(refusals(caplog)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_private_socket_asks_for_nothing(tmp_path):
+    async def main():
+        async with (
+            serving(f"unix:{tmp_path}/c.sock", STRANGER) as address,
+            client_of(address, STRANGER) as client,
+        ):
+            assert (await client.join(join(0))).generation == 1
+
+    asyncio.run(main())
+
+
+def test_without_a_token_nothing_listens_on_tcp():
+    async def main():
+        with pytest.raises(ConfigError, match="no token to ask them for"):
+            async with serving(LOCAL, STRANGER):
+                pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7077", "head-node:7077", "[fe80::1]:7077"])
+def test_a_client_sends_no_token_over_the_network_in_plain_text(address):
+    with pytest.raises(ConfigError, match=r"plain text.*--insecure"):
+        CoordinatorClient(address, TRUSTED)
+
+
+def test_the_log_of_an_open_listener_says_so(caplog):
+    async def main():
+        async with serving("0.0.0.0:0", Security(TRUSTED.tokens, insecure=True)):
+            pass
+
+    asyncio.run(main())
+    assert "open to the network without TLS" in caplog.text
+    caplog.clear()

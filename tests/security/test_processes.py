@@ -1,0 +1,60 @@
+"""A real service: its token is found by both sides, and shown to nobody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from fleet import Service
+
+TOKEN = "a-token-that-nobody-else-may-read-0123"
+
+
+def status(address: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dataplane", "status", address],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
+
+
+def test_the_token_is_found_by_the_same_user_and_stands_in_no_log_and_no_argv(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("DATAPLANE_STATE_DIR", raising=False)
+    home = {"HOME": str(tmp_path)}
+    given = (*("--log-level", "debug"), *("--listen", "127.0.0.1:0"))
+    log = tmp_path / "log"
+    with Service("--coordinator", *given, environ=home, log=log) as service:
+        own = (tmp_path / ".local/state/dataplane/token").read_text().strip()
+        assert status(service.address, **home).returncode == 0
+        refused = status(service.address, HOME="/nowhere", DATAPLANE_TOKEN=TOKEN)
+        assert refused.returncode == 2
+        assert "the token is not the coordinator's" in refused.stderr
+        assert "the token of $DATAPLANE_TOKEN" in refused.stderr
+        alone = status(service.address, HOME="/nowhere")
+        assert "This process has no token: set DATAPLANE_TOKEN, or --token-file" in alone.stderr
+        argv = Path(f"/proc/{service.process.pid}/cmdline").read_bytes().decode()
+        told = log.read_text()
+        assert told.count("call refused") == 2
+        for text in (argv, told, refused.stderr, refused.stdout, alone.stderr):
+            assert own not in text
+            assert TOKEN not in text
+
+
+EMBEDDED = """
+import sys, dataplane.node.server, dataplane.node.__main__, dataplane.client.session
+import dataplane.coordinator.front, dataplane.settings
+ours = ("dataplane.security.", "grpc", "jwt", "cryptography")
+print([one for one in sys.modules if one.startswith(ours)])
+"""
+
+
+def test_what_stays_on_one_host_imports_nothing_of_it():
+    done = subprocess.run(
+        [sys.executable, "-c", EMBEDDED], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
