@@ -6,7 +6,7 @@ listen or connect over TCP import what acts on these.
 
 from __future__ import annotations
 
-from dataplane.units import FILE_OR_NONE, SWITCH, Setting, fixed
+from dataplane.units import FILE_OR_NONE, SWITCH, WORDS, Setting, fixed
 
 SECURITY_SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -14,6 +14,26 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
         FILE_OR_NONE,
         "the file with the token that processes of a service show each other; if not set, the file "
         "`token` in state_dir. DATAPLANE_TOKEN, which holds the token itself, comes first",
+        fixed(""),
+    ),
+    Setting(
+        "tls_cert",
+        FILE_OR_NONE,
+        "the own certificate, and those that lead to its CA, in PEM; what listens needs one",
+        fixed(""),
+    ),
+    Setting("tls_key", FILE_OR_NONE, "the key of tls_cert, in PEM", fixed("")),
+    Setting(
+        "tls_ca",
+        FILE_OR_NONE,
+        "the CA of the other side, in PEM: a coordinator with it asks for a client's certificate",
+        fixed(""),
+    ),
+    Setting(
+        "tls_peers",
+        WORDS,
+        "the URIs that certificates of clients may have; all that start with what is before a *; "
+        "if not set, all of tls_ca",
         fixed(""),
     ),
     Setting(

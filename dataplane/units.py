@@ -153,6 +153,14 @@ def _folder(given: object) -> str:
     return str(Path(text(given)).expanduser().absolute())
 
 
+def _words(given: object) -> str:
+    """One text, with a space between two words."""
+    words = given.split() if isinstance(given, str) else given
+    if not isinstance(words, (list, tuple)) or any(" " in text(word) for word in words):
+        raise ValueError(given)
+    return " ".join(map(str, words))
+
+
 def _file_or_none(given: object) -> str:
     return "" if given == "" else _folder(given)
 
@@ -179,4 +187,5 @@ SECONDS = ValueKind(
 COUNT = ValueKind("a whole number from 1 to 4096", "N", _count)
 SWITCH = ValueKind("true or false", "BOOL", _switch, lambda value: str(value).lower())
 FOLDER = ValueKind("the path of a folder", "DIR", _folder)
+WORDS = ValueKind("words separated by spaces, or a list of them in a TOML file", "WORDS", _words)
 FILE_OR_NONE = ValueKind('the path of a file, or "" for none', "FILE", _file_or_none)

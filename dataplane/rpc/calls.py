@@ -16,6 +16,7 @@ from tenacity import (
 
 from dataplane.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
 from dataplane.rpc.address import UnixAddress, is_this_host, parse
+from dataplane.rpc.credentials import channel_credentials
 from dataplane.rpc.membership import (
     HeartbeatRequest,
     HeartbeatResponse,
@@ -81,6 +82,8 @@ class CoordinatorClient:
         self._patience_s = patience_s
         self._methods = {method.python_name: method for method in coordinator_methods()}
         self._channel: grpc.aio.Channel | None = None
+        self._channel_version = 0
+        self._before: grpc.aio.Channel | None = None
         self._calls: dict[str, grpc.aio.UnaryUnaryMultiCallable[Any, Any]] = {}
         self._closed = False
         self._away_since: float | None = None
@@ -111,9 +114,10 @@ class CoordinatorClient:
         """Close the connection; may be called twice."""
         self._closed = True
         self._calls.clear()
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
-            await channel.close()
+        channels, self._channel, self._before = (self._channel, self._before), None, None
+        for channel in channels:
+            if channel is not None:
+                await channel.close()
 
     async def _patiently(self, name: str, request: object, patience_s: float) -> object:
         attempts = AsyncRetrying(
@@ -147,6 +151,7 @@ class CoordinatorClient:
             _trace.failed("coordinator answers again", address=self.address, away_s=away_s)
 
     async def _call(self, name: str, request: object) -> object:
+        await self._renew()
         call = self._calls.get(name) or self._open(name)
         try:
             metadata = () if self._security is None else self._security.metadata()
@@ -159,11 +164,32 @@ class CoordinatorClient:
                 )
             raise error from failure
 
+    async def _renew(self) -> None:
+        """Use a new channel if the certificates have changed: gRPC cannot replace those of a
+        channel. Calls in flight end on the old one.
+        """
+        tls = None if self._security is None else self._security.tls
+        if tls is None or self._channel is None or tls.current()[1] == self._channel_version:
+            return
+        self._calls.clear()
+        oldest, self._before, self._channel = self._before, self._channel, None
+        if oldest is not None:
+            await oldest.close(self._timeout_s)
+
+    def _new_channel(self) -> grpc.aio.Channel:
+        tls = None if self._security is None else self._security.tls
+        if tls is None:
+            return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        pems, self._channel_version = tls.current()
+        return grpc.aio.secure_channel(
+            self.address, channel_credentials(pems), options=CHANNEL_OPTIONS
+        )
+
     def _open(self, name: str) -> grpc.aio.UnaryUnaryMultiCallable[Any, Any]:
         if self._closed:
             raise ClosedError(f"the client of {self.address} is closed")
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._channel = self._new_channel()
         method = self._methods[name]
         call = self._channel.unary_unary(
             method.path,

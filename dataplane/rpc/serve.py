@@ -22,6 +22,7 @@ from dataplane.machine import connections_max
 from dataplane.rpc import status
 from dataplane.rpc.address import TcpAddress, UnixAddress, is_loopback, parse, resolve
 from dataplane.rpc.base import Coordination
+from dataplane.rpc.credentials import server_credentials
 from dataplane.rpc.guard import Guard
 from dataplane.rpc.services import (
     COORDINATOR,
@@ -160,11 +161,15 @@ class GrpcServer:
 
     def _bind_tcp(self, wanted: TcpAddress) -> str:
         address = self._free_tcp(wanted)
-        if not is_loopback(address):
+        tls = self._security.tls
+        if tls is None and not is_loopback(address):
             what = "open to the network without TLS: tokens and calls cross it in plain text"
             _trace.failed(what, address=address.target, by="--insecure")
         try:
-            port = self._server.add_insecure_port(address.target)
+            if tls is None:
+                port = self._server.add_insecure_port(address.target)
+            else:
+                port = self._server.add_secure_port(address.target, server_credentials(tls))
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen at {address.target}: {error}", address=address.target

@@ -24,6 +24,7 @@ ERROR_KEY = "dataplane-error-bin"
 _ERROR_BYTES_MAX = 4096
 _DETAILS_LENGTH_MAX = 512
 _NOUNS_MAX = 8
+_NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
 
 # The nearest class counts: a LeaseFenced is looked up, then LeaseError, then the root.
 _CODES: dict[type[DataplaneError], grpc.StatusCode] = {
@@ -70,6 +71,13 @@ def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
         return sent
     code, details = failure.code(), failure.details() or "no details"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        if _NOT_TRUSTED in details:
+            return errors.PeerLost(
+                f"what answers at {peer} has a certificate that is not trusted here, for another "
+                f"name, or out of date: give --tls-ca the CA of the coordinator, and address it by "
+                f"a name that its certificate has ({details})",
+                peer=peer,
+            )
         return errors.PeerLost(f"nobody answers at {peer}: {details}", peer=peer)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.PeerLost(f"no answer from {peer} in time: {details}", peer=peer)

@@ -7,12 +7,13 @@ its file has mode 0600, so that only processes of the same user (and root) can c
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataplane.errors import ConfigError
 from dataplane.security import tokens
 from dataplane.security.calls import HOLDER_OF_SHARED, Caller
+from dataplane.security.tls import Certificates, TlsFiles
 from dataplane.security.tokens import TokenSource
 
 AUTHORIZATION = "authorization"
@@ -29,10 +30,14 @@ class WrongTokenError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The token, and whether plain text may cross the network."""
+    """The token, the certificates, the URIs of peers with certificates ("spiffe://cluster/ns/*":
+    all that start so; () for all), and whether plain text may cross the network.
+    """
 
     tokens: TokenSource | None = None
     insecure: bool = False
+    tls: Certificates | None = None
+    peers: tuple[str, ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a client sends with each call."""
@@ -55,6 +60,14 @@ class Security:
             raise WrongTokenError("the token is not the coordinator's")
         return HOLDER_OF_SHARED
 
+    def knows(self, uris: Sequence[str]) -> bool:
+        """Whether a certificate with these URIs is one of `peers`."""
+        return any(
+            uri.startswith(peer[:-1]) if peer.endswith("/*") else uri == peer
+            for uri in uris
+            for peer in self.peers
+        )
+
     def advice(self) -> str:
         """What to do about a refused token, for the one whose call was refused."""
         if self.tokens is None:
@@ -72,11 +85,22 @@ class Security:
                 f"set {tokens.VARIABLE} or --token-file, or listen on unix:/path",
                 address=address,
             )
-        if not is_loopback and not self.insecure:
+        if self.tls is not None and not self.tls.files.cert:
+            raise ConfigError(
+                "tls_ca is set, but what listens needs a certificate of its own: give --tls-cert "
+                "and --tls-key, too",
+                key="tls_cert",
+            )
+        if self.peers and (self.tls is None or not self.tls.files.ca):
+            raise ConfigError(
+                "tls_peers is set, but without --tls-ca no client shows a certificate",
+                key="tls_ca",
+            )
+        if not is_loopback and self.tls is None and not self.insecure:
             raise ConfigError(
                 f"{address} is open to the network, and tokens would cross it in plain text: "
-                "listen on 127.0.0.1 or unix:/path, or pass --insecure on a network where nobody "
-                "else can listen",
+                "give --tls-cert and --tls-key, listen on 127.0.0.1 or unix:/path, or pass "
+                "--insecure on a network where nobody else can read along",
                 address=address,
             )
 
@@ -85,11 +109,11 @@ class Security:
 
         Raises:  ConfigError: it would cross the network in plain text.
         """
-        if not is_loopback and not self.insecure:
+        if not is_loopback and self.tls is None and not self.insecure:
             raise ConfigError(
                 f"{address} is beyond this host, and the token would cross the network in plain "
-                "text: pass --insecure (DATAPLANE_INSECURE=true) on a network where nobody else "
-                "can listen",
+                "text: give --tls-ca the CA of the coordinator, or pass --insecure "
+                "(DATAPLANE_INSECURE=true) on a network where nobody else can read along",
                 address=address,
             )
 
@@ -100,11 +124,14 @@ def security_of(
     """From the values of the settings and the environment. `listens`: on TCP, so that a token is
     created if there is none.
 
-    Raises:  ConfigError: the token cannot be read.
+    Raises:  ConfigError: the token or a certificate cannot be read.
     """
+    files = TlsFiles(*(str(settings[name]) for name in ("tls_cert", "tls_key", "tls_ca")))
     return Security(
         tokens.find(
             environ, str(settings["token_file"]), str(settings["state_dir"]), makes=listens
         ),
         bool(settings["insecure"]),
+        Certificates(files) if files != TlsFiles() else None,
+        tuple(str(settings["tls_peers"]).split()),
     )

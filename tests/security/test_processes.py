@@ -8,39 +8,34 @@ from pathlib import Path
 
 from fleet import Service
 
+from dataplane.cli import run
+
 TOKEN = "a-token-that-nobody-else-may-read-0123"
 
 
-def status(address: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dataplane", "status", address],
-        capture_output=True,
-        text=True,
-        env=environ,
-        check=False,
-    )
-
-
 def test_the_token_is_found_by_the_same_user_and_stands_in_no_log_and_no_argv(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capfd
 ):
     monkeypatch.delenv("DATAPLANE_STATE_DIR", raising=False)
-    home = {"HOME": str(tmp_path)}
+    monkeypatch.setenv("HOME", str(tmp_path))
     given = (*("--log-level", "debug"), *("--listen", "127.0.0.1:0"))
     log = tmp_path / "log"
-    with Service("--coordinator", *given, environ=home, log=log) as service:
+    with Service("--coordinator", *given, log=log) as service:
         own = (tmp_path / ".local/state/dataplane/token").read_text().strip()
-        assert status(service.address, **home).returncode == 0
-        refused = status(service.address, HOME="/nowhere", DATAPLANE_TOKEN=TOKEN)
-        assert refused.returncode == 2
-        assert "the token is not the coordinator's" in refused.stderr
-        assert "the token of $DATAPLANE_TOKEN" in refused.stderr
-        alone = status(service.address, HOME="/nowhere")
-        assert "This process has no token: set DATAPLANE_TOKEN, or --token-file" in alone.stderr
+        assert run(["status", service.address]) == 0
+        monkeypatch.setenv("HOME", "/nowhere")
+        assert run(["status", service.address]) == 2
+        alone = capfd.readouterr().err
+        assert "This process has no token: set DATAPLANE_TOKEN, or --token-file" in alone
+        monkeypatch.setenv("DATAPLANE_TOKEN", TOKEN)
+        assert run(["status", service.address]) == 2
+        refused = capfd.readouterr().err
+        assert "the token is not the coordinator's" in refused
+        assert "the token of $DATAPLANE_TOKEN" in refused
         argv = Path(f"/proc/{service.process.pid}/cmdline").read_bytes().decode()
         told = log.read_text()
         assert told.count("call refused") == 2
-        for text in (argv, told, refused.stderr, refused.stdout, alone.stderr):
+        for text in (argv, told, alone, refused):
             assert own not in text
             assert TOKEN not in text
 
