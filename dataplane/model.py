@@ -6,6 +6,8 @@ import enum
 import functools
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 
 class End(enum.StrEnum):
     """What happens at the end of an epoch whose samples do not fill the last global batch."""
@@ -82,8 +84,7 @@ class Decoding(enum.StrEnum):
     FAST = "fast"
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnSpec:
+class ColumnSpec(Struct, frozen=True):
     """One column of every batch of a job. `dtype` is a numpy dtype name ("int32") or "bfloat16", or
     "" if none applies; `shape` is one sample's shape, () for a scalar.
     """
@@ -187,8 +188,7 @@ class ColumnOptions:
     codes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(Struct, frozen=True):
     """One object as a store lists it. `etag` pins its content: equal ETags mean equal bytes."""
 
     url: str
@@ -196,8 +196,7 @@ class ObjectInfo:
     etag: str
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetIdentity:
+class DatasetIdentity(Struct, frozen=True):
     """A dataset independent of its location, as two hashes of 32 hex digits.
 
     `layout` covers format, schema, and the shards in order: names relative to their common root,
@@ -208,8 +207,7 @@ class DatasetIdentity:
     layout: str
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(Struct, frozen=True):
     """A piece of an arena, or of an object: offset and length in bytes."""
 
     offset: int
@@ -228,8 +226,7 @@ class Topology:
     local_world_size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(Struct, frozen=True):
     """The batches one consumer walks: steps `first_step, first_step + step_stride, …` of the slice
     of `dp_rank` in `dp_size` that starts at `cursor` (samples consumed so far by all ranks).
     """

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from msgspec import structs
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import JobSpec
@@ -53,12 +54,12 @@ class Bench:
 
     def allow(self, memory_bytes: int) -> None:
         """Let workers take this much memory for this dataset."""
-        message = dataclasses.replace(self.dataset.message, memory_bytes=memory_bytes)
+        message = structs.replace(self.dataset.message, memory_bytes=memory_bytes)
         self.dataset = dataclasses.replace(self.dataset, message=message)
 
     def another(self, dataset_id: int) -> Bench:
         """The same files as another dataset, with the same pool."""
-        message = dataclasses.replace(self.dataset.message, dataset_id=dataset_id)
+        message = structs.replace(self.dataset.message, dataset_id=dataset_id)
         dataset = dataclasses.replace(self.dataset, dataset_id=dataset_id, message=message)
         return Bench(self.pool, self.arena, dataset)
 

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+from msgspec import structs
 
 from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
@@ -222,7 +223,9 @@ class Outside:
                 return event
             # A worker that has failed may not tell when it began.
             is_told = self.chance.random() < 0.9
-            return replace(event, started=self.chance.uniform(asked, self.now) if is_told else 0.0)
+            return structs.replace(
+                event, started=self.chance.uniform(asked, self.now) if is_told else 0.0
+            )
 
         self.pending.append((self.now + took, ended))
 

@@ -17,6 +17,8 @@ import time
 import uuid
 import warnings
 
+from msgspec import structs
+
 from dataplane.arena.memfd import Arena
 from dataplane.client.bound import Recent
 from dataplane.client.endpoint import Endpoint
@@ -205,7 +207,7 @@ class Session:
     def _opened(self, wire: Wire, welcome: Welcome, patience: Patience, began: float) -> Mount:
         reached = time.monotonic()
         try:
-            request = dataclasses.replace(self.request, member_id=self._member_id)
+            request = structs.replace(self.request, member_id=self._member_id)
             mount = self._mounted(wire, welcome, request, patience)
         except BaseException:
             wire.close()

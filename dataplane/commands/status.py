@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable
 from itertools import chain
 
 import click
+import msgspec
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
@@ -74,7 +74,7 @@ async def _report(
     finally:
         await client.close()
     if as_json:
-        output.write_json(dataclasses.asdict(found))
+        output.write_json(msgspec.to_builtins(found))
     else:
         output.stdout().print(render(found))
 

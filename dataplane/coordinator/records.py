@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
@@ -37,8 +38,7 @@ class Phase(enum.StrEnum):
     EXPIRED = "expired"
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """One job in its present generation. `epoch` and `cursor` are the furthest that any member of
     this generation has reported; `active_at` is when a member last came or went. `pixels` names the
     software that decodes images on every node of the job, "" without images.
@@ -57,8 +57,7 @@ class Job:
     pixels: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """One member of a job's present generation. `deadline` is in lease time and is not stored:
     after a restart every member gets a full lease. `order` grows with every change of phase.
     """
@@ -82,8 +81,7 @@ class Member:
         return (self.topology.dp_rank, self.topology.rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Incarnation:
+class Incarnation(Struct, frozen=True):
     """One launch of a job, and the generation with which it last took over from another."""
 
     job_id: str
@@ -91,8 +89,7 @@ class Incarnation:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRecord:
+class NodeRecord(Struct, frozen=True):
     """A node as it registered, when it was last heard from, and what it reported then."""
 
     request: RegisterNodeRequest
@@ -106,15 +103,13 @@ class NodeRecord:
 Record = Job | Member | Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(Struct, frozen=True):
     """Store this record in place of the one with its key."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Struct, frozen=True):
     """Remove the record with this key, if it exists."""
 
     cls: type[Record]
@@ -139,8 +134,7 @@ def key_of(write: Write) -> Key:
             return (Incarnation, job_id, name)
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed; nothing else happened."""
 
 
@@ -156,8 +150,7 @@ Answer = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """The result of an event. If `durable`, the answer may be sent only when every write up to and
     including these is on disk; other writes may wait and be merged.
     """

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase, Write
 

@@ -30,7 +30,8 @@ Lease time runs with the clock but takes no step longer than `lease_s / 3`; tick
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dataplane.coordinator import refusals, view
 from dataplane.coordinator.records import (

@@ -9,7 +9,6 @@ Calls block, so journal.py makes them from a thread.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import json
@@ -17,8 +16,12 @@ import os
 import sqlite3
 import typing
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from dataplane.coordinator.records import (
     Forget,
@@ -225,31 +228,31 @@ def _make_private(path: Path) -> None:
 
 
 def _body(write: Keep) -> str:
-    fields = dataclasses.asdict(write.record)
-    fields.pop("deadline", None)
-    return json.dumps(fields, separators=(",", ":"))
+    plain = msgspec.to_builtins(write.record)
+    plain.pop("deadline", None)
+    return json.dumps(plain, separators=(",", ":"))
 
 
 def _read(cls: type[Record], body: str) -> Record:
-    fields = json.loads(body)
+    plain = json.loads(body)
     if cls is Job:
-        _gather_column_options(fields["spec"])
-    record: Record = _restored(cls, fields)
+        _gather_column_options(plain["spec"])
+    record: Record = _restored(cls, plain)
     return record
 
 
 def _gather_column_options(spec: dict[str, Any]) -> None:
     """In rows of older versions each option of columns is a field of the spec."""
     if "column_options" not in spec:
-        names = {field.name for field in dataclasses.fields(ColumnOptions)}.intersection(spec)
+        names = {field.name for field in fields(ColumnOptions)}.intersection(spec)
         spec["column_options"] = {name: spec.pop(name) for name in names}
 
 
 def _restored(hint: Any, plain: Any) -> Any:
-    """The value of this type, from its JSON form `plain`: dataclasses are objects, tuples lists,
-    and enums their values.
+    """The value of this type, from its JSON form `plain`: Structs and dataclasses are objects,
+    tuples lists, and enums their values.
     """
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and (issubclass(hint, Struct) or is_dataclass(hint)):
         hints = _hints(hint)
         return hint(**{name: _restored(hints[name], part) for name, part in plain.items()})
     if typing.get_origin(hint) is tuple:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dataplane.coordinator.records import Member, NodeRecord, Phase
 from dataplane.coordinator.roster import Roster

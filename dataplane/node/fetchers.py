@@ -19,8 +19,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, PeerLost, StoreError

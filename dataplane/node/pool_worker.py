@@ -6,12 +6,13 @@ blocks. It gets one packet at a time, and answers each.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from dataplane.machine import OwnTime, kill_count_for_memory
 from dataplane.rpc import tasks
@@ -84,7 +85,7 @@ class PoolTask:
         case it ends as well.
         """
         if isinstance(self.body, tasks.Assemble):
-            self.body = dataclasses.replace(self.body, say_where=True)
+            self.body = replace(self.body, say_where=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -222,4 +223,4 @@ def _in_parts(dataset: tasks.OpenDataset) -> list[tasks.OpenDataset]:
         tasks.OpenDataset(dataset.dataset_id, dataset.format, schema[at : at + step], more=True)
         for at in range(0, len(schema), step)
     ]
-    return [*parts, dataclasses.replace(dataset, schema=b"", more=False)]
+    return [*parts, replace(dataset, schema=b"", more=False)]

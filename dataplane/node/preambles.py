@@ -14,11 +14,12 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from asyncio import Future
 from collections import OrderedDict
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
 from dataplane.arena.memfd import Arena
@@ -103,7 +104,7 @@ class Preambles:
         kept = self._held.get(key)
         if kept is None:
             return raw, ()
-        told = dataclasses.replace(raw, kept_preamble=kept.region, preamble_number=kept.number)
+        told = replace(raw, kept_preamble=kept.region, preamble_number=kept.number)
         return told, ((tasks.PREAMBLE_ARENA, self.arena.fd),)
 
     def close(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 
@@ -13,8 +14,7 @@ _UNIX_PATH_BYTES_MAX = 107
 _PORT_MAX = 65535
 
 
-@dataclass(frozen=True, slots=True)
-class TcpAddress:
+class TcpAddress(Struct, frozen=True):
     """A host and a port; port 0 asks for a free one."""
 
     host: str
@@ -27,8 +27,7 @@ class TcpAddress:
         return f"{host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class UnixAddress:
+class UnixAddress(Struct, frozen=True):
     """A socket file."""
 
     path: str

@@ -1,12 +1,11 @@
 """Converts frozen values to protobuf messages and back, from the descriptors.
 
-On first use, one converter per class is made from the dataclass's fields and the message's
+On first use, one converter per class is made from the fields of the class and the message's
 descriptor, so that a field is named in only two places: the proto file and the frozen value.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import itertools
@@ -19,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError as _DecodeError
 from google.protobuf.message import Message
+from msgspec import Struct
 
 from dataplane import config, errors, model
 from dataplane.rpc import fetches, messages, tasks
@@ -92,6 +92,11 @@ def error_from_proto(message: Any) -> errors.DataplaneError:
     return errors.rebuild(message.name, message.message, nouns)
 
 
+def _field_names(cls: _Class) -> Sequence[str]:
+    """The fields of a value, in order: a Struct, or a dataclass that users construct."""
+    return cls.__struct_fields__ if issubclass(cls, Struct) else tuple(cls.__dataclass_fields__)
+
+
 @functools.cache
 def _message_class(cls: _Class) -> type[Message]:
     name = "Error" if issubclass(cls, errors.DataplaneError) else cls.__name__
@@ -134,7 +139,7 @@ def _writer(cls: _Class) -> Callable[[Any], dict[str, Any]]:
     None is left out.
     """
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
-    names = [field.name for field in dataclasses.fields(cls) if field.name != _ENVELOPE]
+    names = [name for name in _field_names(cls) if name != _ENVELOPE]
     converts = [(name, _field_writer(by_name[name])) for name in names]
     plain = [name for name, convert in converts if convert is _same]
     others = [(name, convert) for name, convert in converts if convert is not _same]
@@ -218,7 +223,7 @@ def _reader(cls: _Class) -> Callable[[Any], Any]:
         return error_from_proto
     by_name = _message_class(cls).DESCRIPTOR.fields_by_name
     hints = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = _field_names(cls)
     reads = [
         _body_reader(cls)
         if name == _ENVELOPE

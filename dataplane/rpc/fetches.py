@@ -7,14 +7,13 @@ two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
 
 
-@dataclass(frozen=True, slots=True)
-class StartFetching:
+class StartFetching(Struct, frozen=True):
     """How a fetcher reaches stores. The two arenas are sent with it."""
 
     environment: tuple[bytes, ...]
@@ -25,8 +24,7 @@ class StartFetching:
     store: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRange:
+class ReadRange(Struct, frozen=True):
     """Read bytes of a shard into an arena."""
 
     number: int
@@ -37,8 +35,7 @@ class ReadRange:
     into: Region
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPreamble:
+class CopyPreamble(Struct, frozen=True):
     """Copy a preamble into the block arena."""
 
     number: int
@@ -46,8 +43,7 @@ class CopyPreamble:
     into: Region
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(Struct, frozen=True):
     """A read or a copy has ended: its memory is no longer written."""
 
     number: int
@@ -57,8 +53,7 @@ class ReadEnded:
     hedged_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StorePause:
+class StorePause(Struct, frozen=True):
     """A store has asked to slow down, and the pause lasts this long."""
 
     store: str
@@ -66,8 +61,7 @@ class StorePause:
     left_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSeen:
+class StoreSeen(Struct, frozen=True):
     """An outage of a store, as a fetcher sees it."""
 
     store: str
@@ -77,8 +71,7 @@ class StoreSeen:
     until: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ShardTrouble:
+class ShardTrouble(Struct, frozen=True):
     """Why reads of a shard are delayed; no error if they no longer are."""
 
     url: str
@@ -90,15 +83,13 @@ ToFetcherBody = StartFetching | ReadRange | CopyPreamble | StorePause
 FromFetcherBody = ReadEnded | StorePause | StoreSeen | ShardTrouble
 
 
-@dataclass(frozen=True, slots=True)
-class ToFetcher:
+class ToFetcher(Struct, frozen=True):
     """The envelope of a node's message to a fetcher."""
 
     body: ToFetcherBody
 
 
-@dataclass(frozen=True, slots=True)
-class FromFetcher:
+class FromFetcher(Struct, frozen=True):
     """The envelope of a fetcher's message."""
 
     body: FromFetcherBody

@@ -7,15 +7,14 @@ the two. Repeated fields are tuples, an absent optional is None.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
 from dataplane.model import Topology
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterNodeRequest:
+class RegisterNodeRequest(Struct, frozen=True):
     """Registers a node."""
 
     node_id: str
@@ -25,16 +24,14 @@ class RegisterNodeRequest:
     protocol: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterNodeResponse:
+class RegisterNodeResponse(Struct, frozen=True):
     """The duration of a lease, and which start of the coordinator answered."""
 
     lease_s: float
     coordinator_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRequest:
+class JoinRequest(Struct, frozen=True):
     """A rank takes its place in a job."""
 
     job_id: str
@@ -48,16 +45,14 @@ class JoinRequest:
     pixels: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class JoinResponse:
+class JoinResponse(Struct, frozen=True):
     """The place was taken."""
 
     generation: int
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class MemberProgress:
+class MemberProgress(Struct, frozen=True):
     """What one rank has consumed."""
 
     job_id: str
@@ -70,8 +65,7 @@ class MemberProgress:
     bound: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOutage:
+class StoreOutage(Struct, frozen=True):
     """A store that does not answer a node, which keeps retrying."""
 
     store: str
@@ -79,8 +73,7 @@ class StoreOutage:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReads:
+class NodeReads(Struct, frozen=True):
     """What a node has read from object stores, with how many fetchers now, and how much of it was
     asked for a second time, since the first answer was late.
     """
@@ -90,8 +83,7 @@ class NodeReads:
     hedged_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatRequest:
+class HeartbeatRequest(Struct, frozen=True):
     """A node renews all of its members, and reports the stores it waits for, and how often and how
     long its event loop was held.
     """
@@ -104,8 +96,7 @@ class HeartbeatRequest:
     reads: NodeReads = field(default_factory=NodeReads)
 
 
-@dataclass(frozen=True, slots=True)
-class MemberVerdict:
+class MemberVerdict(Struct, frozen=True):
     """The coordinator's verdict on one member."""
 
     member_id: str
@@ -114,15 +105,13 @@ class MemberVerdict:
     missing_for_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class HeartbeatResponse:
+class HeartbeatResponse(Struct, frozen=True):
     """One verdict a member."""
 
     verdicts: tuple[MemberVerdict, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveRequest:
+class LeaveRequest(Struct, frozen=True):
     """A rank left: on purpose, or `lost` because its process ended. `progress` is its last
     progress, if its node knows it.
     """
@@ -133,20 +122,17 @@ class LeaveRequest:
     progress: MemberProgress | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveResponse:
+class LeaveResponse(Struct, frozen=True):
     """The rank has left."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatusRequest:
+class StatusRequest(Struct, frozen=True):
     """Which job; "" for all."""
 
     job_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberStatus:
+class MemberStatus(Struct, frozen=True):
     """One rank, for people."""
 
     member_id: str
@@ -161,8 +147,7 @@ class MemberStatus:
     bound: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
+class JobStatus(Struct, frozen=True):
     """One job, for people."""
 
     job_id: str
@@ -179,8 +164,7 @@ class JobStatus:
     cursor: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
+class NodeStatus(Struct, frozen=True):
     """One node, for people."""
 
     node_id: str
@@ -194,8 +178,7 @@ class NodeStatus:
     reads: NodeReads = field(default_factory=NodeReads)
 
 
-@dataclass(frozen=True, slots=True)
-class StatusResponse:
+class StatusResponse(Struct, frozen=True):
     """Jobs, ranks and nodes."""
 
     version: str

@@ -7,8 +7,9 @@ two. Repeated fields are tuples, an absent optional is None.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
@@ -23,8 +24,7 @@ from dataplane.model import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Struct, frozen=True):
     """A trainer's first message."""
 
     version: str
@@ -32,8 +32,7 @@ class Hello:
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Struct, frozen=True):
     """The node's first message. `awaited` names the process that it waits for before it opens
     jobs.
     """
@@ -44,16 +43,14 @@ class Welcome:
     awaited: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetSource:
+class DatasetSource(Struct, frozen=True):
     """A dataset as the user names it."""
 
     urls: tuple[str, ...]
     format: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenJob:
+class OpenJob(Struct, frozen=True):
     """A rank asks its node to open a job."""
 
     job_id: str
@@ -72,8 +69,7 @@ class OpenJob:
     column_options: ColumnOptions = field(default_factory=ColumnOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class JobOpened:
+class JobOpened(Struct, frozen=True):
     """The job, equal on every rank but for its advice; sent with the delivery arena's
     descriptor. The node spent `index_s` on the dataset's index and `plan_s` on everything after
     that, both in seconds.
@@ -94,16 +90,14 @@ class JobOpened:
     advice: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DescribeColumns:
+class DescribeColumns(Struct, frozen=True):
     """Requests the types of a job's columns, from column number `first` on."""
 
     job_id: str
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DescribedColumn:
+class DescribedColumn(Struct, frozen=True):
     """One column: its stored type, the maximum length of its lists (0: no limit), and for codes the
     number of distinct values.
     """
@@ -116,16 +110,14 @@ class DescribedColumn:
     category_count: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnsDescribed:
+class ColumnsDescribed(Struct, frozen=True):
     """Some of a job's columns, and how many it has in all."""
 
     columns: tuple[DescribedColumn, ...]
     column_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCategories:
+class ReadCategories(Struct, frozen=True):
     """Requests the values of a column's codes, from the code `first` on."""
 
     job_id: str
@@ -133,16 +125,14 @@ class ReadCategories:
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CategoriesRead:
+class CategoriesRead(Struct, frozen=True):
     """Some of a column's values, as an Arrow stream, and how many there are in all."""
 
     values: bytes
     value_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStream:
+class OpenStream(Struct, frozen=True):
     """Opens a stream over the steps of this rank's slice that remain at `cursor`."""
 
     job_id: str
@@ -152,16 +142,14 @@ class OpenStream:
     step_stride: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOpened:
+class StreamOpened(Struct, frozen=True):
     """The stream's name and its length in steps."""
 
     stream_id: int
     step_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class NextSlab:
+class NextSlab(Struct, frozen=True):
     """Requests the next slab, and reports the trainer's progress."""
 
     stream_id: int
@@ -178,8 +166,7 @@ class Batch(NamedTuple):
     valid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(Struct, frozen=True):
     """Where each batch's piece of one column lies, in bytes from the slab's start."""
 
     values: tuple[int, ...] = ()
@@ -187,15 +174,13 @@ class Column:
     width: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Where everything in a slab lies: one entry a column of the job."""
 
     columns: tuple[Column, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimes:
+class StageTimes(Struct, frozen=True):
     """The time that a slab spent in each stage, in microseconds, and the work done for its dataset
     since the slab before.
     """
@@ -213,8 +198,7 @@ class StageTimes:
     workers: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Slab:
+class Slab(Struct, frozen=True):
     """Consecutive batches of one stream, in the delivery arena. `layout` is an encoded Layout."""
 
     stream_id: int
@@ -226,31 +210,27 @@ class Slab:
     times: StageTimes = StageTimes()
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfStream:
+class EndOfStream(Struct, frozen=True):
     """No step remains."""
 
     stream_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Struct, frozen=True):
     """The trainer holds no tensor of these slabs any more."""
 
     job_id: str
     slab_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CloseStream:
+class CloseStream(Struct, frozen=True):
     """The trainer stopped reading the stream, when all ranks had consumed `cursor` samples."""
 
     stream_id: int
     cursor: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CloseJob:
+class CloseJob(Struct, frozen=True):
     """The trainer closed its loader, at this position of its last stream. With `at_exit` its
     process is exiting, and may read the slabs it holds until the socket closes.
     """
@@ -284,16 +264,14 @@ FromNodeBody = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ToNode:
+class ToNode(Struct, frozen=True):
     """The envelope of a trainer's message; request 0 needs no answer."""
 
     request_id: int
     body: ToNodeBody
 
 
-@dataclass(frozen=True, slots=True)
-class FromNode:
+class FromNode(Struct, frozen=True):
     """The envelope of a node's answer."""
 
     request_id: int

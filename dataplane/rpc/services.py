@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from dataplane.rpc import membership
 from dataplane.rpc.convert import decode, encode
@@ -16,8 +17,7 @@ REQUEST_BYTES_MAX = 4 << 20
 RESPONSE_BYTES_MAX = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(Struct, frozen=True):
     """One unary method: values of membership.py go in and out."""
 
     name: str

@@ -7,7 +7,7 @@ two. Repeated fields are tuples, an absent optional is None.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from dataplane.errors import DataplaneError
 from dataplane.model import ColumnOptions, ImageSpec, Region
@@ -17,13 +17,11 @@ BLOCK_ARENA, PREAMBLE_ARENA = 0, (1 << 64) - 2
 """The ids of arenas that do not belong to a rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """The task is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Struct, frozen=True):
     """The block or image that a worker is about to read."""
 
     block_key: int
@@ -31,27 +29,23 @@ class Reading:
     column: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
+class OutOfMemory(Struct, frozen=True):
     """The task needs more memory than the worker may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttachArena:
+class AttachArena(Struct, frozen=True):
     """Map the arena whose descriptor is sent with this message."""
 
     arena_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class DetachArena:
+class DetachArena(Struct, frozen=True):
     """Unmap an arena."""
 
     arena_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpenDataset:
+class OpenDataset(Struct, frozen=True):
     """How the blocks of a dataset become the columns of batches."""
 
     dataset_id: int
@@ -63,8 +57,7 @@ class OpenDataset:
     memory_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RawBlockRef:
+class RawBlockRef(Struct, frozen=True):
     """The bytes of one block: in the block arena (preamble, then body), or in a local file. If only
     some of them are needed, `pieces` lists these. A preamble in the arena of preambles has a
     number; its room in the block arena is then empty.
@@ -84,8 +77,7 @@ class RawBlockRef:
     preamble_number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(Struct, frozen=True):
     """Decode a block into the block arena."""
 
     dataset_id: int
@@ -93,8 +85,7 @@ class Decode:
     into: Region
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
+class Decoded(Struct, frozen=True):
     """The decoded block's size, and whether it fitted."""
 
     bytes: int
@@ -102,8 +93,7 @@ class Decoded:
     disk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """Which samples a block has."""
 
     url: str
@@ -111,8 +101,7 @@ class Origin:
     first_row: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSource:
+class BlockSource(Struct, frozen=True):
     """A block to gather from."""
 
     key: int
@@ -123,8 +112,7 @@ class BlockSource:
     row_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class OpenBlocks:
+class OpenBlocks(Struct, frozen=True):
     """Blocks that later Assemble tasks name by key, and blocks to forget."""
 
     dataset_id: int
@@ -132,8 +120,7 @@ class OpenBlocks:
     forget: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Render:
+class Render(Struct, frozen=True):
     """The image columns of a slab, and the inputs of their random numbers."""
 
     images: tuple[ImageSpec, ...]
@@ -141,8 +128,7 @@ class Render:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Assemble:
+class Assemble(Struct, frozen=True):
     """Gather the rows of some batches into a slab; `keep` is a second place for it, in the block
     arena.
     """
@@ -158,16 +144,14 @@ class Assemble:
     say_where: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ExcerptPlace:
+class ExcerptPlace(Struct, frozen=True):
     """Where some rows of a block go: their numbers, which are there already, and the rows."""
 
     into: Region
     row_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Extract:
+class Extract(Struct, frozen=True):
     """Copy rows of a block into excerpts."""
 
     dataset_id: int
@@ -175,16 +159,14 @@ class Extract:
     places: tuple[ExcerptPlace, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Extracted:
+class Extracted(Struct, frozen=True):
     """The size of each excerpt; one that is larger than its place was not written."""
 
     bytes: tuple[int, ...]
     disk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CopySlab:
+class CopySlab(Struct, frozen=True):
     """Copy a kept slab into a slot."""
 
     kept: Region
@@ -192,8 +174,7 @@ class CopySlab:
     slab: Region
 
 
-@dataclass(frozen=True, slots=True)
-class Assembled:
+class Assembled(Struct, frozen=True):
     """How many of the batches fitted, and where their columns lie: an encoded Layout."""
 
     batch_count: int
@@ -209,30 +190,26 @@ TaskBody = (
 ResultBody = DataplaneError | Done | Decoded | Extracted | Assembled | Reading | OutOfMemory
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     """The envelope of a node's message to a worker."""
 
     body: TaskBody
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Struct, frozen=True):
     """The envelope of a worker's answer."""
 
     body: ResultBody
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPart:
+class ShardPart(Struct, frozen=True):
     """Bytes of a shard, from that offset on."""
 
     offset: int
     content: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class IndexShard:
+class IndexShard(Struct, frozen=True):
     """Index one shard. If it `is_local`, it is a file that the process reads itself. `parts` were
     read already, since it will ask for them first.
     """
@@ -245,8 +222,7 @@ class IndexShard:
     parts: tuple[ShardPart, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ShardBytes:
+class ShardBytes(Struct, frozen=True):
     """The bytes that an indexing process has requested."""
 
     request: int
@@ -255,21 +231,18 @@ class ShardBytes:
     has_failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadShard:
+class ReadShard(Struct, frozen=True):
     """Requests bytes of a shard, or the next piece of the whole shard."""
 
     request: int
     place: Region | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StillReading:
+class StillReading(Struct, frozen=True):
     """Sent by a process that reads a local file, to show that it is not stuck."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardIndexed:
+class ShardIndexed(Struct, frozen=True):
     """The result of indexing, or a part of it."""
 
     index: bytes
@@ -280,24 +253,21 @@ ToIndexerBody = IndexShard | ShardBytes
 FromIndexerBody = DataplaneError | OutOfMemory | ReadShard | StillReading | ShardIndexed
 
 
-@dataclass(frozen=True, slots=True)
-class ToIndexer:
+class ToIndexer(Struct, frozen=True):
     """The envelope of a node's message to an indexing process."""
 
     task: int
     body: ToIndexerBody
 
 
-@dataclass(frozen=True, slots=True)
-class FromIndexer:
+class FromIndexer(Struct, frozen=True):
     """The envelope of an indexing process's message."""
 
     task: int
     body: FromIndexerBody
 
 
-@dataclass(frozen=True, slots=True)
-class StartChild:
+class StartChild(Struct, frozen=True):
     """Fork a "worker", an "indexer" or a "fetcher" with this limit of private memory, bound to
     these processors if any are given.
     """
@@ -308,23 +278,20 @@ class StartChild:
     processors: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KillChild:
+class KillChild(Struct, frozen=True):
     """SIGKILL for the process of that number, if it lives."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChildStarted:
+class ChildStarted(Struct, frozen=True):
     """The process of that number has this process id."""
 
     number: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChildEnded:
+class ChildEnded(Struct, frozen=True):
     """The process of that number is gone; a negative `status` is the signal that ended it."""
 
     number: int
@@ -335,15 +302,13 @@ ToForkServerBody = StartChild | KillChild
 FromForkServerBody = ChildStarted | ChildEnded
 
 
-@dataclass(frozen=True, slots=True)
-class ToForkServer:
+class ToForkServer(Struct, frozen=True):
     """The envelope of a node's messages to its fork server."""
 
     body: ToForkServerBody
 
 
-@dataclass(frozen=True, slots=True)
-class FromForkServer:
+class FromForkServer(Struct, frozen=True):
     """The envelope of the fork server's messages."""
 
     body: FromForkServerBody

@@ -9,10 +9,10 @@ times are seconds of one monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from dataplane.arena.slots import SlotLayout
 from dataplane.errors import DataplaneError
@@ -25,8 +25,7 @@ from dataplane.scheduler.walk import Plan, Walk
 # -- events ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DeliveryOpened:
+class DeliveryOpened(Struct, frozen=True):
     """A delivery arena was opened for one dp_rank of a job, whose orders cover these datasets.
     Deliveries of one `group` have equal slabs for equal steps; None shares nothing. In a declared
     group, more jobs are expected to join.
@@ -39,22 +38,19 @@ class DeliveryOpened:
     is_declared: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DeliveryClosed:
+class DeliveryClosed(Struct, frozen=True):
     """A delivery arena has no users left."""
 
     delivery_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetForgotten:
+class DatasetForgotten(Struct, frozen=True):
     """A dataset has no readers left."""
 
     dataset: DatasetBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStarted:
+class StreamStarted(Struct, frozen=True):
     """A consumer's stream starts; `holder` will hold its slabs. Until the stream `after` is closed,
     this one has the lowest priority: it gets only resources that the other leaves.
     """
@@ -66,54 +62,47 @@ class StreamStarted:
     after: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamAdopted:
+class StreamAdopted(Struct, frozen=True):
     """The consumer asked for the stream that was opened ahead: it now has normal priority."""
 
     stream_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamClosed:
+class StreamClosed(Struct, frozen=True):
     """The consumer is gone, or has enough."""
 
     stream_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRefused:
+class StreamRefused(Struct, frozen=True):
     """Requests for slabs of this stream get this error."""
 
     stream_id: int
     error: DataplaneError
 
 
-@dataclass(frozen=True, slots=True)
-class Requested:
+class Requested(Struct, frozen=True):
     """The consumer wants the next slab of its stream."""
 
     stream_id: int
     request_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Struct, frozen=True):
     """The holder released these slabs; unknown ones were released before."""
 
     delivery_id: int
     slab_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class HolderGone:
+class HolderGone(Struct, frozen=True):
     """A holder is gone; everything it held is free."""
 
     delivery_id: int
     holder: int
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Struct, frozen=True):
     """The end of a PlanSteps. Fewer plans than requested mean that the stream ends with them."""
 
     stream_id: int
@@ -121,8 +110,7 @@ class Planned:
     error: DataplaneError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFetched:
+class BlockFetched(Struct, frozen=True):
     """The end of a Fetch. `is_away`: the store cannot be reached now, but may be later."""
 
     key: int
@@ -130,8 +118,7 @@ class BlockFetched:
     is_away: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BlockDecoded:
+class BlockDecoded(Struct, frozen=True):
     """The end of a DecodeBlock, on which a worker started at `started`."""
 
     key: int
@@ -139,8 +126,7 @@ class BlockDecoded:
     started: float
 
 
-@dataclass(frozen=True, slots=True)
-class SlabAssembled:
+class SlabAssembled(Struct, frozen=True):
     """The end of an AssembleSlab or a CopyKept. `is_kept`: the copy in `keep`, if one was
     requested, was written too.
     """
@@ -151,8 +137,7 @@ class SlabAssembled:
     is_kept: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class RowsExtracted:
+class RowsExtracted(Struct, frozen=True):
     """The end of an ExtractRows, on which a worker started at `started`."""
 
     number: int
@@ -160,8 +145,7 @@ class RowsExtracted:
     started: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(Struct, frozen=True):
     """Time has passed. Gives the average number of busy workers, and the bytes of slabs made per
     second, since the last tick.
     """
@@ -170,8 +154,7 @@ class Ticked:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(Struct, frozen=True):
     """All events so far were reported: decide what can be done next."""
 
 
@@ -184,8 +167,7 @@ Event = (
 # -- effects -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSteps:
+class PlanSteps(Struct, frozen=True):
     """Take the next `count` plans of the walk."""
 
     stream_id: int
@@ -193,8 +175,7 @@ class PlanSteps:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """Read a block into this part of the block arena."""
 
     key: int
@@ -203,8 +184,7 @@ class Fetch:
     into: Region
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeBlock:
+class DecodeBlock(Struct, frozen=True):
     """Have a worker decode a block; `raw` is where its bytes are, None for a local file."""
 
     key: int
@@ -214,16 +194,14 @@ class DecodeBlock:
     into: Region
 
 
-@dataclass(frozen=True, slots=True)
-class ClearRestartIndexes:
+class ClearRestartIndexes(Struct, frozen=True):
     """Zero this part of the block arena, before any later effect is carried out."""
 
     key: int
     region: Region
 
 
-@dataclass(frozen=True, slots=True)
-class AssembleSlab:
+class AssembleSlab(Struct, frozen=True):
     """Have a worker gather the rows of a plan into a slab, and copy the slab to `keep`, a part of
     the block arena. Before that, write the row index to its place in the delivery arena. `first` is
     the first of the slab's blocks, None for a batch without rows.
@@ -242,8 +220,7 @@ class AssembleSlab:
     keep: Region | None
 
 
-@dataclass(frozen=True, slots=True)
-class ExcerptRows:
+class ExcerptRows(Struct, frozen=True):
     """Rows of a block, and where their excerpt goes.
 
     Shapes:  rows: int32[n], rising.
@@ -253,8 +230,7 @@ class ExcerptRows:
     rows: npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractRows:
+class ExtractRows(Struct, frozen=True):
     """Copy rows of the block with this key into excerpts."""
 
     number: int
@@ -262,8 +238,7 @@ class ExtractRows:
     excerpts: Sequence[ExcerptRows]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyKept:
+class CopyKept(Struct, frozen=True):
     """Have a worker copy the kept copy of an equal slab; `first` is as in AssembleSlab."""
 
     number: int
@@ -273,8 +248,7 @@ class CopyKept:
     slab: Region
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send a slab, or an error, to the consumer that requested it."""
 
     stream_id: int
@@ -282,8 +256,7 @@ class Send:
     body: FromNodeBody
 
 
-@dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(Struct, frozen=True):
     """Answer a request that has waited too long with the stage of the next slab, and its missing
     blocks in the order in which they are read.
     """
@@ -295,37 +268,32 @@ class Stalled:
     missing: Sequence[BlockName]
 
 
-@dataclass(frozen=True, slots=True)
-class AllPlanned:
+class AllPlanned(Struct, frozen=True):
     """The last plan of a stream was made, or planning failed."""
 
     stream_id: int
     has_failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetBlock:
+class ForgetBlock(Struct, frozen=True):
     """The memory of the block with this key is about to be reused."""
 
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropDelivery:
+class DropDelivery(Struct, frozen=True):
     """Release a delivery arena that is no longer written or read."""
 
     delivery_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResizePool:
+class ResizePool(Struct, frozen=True):
     """Change the number of workers."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """A line for the log."""
 
     event: str

@@ -21,10 +21,11 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
 from dataplane.model import Region
@@ -158,7 +159,7 @@ class SharedSlabs:
 
     def _made(self, slab: SharedSlab, result: tasks.ResultBody, *, is_kept: bool) -> None:
         if isinstance(result, tasks.Assembled) and is_kept:
-            slab.made, slab.made_at = dataclasses.replace(result, disk=0), self._time.now
+            slab.made, slab.made_at = replace(result, disk=0), self._time.now
         used = 0 if slab.made is None else slab.made.bytes_used
         if not used or used > slab.region.length or slab.group.is_closed:
             slab.group.is_whole |= used > slab.region.length

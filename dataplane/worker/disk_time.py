@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import time
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from dataplane.rpc import tasks
 
@@ -29,4 +30,4 @@ def timed(
     gave_up, was_made = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
     waited_s = (time.monotonic() - began - busy_s) * gave_up / max(gave_up + was_made, 1)
     most_s = (after.ru_majflt - before.ru_majflt) * _FAULT_S_MAX
-    return dataclasses.replace(done, disk=round(min(max(waited_s, 0.0), most_s) * 1e6))
+    return replace(done, disk=round(min(max(waited_s, 0.0), most_s) * 1e6))

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import os
 import resource
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena, populate
 from dataplane.errors import ConfigError, CorruptShard, DataplaneError, PeerLost
@@ -333,7 +333,7 @@ def _read_one_by_one(
         if body.render is None:
             continue
         for image in body.render.images:
-            render = dataclasses.replace(body.render, images=(image,))
+            render = replace(body.render, images=(image,))
             for row in mine:
                 state.tell(tasks.Reading(key, row, image.column))
                 _gather_apart(dataset, block, [row], render)

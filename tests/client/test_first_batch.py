@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from dataplane.client.first_batch import NOT_YET, FirstBatch, Opening
 from dataplane.client.statistics import Statistics, sum_of
@@ -31,7 +32,7 @@ def test_a_request_that_opened_the_job_is_divided_into_all_stages():
 
 
 def test_a_slab_that_was_ready_when_it_was_requested_later_was_only_handed_over():
-    first = OPENING.first_batch(50.0, 50.001, dataclasses.replace(TIMES, ready=40_000_000))
+    first = OPENING.first_batch(50.0, 50.001, structs.replace(TIMES, ready=40_000_000))
     assert first.hand_over_s == pytest.approx(0.001)
     assert first.fetch_s == first.decode_s == first.assemble_s == 0.0
 

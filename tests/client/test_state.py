@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from manifests import small
+from msgspec import structs
 
 from dataplane import config
 from dataplane.client.state import RunState
@@ -69,12 +70,12 @@ def refusal(state: RunState, found: JobOpened, **how) -> SpecMismatch:
 
 
 def test_a_state_records_its_image_software_and_resumes_with_any_other():
-    made = replace(job(), pixels="Pillow 12.2.0 ()")
+    made = structs.replace(job(), pixels="Pillow 12.2.0 ()")
     state = RunState.of(made, 0, 8)
     saved = json.loads(json.dumps(state.to_dict()))
     assert saved["pixels"] == "Pillow 12.2.0 ()"
     assert RunState.from_dict(saved) == state
-    state.check(replace(made, pixels="Pillow 13.0.0 ()"))
+    state.check(structs.replace(made, pixels="Pillow 13.0.0 ()"))
     assert "pixels" not in RunState.of(job(), 0, 8).to_dict()
     with pytest.raises(ConfigError, match="pixels"):
         RunState.from_dict(saved | {"pixels": 3})
@@ -199,7 +200,7 @@ def test_another_dataset_is_refused_even_with_dataset_moved():
     error = refusal(RunState.of(job(), 0, 0), other, dataset_moved=True)
     assert "but other shards" in str(error)
     assert "window" not in str(error)
-    fewer = replace(job(), sample_count=59)
+    fewer = structs.replace(job(), sample_count=59)
     error = refusal(RunState.of(job(), 0, 0), fewer, dataset_moved=True)
     assert "the dataset had 60 samples and now has 59" in str(error)
 

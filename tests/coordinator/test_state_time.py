@@ -1,12 +1,11 @@
 """The state machine over time: leases, restarts, progress, bounds; numbers are those of coordinator/state.py."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine import LEASE_S, Machine, other
 from membership import beat, join, leave, node, progress
+from msgspec import structs
 
 from dataplane.coordinator import roster as rosters
 from dataplane.coordinator.records import Incarnation, Job, Member, Tick
@@ -239,10 +238,10 @@ def test_names_and_texts_that_are_too_long_are_refused(machine):
     long, stores = "x" * 10_000, tuple(StoreOutage(f"s3://{i}", 1.0, "away") for i in range(65))
     for request, words in (
         (node(long), "node_id has 10000 characters ('xxxx"),
-        (dataclasses.replace(node(), host=long), "host has 10000 characters"),
+        (structs.replace(node(), host=long), "host has 10000 characters"),
         (join(0, node_id=long), "node_id has 10000 characters"),
-        (dataclasses.replace(beat(), stores_away=stores), "65 stores_away: 64 at most"),
-        (dataclasses.replace(beat(), stores_away=(StoreOutage("s3://b", 1.0, long),)), "error has"),
+        (structs.replace(beat(), stores_away=stores), "65 stores_away: 64 at most"),
+        (structs.replace(beat(), stores_away=(StoreOutage("s3://b", 1.0, long),)), "error has"),
     ):
         refusal = machine.ask(request)
         assert isinstance(refusal, ConfigError)
@@ -252,12 +251,12 @@ def test_names_and_texts_that_are_too_long_are_refused(machine):
 
 
 def test_impossible_places_are_refused_before_anything_happens(machine):
-    no_place = dataclasses.replace(join(0), topology=Topology(dp_size=0))
+    no_place = structs.replace(join(0), topology=Topology(dp_size=0))
     for request, words in (
         (join(2, 2), "dp_rank 2 is outside of dp_size 2"),
         (no_place, "dp_rank 0 is outside of dp_size 0"),
         (join(0, member="x" * 257), "member_id has 257 characters"),
-        (dataclasses.replace(join(0), job_id=""), "job_id has 0 characters"),
+        (structs.replace(join(0), job_id=""), "job_id has 0 characters"),
         (join(0, spec=other(global_batch=0)), "global_batch is 0"),
     ):
         refusal = machine.ask(request)
@@ -268,9 +267,9 @@ def test_impossible_places_are_refused_before_anything_happens(machine):
 
 def test_the_longest_names_and_the_largest_jobs_are_taken(machine):
     stores = tuple(StoreOutage(f"s3://{i}", 1.0, "x" * 1024) for i in range(64))
-    machine.ask(dataclasses.replace(beat(), stores_away=stores))
+    machine.ask(structs.replace(beat(), stores_away=stores))
     assert machine.ask(StatusRequest()).nodes[0].stores_away == stores
-    largest = dataclasses.replace(join(0, 1 << 20, pixels="x" * 1024), dataset="x" * 1025)
+    largest = structs.replace(join(0, 1 << 20, pixels="x" * 1024), dataset="x" * 1025)
     assert machine.ask(largest).generation == 1
     assert machine.job().dataset == "x" * 1024
     smallest = join(0, 1, job="k", spec=other(global_batch=1))
@@ -283,7 +282,7 @@ def test_the_longest_names_and_the_largest_jobs_are_taken(machine):
 
 
 def test_a_node_needs_an_id_and_a_version_but_no_host(machine):
-    machine.ask(dataclasses.replace(node("n1"), host=""))
+    machine.ask(structs.replace(node("n1"), host=""))
     assert [one.node_id for one in machine.ask(StatusRequest()).nodes] == ["n1"]
     assert isinstance(machine.ask(node("n2", version="")), VersionMismatch)
     assert isinstance(machine.ask(node("")), ConfigError)
@@ -296,8 +295,8 @@ def test_a_node_is_shown_as_soon_as_it_has_registered(machine):
 
 def test_a_store_is_away_for_longer_while_its_node_is_silent(machine):
     outage = StoreOutage("s3://b", 5.0, "away")
-    machine.ask(dataclasses.replace(beat(), stores_away=(outage,)))
+    machine.ask(structs.replace(beat(), stores_away=(outage,)))
     machine.now += 2.0
     (seen,) = machine.ask(StatusRequest()).nodes
     assert seen.last_seen_s == 2.0
-    assert seen.stores_away == (dataclasses.replace(outage, away_s=7.0),)
+    assert seen.stores_away == (structs.replace(outage, away_s=7.0),)

@@ -1,7 +1,6 @@
 """The database returns what was written, and an unusable one is refused with the reason."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import sqlite3
@@ -13,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from membership import SPEC
+from msgspec import structs
 
 from dataplane.config import JobSpec
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
-from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore
+from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore, _body
 from dataplane.errors import ConfigError
 from dataplane.model import (
     ColumnOptions,
@@ -26,6 +26,7 @@ from dataplane.model import (
     ImageSpec,
     ListPolicy,
     StackSpec,
+    StepSpec,
     Topology,
 )
 
@@ -126,7 +127,7 @@ def test_records_survive_and_the_file_is_private(tmp_path):
 
 def test_a_lease_is_not_stored():
     store = JobStore(MEMORY)
-    store.write([Keep(dataclasses.replace(MEMBER, deadline=99.0))])
+    store.write([Keep(structs.replace(MEMBER, deadline=99.0))])
     assert store.load() == [MEMBER]
     store.close()
 
@@ -134,7 +135,7 @@ def test_a_lease_is_not_stored():
 def test_a_batch_is_written_whole_or_not_at_all():
     store = JobStore(MEMORY)
     store.write([Keep(JOB)])
-    unwritable = dataclasses.replace(MEMBER, member_id="\ud800")
+    unwritable = structs.replace(MEMBER, member_id="\ud800")
     with pytest.raises(UnicodeEncodeError):
         store.write([Forget(Job, "j"), Keep(unwritable)])
     assert store.load() == [JOB]
@@ -169,7 +170,7 @@ def test_a_second_coordinator_on_the_same_file_is_refused(tmp_path, is_new):
 def test_a_damaged_database_is_refused(tmp_path):
     path = tmp_path / "c.db"
     store = JobStore(str(path))
-    many = [Keep(dataclasses.replace(MEMBER, member_id=f"m{n}")) for n in range(500)]
+    many = [Keep(structs.replace(MEMBER, member_id=f"m{n}")) for n in range(500)]
     store.write(many)
     store.close()
     whole = path.read_bytes()
@@ -232,10 +233,29 @@ def test_a_full_disk_is_an_error_that_changes_nothing(tmp_path):
     store.write([Keep(JOB)])
     (pages,) = store._db.execute("PRAGMA page_count").fetchone()
     store._db.execute(f"PRAGMA max_page_count = {pages}")
-    big = dataclasses.replace(MEMBER, node_id="x" * 100_000)
+    big = structs.replace(MEMBER, node_id="x" * 100_000)
     with pytest.raises(ConfigError, match=r"database or disk is full.*free space"):
         store.write([Forget(Job, "j"), Keep(big)])
     assert store.load() == [JOB]
     store._db.execute("PRAGMA max_page_count = 1000000")
     store.write([Keep(big)])
     store.close()
+
+
+def test_the_stored_form_of_a_record_stays_the_same():
+    """Rows that were written by older versions are compared with, and read beside, newer ones."""
+    assert _body(Keep(structs.replace(MEMBER, stall_s=1e16, deadline=9.0))) == (
+        '{"job_id":"j","member_id":"m","topology":{"dp_rank":0,"dp_size":2,"rank":0,'
+        '"world_size":2,"local_rank":0,"local_world_size":1},"node_id":"n","phase":"joined",'
+        '"order":1,"epoch":0,"cursor":0,"samples_per_s":0.0,"stall_s":1e+16,"bound":""}'
+    )
+    image = ImageSpec("é", 3, 4, Cut.RANDOM, steps=(StepSpec("S", (float("inf"),)),))
+    spec = JobSpec("f", 2**64 - 1, transforms=(image,), column_options=ColumnOptions(("x",)))
+    body = _body(Keep(Job("j", "d", spec, 9, 2, 3, "i")))
+    assert body.startswith(
+        '{"job_id":"j","dataset":"d","spec":{"fingerprint":"f","seed":18446744073709551615,'
+        '"shuffle":false,"lanes":1,"window":1,"global_batch":1,"end":"ragged","transforms":['
+        '{"column":"\\u00e9","height":3,"width":4,"cut":"random","resize":[],"scale":[],'
+        '"ratio":[],"flip":0.0,"layout":"HWC","dtype":"uint8","mean":[],"std":[],'
+        '"decode":"auto","steps":[{"name":"S","numbers":[Infinity]}]}],"column_options":{'
+    )

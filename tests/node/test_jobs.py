@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 
 from dataplane.arena.memfd import Arena
 from dataplane.config import VERSION
@@ -87,4 +88,4 @@ def test_names_that_are_too_long_are_refused_before_any_work() -> None:
     jobs._check_names(whole)
     for field in ("job_id", "incarnation", "member_id", "sharing"):
         with pytest.raises(ConfigError, match=f"{field} has 300 characters"):
-            jobs._check_names(dataclasses.replace(whole, **{field: "x" * 300}))
+            jobs._check_names(structs.replace(whole, **{field: "x" * 300}))

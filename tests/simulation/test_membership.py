@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from membership import SPEC, VERSION, beat, join, leave, progress
+from msgspec import structs
 
 from dataplane.config import PROTOCOL_VERSION
 from dataplane.coordinator.records import Incarnation, Job, Tick, key_of
@@ -122,7 +123,7 @@ class Membership(RuleBasedStateMachine):
     @rule(which=pick, node=st.sampled_from(NODES))
     def join_again(self, which, node):
         session = self.session(which)
-        self.wire.append(dataclasses.replace(session, node_id=node))
+        self.wire.append(structs.replace(session, node_id=node))
 
     @rule(
         which=st.lists(pick, min_size=1, max_size=4),
