@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from scheduler_numbers import is_of, number_of
 from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
 from scheduler_times import Times

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-from msgspec import structs
+from msgspec.structs import replace
 
 from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
@@ -223,9 +222,7 @@ class Outside:
                 return event
             # A worker that has failed may not tell when it began.
             is_told = self.chance.random() < 0.9
-            return structs.replace(
-                event, started=self.chance.uniform(asked, self.now) if is_told else 0.0
-            )
+            return replace(event, started=self.chance.uniform(asked, self.now) if is_told else 0.0)
 
         self.pending.append((self.now + took, ended))
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.rpc.messages import StageTimes
 
 _US_A_S = 1e6
 
 
-@dataclass(slots=True, eq=False)
-class Stamps:
+class Stamps(Struct, eq=False):
     """When a slab reached each stage, by the node's clock; 0.0: not yet. A slab that is made again
     gets new stamps.
     """
@@ -44,8 +44,7 @@ class Stamps:
         return tuple(found)
 
 
-@dataclass(slots=True, eq=False)
-class Account:
+class Account(Struct, eq=False):
     """The work done for a dataset, for all consumers, since the last `take`."""
 
     read_bytes: int = 0

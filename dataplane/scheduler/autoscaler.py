@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 HUNGRY_LOOKS = 4
 """Looks in which all workers are busy and a trainer waits before workers are added."""
@@ -24,8 +26,7 @@ _AT_WORK = 0.9
 _GAIN_MIN = 1.05
 
 
-@dataclass(frozen=True, slots=True)
-class Utilization:
+class Utilization(Struct, frozen=True):
     """Since the last look: how many workers were busy on average, how much they made, and whether a
     trainer waits.
     """
@@ -35,8 +36,7 @@ class Utilization:
     is_awaited: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Autoscaler:
+class Autoscaler(Struct, frozen=True):
     """`count` workers, and what the last looks showed. While `trial` is not 0, a trial runs that
     compares the rate of `count` workers with `rate_before`, the rate of the `former` number.
     """

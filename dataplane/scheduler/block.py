@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.errors import DataplaneError
 from dataplane.model import Region
@@ -19,8 +20,7 @@ class BlockPhase(enum.Enum):
     READY = "ready"
 
 
-@dataclass(slots=True, eq=False)
-class CachedBlock:
+class CachedBlock(Struct, eq=False):
     """One block that is in memory or being loaded. Properties that are needed for many blocks at
     once are in its dataset's `Marks`.
     """
@@ -56,8 +56,7 @@ class CachedBlock:
         return not is_pinned and self.phase in {BlockPhase.READY, BlockPhase.FETCHED}
 
 
-@dataclass(slots=True, eq=False)
-class Excerpt:
+class Excerpt(Struct, eq=False):
     """Some rows of a block, in memory on their own. `users` slab tasks need them."""
 
     dataset: DatasetBlocks
@@ -76,8 +75,7 @@ class BlockOutcome(enum.Enum):
     FAILED = "it cannot be loaded"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockChange:
+class BlockChange(Struct, frozen=True):
     """One block that has changed."""
 
     change: BlockOutcome

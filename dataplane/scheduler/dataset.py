@@ -5,11 +5,11 @@ blocks an order means by its numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from dataplane.scheduler.account import Account
 
@@ -17,8 +17,7 @@ Ints = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Marks:
+class Marks(Struct, frozen=True, eq=False):
     """What is known of each block, as arrays, since every slab needs hundreds of them.
 
     Shapes:  all: int64[blocks], but fetched: float64[blocks], is_remote: bool[blocks].   keys: the
@@ -43,8 +42,7 @@ class Marks:
         return cls(keys, pins, touched, raw, decoded, np.zeros(len(raw)), is_remote)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DatasetBlocks:
+class DatasetBlocks(Struct, frozen=True, eq=False):
     """The blocks of one dataset, for one set of reading options.
 
     `name` and `url` are for errors and logs. `keeps_restart_indexes`: record them for its images,

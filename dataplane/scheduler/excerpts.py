@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator, rounded
 from dataplane.arena.slab_layout import NUMBER_BYTES, row_numbers_bytes
@@ -44,24 +44,21 @@ _SEARCHED_ROWS_MAX = 1 << 20
 _LOST_PARTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True):
     """The excerpt for one task that is being made."""
 
     task: SlabTask
     excerpt: Excerpt
 
 
-@dataclass(frozen=True, slots=True)
-class _Copying:
+class _Copying(Struct, frozen=True):
     """A worker copies rows of this block."""
 
     block: CachedBlock
     parts: Sequence[_Part]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """The rows of a task cannot be read."""
 
     task: SlabTask

@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 BUSY_SHARE = 0.7
 """Share of a processor above which a fetcher is the limit: its threads wait for each other."""
@@ -18,8 +20,7 @@ BUSY_LOOKS = 2
 CALM_LOOKS = 120
 
 
-@dataclass(frozen=True, slots=True)
-class FetchLook:
+class FetchLook(Struct, frozen=True):
     """Since the last look: how many processors the fetchers used on average, how many reads are
     under way, and how many wait for a fetcher.
     """
@@ -29,8 +30,7 @@ class FetchLook:
     waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class FetcherCount:
+class FetcherCount(Struct, frozen=True):
     """`count` fetchers, and what the last looks showed: for how many looks all were busy, for how
     many their number has not changed, and how many were needed in these.
     """

@@ -17,7 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 RANGE_BYTES = 8 << 20
 """A block is read in ranges of at most this length, each over a connection of its own."""
@@ -34,8 +35,7 @@ _PAUSE_LOOKS = 60
 _PAUSE_LOOKS_MAX = 3840
 
 
-@dataclass(frozen=True, slots=True)
-class ReadLook:
+class ReadLook(Struct, frozen=True):
     """Since the last look: bytes read per second, how many reads ended, and whether a trainer waits
     while reads were held back.
     """
@@ -45,8 +45,7 @@ class ReadLook:
     is_short: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ReadsInFlight:
+class ReadsInFlight(Struct, frozen=True):
     """`limit` reads, and what the last looks showed. While `trial` is not 0, a trial runs that
     compares the rate of `limit` reads with `rate_before`, the rate of half as many; `trial` counts
     its looks.

@@ -24,10 +24,10 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
 
 from dataplane.plan.order import SampleOrder
 from dataplane.scheduler.block import CachedBlock
@@ -62,8 +62,7 @@ Spans = dict[int, tuple[int, int]]
 """The first and the last position at which each block may be needed, by key."""
 
 
-@dataclass(slots=True, eq=False)
-class _Reader:
+class _Reader(Struct, eq=False):
     """`by_first` has (-first, key, serial) of this reader's blocks, `by_last` (last, key, serial).
     Stale entries, of blocks that moved to another reader since, are skipped.
     """
@@ -79,8 +78,7 @@ class _Reader:
         return NEVER if last < self.position else max(first - self.position, 0)
 
 
-@dataclass(slots=True, eq=False)
-class _Resident:
+class _Resident(Struct, eq=False):
     """The blocks of one dataset that are in memory, by key, and the reader that has each, with a
     serial number that marks older heap entries as stale.
     """

@@ -5,7 +5,8 @@ open windows. That costs only bandwidth and time, so it is logged, less and less
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.scheduler.block import CachedBlock
 from dataplane.scheduler.events import Note
@@ -14,8 +15,7 @@ _FIRST_S = 10.0
 _PERIOD_S_MAX = 3600.0
 
 
-@dataclass(slots=True)
-class _Count:
+class _Count(Struct):
     """The count of one dataset, since it was last logged."""
 
     since: float

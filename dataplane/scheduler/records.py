@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from dataplane.arena.slots import Slots
 from dataplane.errors import DataplaneError
@@ -23,8 +23,7 @@ SlabKey = tuple[int, int, int, int]
 """Epoch, first position, stride and number of the steps."""
 
 
-@dataclass(slots=True)
-class Moment:
+class Moment(Struct):
     """The time of the current event, in seconds."""
 
     now: float = 0.0
@@ -40,8 +39,7 @@ class SlabPhase(enum.Enum):
     GONE = "gone"
 
 
-@dataclass(slots=True, eq=False)
-class SlabTask:
+class SlabTask(Struct, eq=False):
     """One slab that is being made for one stream. `missing` are its blocks that are not ready, and
     `idle` those of them that are not being loaded, as far as is known. It needs no block of which
     it has one of the `excerpts`; `excerpt_bytes` are sizes of excerpts that were found too large
@@ -132,8 +130,7 @@ class SlabTask:
         return bool(self.stream.requests) and self.stream.tasks[0] is self
 
 
-@dataclass(slots=True, eq=False)
-class Group:
+class Group(Struct, eq=False):
     """Deliveries whose slabs are equal for equal steps: each slab is made once and copied for the
     others. A declared group is expected to grow. `is_whole`: its slabs were larger than expected.
     """
@@ -147,8 +144,7 @@ class Group:
     copied_count: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class SharedSlab:
+class SharedSlab(Struct, eq=False):
     """A slab of a group that is kept in the block arena, or will be once it is `made`. The older of
     two has the smaller `number`.
     """
@@ -167,8 +163,7 @@ class SharedSlab:
         return (self.region,)
 
 
-@dataclass(slots=True, eq=False)
-class Delivery:
+class Delivery(Struct, eq=False):
     """The delivery arena of one dp_rank of a job, and its slabs. Its orders cover `datasets`."""
 
     delivery_id: int
@@ -188,16 +183,14 @@ class Delivery:
         return len(held) > layout.slot_count - layout.ahead_slots
 
 
-@dataclass(frozen=True, slots=True)
-class Loan:
+class Loan(Struct, frozen=True):
     """A slab that a trainer holds. It is returned, at the latest, when `holder` is gone."""
 
     task: SlabTask
     holder: int
 
 
-@dataclass(slots=True, eq=False)
-class StreamState:
+class StreamState(Struct, eq=False):
     """One consumer's stream: its slab tasks in order, and its unanswered requests.
 
     `after` is the stream that its consumer reads before it. `planned_to` is the position where its

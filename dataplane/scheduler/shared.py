@@ -22,9 +22,9 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
@@ -42,8 +42,7 @@ _UNWANTED_PARTS = 16
 _Need = tuple[bool, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Behind:
+class _Behind(Struct, frozen=True):
     """A stream, from the first position for which it has no slab. `goes_on`: the stream that will
     follow it is not open yet.
     """

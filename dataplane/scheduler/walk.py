@@ -12,10 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from dataplane.config import JobSpec
 from dataplane.model import Stream
@@ -27,8 +26,7 @@ from dataplane.rpc.tasks import Render
 from dataplane.transforms.image_steps import steps_of
 
 
-@dataclass(slots=True)
-class SlabSizes:
+class SlabSizes(Struct):
     """How many batches fit into a slab as far as is known, the maximum for very small batches, and
     the slot size that their bytes and row index need. `batch_bytes` is the approximate size of a
     batch, 0 if unknown.
@@ -58,8 +56,7 @@ class SlabSizes:
         self.batches = max(1, min(fitting, self.batches_max))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """The plan of one slab: the rows of each block, batch after batch.
 
     Shapes:  blocks: rising.   row_index: int32[rows, 2]: (index into `blocks`, row of the block).

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import force_setattr, replace
 
 from dataplane.arena.allocator import GRANULE_BYTES, Allocator
 from dataplane.arena.slots import Slots, plan_slots
@@ -132,7 +131,7 @@ def test_pinned_blocks_stay_and_a_block_that_finds_no_room_evicts_nothing() -> N
         assert table.load(index)
     table.blocks.pin(table.dataset, np.array([9]))
     wide = replace(table.dataset.marks, raw=table.dataset.marks.raw * 3)
-    object.__setattr__(table.dataset, "marks", wide)
+    force_setattr(table.dataset, "marks", wide)
     before = len(table.effects)
     assert not table.load(0, greedy=True)
     assert table.effects[before:] == []
