@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 from scheduler_numbers import is_of, number_of
 from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
@@ -26,8 +26,7 @@ _WORKERS, _WORKERS_MAX = 2, 4
 _SMALL_FETCHES, _FETCH_GROWTH_MAX = 4, 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
+class _Before(Struct, frozen=True):
     """What could be evicted before an event. `is_alone`: no slab is kept, which would change how
     far a walk has come while it is decided.
     """
