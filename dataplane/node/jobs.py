@@ -118,6 +118,7 @@ class Jobs:
             rank=place.rank,
             dp_rank=place.dp_rank,
             dp_size=place.dp_size,
+            ranks_from=place.source,
             dataset=shown(manifest.urls),
             shards=len(manifest.shards),
             blocks=manifest.block_count,
