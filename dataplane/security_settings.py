@@ -37,6 +37,12 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
         fixed(""),
     ),
     Setting(
+        "jwt_key",
+        FILE_OR_NONE,
+        "the public key, in PEM, with which a coordinator checks JWTs of RS256 or ES256",
+        fixed(""),
+    ),
+    Setting(
         "insecure",
         SWITCH,
         "allow to listen and to connect beyond this host without TLS, although whoever reads along "

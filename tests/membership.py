@@ -31,12 +31,13 @@ def join(
     node_id="n0",
     rank=None,
     pixels="",
+    urls=(),
 ):
     rank = dp_rank if rank is None else rank
     place = Topology(dp_rank=dp_rank, dp_size=dp_size, rank=rank, world_size=max(dp_size, rank + 1))
     member = f"m{rank}-{incarnation}" if member is None else member
     return JoinRequest(
-        job, "s3://b/*.parquet", spec, place, incarnation, member, node_id, 1000, pixels
+        job, "s3://b/*.parquet", spec, place, incarnation, member, node_id, 1000, pixels, urls
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dataplane.coordinator.records import Job, Member
 from dataplane.errors import ConfigError, LeaseExpired, LeaseFenced, SpecMismatch, VersionMismatch
-from dataplane.rpc.bounds import check_name
+from dataplane.rpc.bounds import URLS_MAX, check_name
 from dataplane.rpc.membership import HeartbeatRequest, JoinRequest, RegisterNodeRequest
 from dataplane.transforms.pixels_advice import how_to_agree
 
@@ -29,6 +29,8 @@ def check_join(request: JoinRequest) -> None:
     check_name("member_id", request.member_id)
     check_name("node_id", request.node_id, needed=False)
     check_name("pixels", request.pixels, needed=False, most=_PIXELS_LENGTH_MAX)
+    if len(request.urls) > URLS_MAX:
+        raise ConfigError(f"{len(request.urls)} urls: {URLS_MAX} at most", field="urls")
     place = request.topology
     if not 0 <= place.dp_rank < place.dp_size <= _RANK_COUNT_MAX:
         raise ConfigError(

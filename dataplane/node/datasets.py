@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from dataplane.node.categories import Categories
 from dataplane.node.dataset import Dataset, can_pack, columns_of, dataset_of
 from dataplane.plan.manifest import Manifest
 from dataplane.redact import redacted, unsigned
+from dataplane.rpc.bounds import URLS_MAX
 from dataplane.transforms.images import delivered
 from dataplane.transforms.lists import check_lists
 from dataplane.transforms.nulls import check_fills, check_nulls
@@ -119,3 +121,13 @@ def shown(urls: Sequence[str]) -> str:
     shown = ", ".join(map(redacted, urls[:_URLS_SHOWN_MAX]))
     more = len(urls) - _URLS_SHOWN_MAX
     return f"{shown}, and {more} more" if more > 0 else shown
+
+
+def declared(urls: Sequence[str]) -> tuple[str, ...]:
+    """A dataset's urls for the coordinator, which checks them against the prefixes that a token
+    allows: these, or what all of them begin with if they are many.
+    """
+    if len(urls) > URLS_MAX:
+        start = os.path.commonprefix([min(urls), max(urls)])  # noqa: RUF071 - of characters
+        return (f"{unsigned(start)}*",)
+    return tuple(map(unsigned, urls))

@@ -26,7 +26,7 @@ from dataplane.machine import numa_node_of, numa_nodes
 from dataplane.model import DatasetIdentity
 from dataplane.node.categories import CategoryReader
 from dataplane.node.dataset import Dataset
-from dataplane.node.datasets import Datasets, shown
+from dataplane.node.datasets import Datasets, declared, shown
 from dataplane.node.delivery import DeliveryArena
 from dataplane.node.engine import Engine
 from dataplane.node.joining import patiently
@@ -118,7 +118,6 @@ class Jobs:
             rank=place.rank,
             dp_rank=place.dp_rank,
             dp_size=place.dp_size,
-            ranks_from=place.source,
             dataset=shown(manifest.urls),
             shards=len(manifest.shards),
             blocks=manifest.block_count,
@@ -289,6 +288,7 @@ class Jobs:
             self._node_id,
             manifest.sample_count,
             pixels,
+            declared(manifest.urls),
         )
 
     def _delivery(

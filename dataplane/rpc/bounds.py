@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataplane.errors import ConfigError
 
 NAME_LENGTH_MAX = 256
+URLS_MAX = 64
+"""Of a dataset, as a node tells them to the coordinator."""
 _SHOWN_LENGTH = 40
 
 

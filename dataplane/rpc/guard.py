@@ -5,7 +5,7 @@ One line of the log for each refusal: peer, call and reason, never the token.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -13,8 +13,11 @@ import grpc.aio
 
 from dataplane.errors import AccessDenied
 from dataplane.rpc import status
-from dataplane.security.calls import ANYBODY, CALLS, Caller
-from dataplane.security.security import Security, WrongTokenError
+from dataplane.rpc.bounds import URLS_MAX
+from dataplane.rpc.membership import HeartbeatRequest, JoinRequest
+from dataplane.security.calls import ANYBODY, CALLS, Caller, WrongTokenError
+from dataplane.security.security import Security
+from dataplane.security.urls import is_under
 from dataplane.trace import Trace
 
 _trace = Trace("security")
@@ -46,23 +49,39 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if not caller.roles & (allowed or ANYBODY):
             why = f"its token is for {_named(caller)}, which may not make this call"
             return self._refusing(details.method, why, grpc.StatusCode.PERMISSION_DENIED)
-        if self._security.peers and method.unary_unary is not None:
-            return self._of_known_peers(details.method, method)
+        is_limited = caller.job or caller.datasets is not None
+        if method.unary_unary is not None and (self._security.peers or is_limited):
+            return self._limited(details.method, method, caller)
         return method
 
-    def _of_known_peers(self, path: str, method: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Looks at the certificate, which gRPC has verified, before it parses the message."""
+    def _limited(
+        self, path: str, method: grpc.RpcMethodHandler, caller: Caller
+    ) -> grpc.RpcMethodHandler:
+        """Looks at the certificate, which gRPC has verified, before it parses the message, and then
+        at what the message asks for.
+        """
 
         async def answer(message: bytes, context: _Context) -> Any:
-            uris = [one.decode() for one in context.auth_context().get("peer_uri", ())]
-            if not self._security.knows(uris):
-                why = f"its certificate is for {', '.join(uris) or 'no URI'}, not in tls_peers"
+            why = self._unknown(context)
+            if not why:
+                request = method.request_deserializer(message)
+                why = _outside(request, caller)
+            if why:
                 await _refuse(context, path, why, grpc.StatusCode.PERMISSION_DENIED)
-            return await method.unary_unary(method.request_deserializer(message), context)
+            return await method.unary_unary(request, context)
 
         return grpc.unary_unary_rpc_method_handler(
             answer, response_serializer=method.response_serializer
         )
+
+    def _unknown(self, context: _Context) -> str:
+        """Why a peer with this certificate is refused, or ""."""
+        if not self._security.peers:
+            return ""
+        uris = [one.decode() for one in context.auth_context().get("peer_uri", ())]
+        if self._security.knows(uris):
+            return ""
+        return f"its certificate is for {', '.join(uris) or 'no URI'}, not in tls_peers"
 
     def _refusing(self, path: str, why: str, code: grpc.StatusCode) -> grpc.RpcMethodHandler:
         """Answers without a look at the message."""
@@ -79,6 +98,29 @@ async def _refuse(context: _Context, path: str, why: str, code: grpc.StatusCode)
     _trace.failed("call refused", peer=context.peer(), call=call, why=why)
     error = AccessDenied(f"the call {call} was refused: {why}", call=call)
     await context.abort(code, status.details_of(error), status.trailer_of(error))
+
+
+def _outside(request: Any, caller: Caller) -> str:
+    """What a message asks for that the caller's token does not allow, or ""."""
+    if caller.job:
+        for job in _jobs(request):
+            if job != caller.job:
+                asked = f"asks for {job!r}" if job else "names none"
+                return f"its token is for the job {caller.job!r}, and the call {asked}"
+    if caller.datasets is not None and isinstance(request, JoinRequest):
+        if len(request.urls) > URLS_MAX:
+            return f"it names {len(request.urls)} urls"
+        for url in request.urls or ("",):
+            if not is_under(url, caller.datasets):
+                return f"its token does not allow {url or 'a dataset without urls'}"
+    return ""
+
+
+def _jobs(request: Any) -> Iterable[str]:
+    """The jobs that a message is about; those of RegisterNode: none."""
+    if isinstance(request, HeartbeatRequest):
+        return [member.job_id for member in request.members]
+    return [request.job_id] if hasattr(request, "job_id") else []
 
 
 def _named(caller: Caller) -> str:

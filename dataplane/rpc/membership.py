@@ -43,6 +43,7 @@ class JoinRequest(Struct, frozen=True):
     node_id: str
     sample_count: int
     pixels: str = ""
+    urls: tuple[str, ...] = ()
 
 
 class JoinResponse(Struct, frozen=True):

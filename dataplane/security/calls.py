@@ -38,11 +38,19 @@ CALLS: Mapping[str, frozenset[Role]] = {
 }
 
 
+class WrongTokenError(Exception):
+    """Why a token was refused, in words that do not contain it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call, as its token says."""
+    """Who makes a call, as its token says: its roles, its only job ("" for all), and the prefixes
+    of its datasets (None for all).
+    """
 
     roles: frozenset[Role]
+    job: str = ""
+    datasets: tuple[str, ...] | None = None
 
 
 HOLDER_OF_SHARED = Caller(EVERYONE)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from dataplane.errors import ConfigError
 from dataplane.security import tokens
-from dataplane.security.calls import HOLDER_OF_SHARED, Caller
+from dataplane.security.calls import HOLDER_OF_SHARED, Caller, WrongTokenError
+from dataplane.security.jwts import Jwts, is_jwt
 from dataplane.security.tls import Certificates, TlsFiles
 from dataplane.security.tokens import TokenSource
 
@@ -22,10 +23,6 @@ _HOW = (
     f"set {tokens.VARIABLE}, or --token-file to a file that has it. The coordinator's own is in "
     "its state directory (`dataplane config show`, state_dir), in the file `token`"
 )
-
-
-class WrongTokenError(Exception):
-    """Why a token was refused, in words that do not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +35,7 @@ class Security:
     insecure: bool = False
     tls: Certificates | None = None
     peers: tuple[str, ...] = ()
+    jwts: Jwts | None = None
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a client sends with each call."""
@@ -56,9 +54,12 @@ class Security:
             raise WrongTokenError("no token was sent")
         if not isinstance(shown, str) or not shown.startswith(_BEARER):
             raise WrongTokenError("what was sent is not a bearer token")
-        if not self.tokens.accepts(shown.removeprefix(_BEARER)):
+        token = shown.removeprefix(_BEARER)
+        if self.tokens.accepts(token):
+            return HOLDER_OF_SHARED
+        if self.jwts is None or not is_jwt(token):
             raise WrongTokenError("the token is not the coordinator's")
-        return HOLDER_OF_SHARED
+        return self.jwts.caller(token)
 
     def knows(self, uris: Sequence[str]) -> bool:
         """Whether a certificate with these URIs is one of `peers`."""
@@ -127,11 +128,13 @@ def security_of(
     Raises:  ConfigError: the token or a certificate cannot be read.
     """
     files = TlsFiles(*(str(settings[name]) for name in ("tls_cert", "tls_key", "tls_ca")))
+    source = tokens.find(
+        environ, str(settings["token_file"]), str(settings["state_dir"]), makes=listens
+    )
     return Security(
-        tokens.find(
-            environ, str(settings["token_file"]), str(settings["state_dir"]), makes=listens
-        ),
+        source,
         bool(settings["insecure"]),
         Certificates(files) if files != TlsFiles() else None,
         tuple(str(settings["tls_peers"]).split()),
+        Jwts(source, str(settings["jwt_key"])) if source is not None and listens else None,
     )

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import os
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from dataplane.errors import ConfigError
-from dataplane.trace import Trace
+from dataplane.security.watched import Watched, content
 
-_LOOK_S = 1.0
 _FILE_BYTES_MAX = 1 << 20
-_trace = Trace("security")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +50,8 @@ class Certificates:
             given, missing = ("tls_cert", "tls_key") if files.cert else ("tls_key", "tls_cert")
             raise ConfigError(f"{given} is set and {missing} is not: give both", key=missing)
         self.files = files
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._seen = self._seen_now()
-        self._looked = clock()
-        self._pems = _read(files)
-        self._version = 0
+        paths = (files.cert, files.key, files.ca)
+        self._pems = Watched("certificates", paths, partial(_read, files), clock)
 
     def __repr__(self) -> str:
         return f"Certificates({self.files})"
@@ -67,32 +60,7 @@ class Certificates:
         """The content of the files, at most a second late, and a number that grows when it
         changes.
         """
-        with self._lock:
-            now = self._clock()
-            if now - self._looked >= _LOOK_S:
-                self._looked = now
-                self._look()
-            return self._pems, self._version
-
-    def _look(self) -> None:
-        seen = self._seen_now()
-        if seen == self._seen:
-            return
-        try:
-            pems = _read(self.files)
-        except ConfigError as error:
-            _trace.failed("certificates cannot be read; the last ones stay", error=error)
-            return
-        if self._seen_now() != seen:
-            return  # replaced meanwhile: look again in a second
-        self._seen = seen
-        if pems != self._pems:
-            self._pems = pems
-            self._version += 1
-            _trace.noted("certificates read again", cert=self.files.cert, ca=self.files.ca)
-
-    def _seen_now(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(_seen(path) for path in (self.files.cert, self.files.key, self.files.ca))
+        return self._pems.current()
 
 
 def _read(files: TlsFiles) -> Pems:
@@ -129,21 +97,4 @@ def _load(context: ssl.SSLContext, pem: bytes) -> None:
 
 
 def _content(path: str) -> bytes | None:
-    if not path:
-        return None
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", file=path) from error
-    if len(content) > _FILE_BYTES_MAX:
-        raise ConfigError(f"{path} has more than {_FILE_BYTES_MAX} bytes: not PEM", file=path)
-    return content
-
-
-def _seen(path: str) -> tuple[int, int, int] | None:
-    try:
-        status = Path(path).stat() if path else None
-    except OSError:
-        return None
-    return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
+    return content(path, _FILE_BYTES_MAX) if path else None

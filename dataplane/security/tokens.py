@@ -17,40 +17,25 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from dataplane.errors import ConfigError
-from dataplane.trace import Trace
+from dataplane.security.watched import Watched, content
 
 VARIABLE = "DATAPLANE_TOKEN"
 OWN_NAME = "token"
 _LENGTH_MIN, _LENGTH_MAX = 16, 4096
 _TOKENS_MAX = 8
 _FILE_BYTES_MAX = _TOKENS_MAX * (_LENGTH_MAX + 2)
-_LOOK_S = 1.0
-_trace = Trace("security")
-
-_Seen = tuple[int, int, int]
 
 
 class TokenSource:
     """Tokens from one source, `told` in messages. A file is read again when it changes."""
 
-    def __init__(
-        self,
-        told: str,
-        tokens: tuple[str, ...],
-        path: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, told: str, tokens: tuple[str, ...] | Watched[tuple[str, ...]]) -> None:
         self.told = told
         self._tokens = tokens
-        self._path = path
-        self._seen = None if path is None else _seen(path)
-        self._clock = clock
-        self._looked = clock()
-        self.version = 0
-        """Grows when the tokens change."""
 
     def __repr__(self) -> str:
         return f"TokenSource({self.told})"
@@ -59,39 +44,17 @@ class TokenSource:
         """Whether this is one of the tokens; takes as long whether or not it is."""
         given = shown.encode()
         found = False
-        for token in self.tokens():
+        for token in self.current()[0]:
             found |= hmac.compare_digest(given, token.encode())
         return found
 
     def first(self) -> str:
         """The token to show to others."""
-        return self.tokens()[0]
+        return self.current()[0][0]
 
-    def tokens(self) -> tuple[str, ...]:
-        """All of them, as the file has them now, at most a second late."""
-        now = self._clock()
-        if self._path is not None and now - self._looked >= _LOOK_S:
-            self._looked = now
-            self._look(self._path)
-        return self._tokens
-
-    def _look(self, path: Path) -> None:
-        """While a file is replaced it may be missing or half written: then the tokens that were
-        read last stay in use, and the log says so.
-        """
-        seen = _seen(path)
-        if seen == self._seen:
-            return
-        try:
-            tokens = _read(path)
-        except ConfigError as error:
-            _trace.failed("the token file cannot be read; the last token stays", error=error)
-            return
-        self._seen = seen
-        if tokens != self._tokens:
-            self._tokens = tokens
-            self.version += 1
-            _trace.noted("token file read again", file=path)
+    def current(self) -> tuple[tuple[str, ...], int]:
+        """All tokens, and a number that grows when they change."""
+        return self._tokens.current() if isinstance(self._tokens, Watched) else (self._tokens, 0)
 
 
 def find(
@@ -111,15 +74,18 @@ def find(
         told = f"${VARIABLE}"
         return TokenSource(told, _parsed(environ[VARIABLE], told))
     if token_file:
-        path = Path(token_file)
-        return TokenSource(str(path), _read(path), path, clock)
+        return _watched(token_file, clock)
     path = Path(state_dir, OWN_NAME)
     if makes:
         _make(path)
     elif not os.path.lexists(path):
         return None
     _check_private(path)
-    return TokenSource(str(path), _read(path), path, clock)
+    return _watched(str(path), clock)
+
+
+def _watched(path: str, clock: Callable[[], float]) -> TokenSource:
+    return TokenSource(path, Watched("token file", (path,), partial(_read, path), clock))
 
 
 def _make(path: Path) -> None:
@@ -153,7 +119,7 @@ def _check_private(path: Path) -> None:
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", file=str(path)) from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"{path} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}: "
@@ -163,21 +129,8 @@ def _check_private(path: Path) -> None:
         )
 
 
-def _read(path: Path) -> tuple[str, ...]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return _parsed(content.decode("ascii", "replace"), str(path))
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"the token file {path} cannot be read: {error.strerror}. No other token is tried: correct "
-        f"--token-file, or the file",
-        path=str(path),
-    )
+def _read(path: str) -> tuple[str, ...]:
+    return _parsed(content(path, _FILE_BYTES_MAX).decode("ascii", "replace"), path)
 
 
 def _parsed(text: str, where: str) -> tuple[str, ...]:
@@ -195,11 +148,3 @@ def _parsed(text: str, where: str) -> tuple[str, ...]:
                 f"python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
     return tokens
-
-
-def _seen(path: Path) -> _Seen | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -2,7 +2,6 @@
 
 from dataplane.client.bound import bound_of
 from dataplane.client.statistics import Statistics
-from dataplane.model import Topology
 from dataplane.transforms.stacks import Stack
 from dataplane.transforms.steps import registry as _registry
 from dataplane.transforms.steps.registry import *  # noqa: F403
@@ -19,7 +18,6 @@ __all__ = [
     "ShardedIterableDataset",
     "Stack",
     "Statistics",
-    "Topology",
     "bound_of",
 ]
 __all__ += _registry.__all__

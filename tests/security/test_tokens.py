@@ -96,7 +96,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path,
     path.unlink()
     clock.now += 1
     assert found.first() == OTHER
-    assert "the last token stays" in caplog.text
+    assert "what was read last stays" in caplog.text
     path.write_text(f"{OTHER}\n")
     clock.now += 1
     assert not found.accepts(ONE)

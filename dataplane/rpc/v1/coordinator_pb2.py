@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"dataplane/rpc/v1/coordinator.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"d\n\x13RegisterNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x10\n\x08protocol\x18\x05 \x01(\r\"?\n\x14RegisterNodeResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\"\xe4\x01\n\x0bJoinRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\t\x12\'\n\x04spec\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.JobSpec\x12,\n\x08topology\x18\x04 \x01(\x0b\x32\x1a.dataplane.rpc.v1.Topology\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x11\n\tmember_id\x18\x06 \x01(\t\x12\x0f\n\x07node_id\x18\x07 \x01(\t\x12\x14\n\x0csample_count\x18\x08 \x01(\x04\x12\x0e\n\x06pixels\x18\t \x01(\t\"3\n\x0cJoinResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x9d\x01\n\x0eMemberProgress\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x06 \x01(\x01\x12\x0f\n\x07stall_s\x18\x07 \x01(\x01\x12\r\n\x05\x62ound\x18\x08 \x01(\t\";\n\x0bStoreOutage\x12\r\n\x05store\x18\x01 \x01(\t\x12\x0e\n\x06\x61way_s\x18\x02 \x01(\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x86\x02\n\x10HeartbeatRequest\x12\x33\n\x04node\x18\x01 \x01(\x0b\x32%.dataplane.rpc.v1.RegisterNodeRequest\x12\x31\n\x07members\x18\x02 \x03(\x0b\x32 .dataplane.rpc.v1.MemberProgress\x12\x32\n\x0bstores_away\x18\x03 \x03(\x0b\x32\x1d.dataplane.rpc.v1.StoreOutage\x12\x12\n\nloop_holds\x18\x04 \x01(\x04\x12\x16\n\x0elongest_hold_s\x18\x05 \x01(\x01\x12*\n\x05reads\x18\x06 \x01(\x0b\x32\x1b.dataplane.rpc.v1.NodeReads\"G\n\tNodeReads\x12\x10\n\x08\x66\x65tchers\x18\x01 \x01(\x04\x12\x12\n\nread_bytes\x18\x02 \x01(\x04\x12\x14\n\x0chedged_bytes\x18\x03 \x01(\x04\"{\n\rMemberVerdict\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\x12\x18\n\x10missing_dp_ranks\x18\x03 \x03(\r\x12\x15\n\rmissing_for_s\x18\x04 \x01(\x01\"F\n\x11HeartbeatResponse\x12\x31\n\x08verdicts\x18\x01 \x03(\x0b\x32\x1f.dataplane.rpc.v1.MemberVerdict\"s\n\x0cLeaveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0c\n\x04lost\x18\x03 \x01(\x08\x12\x32\n\x08progress\x18\x04 \x01(\x0b\x32 .dataplane.rpc.v1.MemberProgress\"\x0f\n\rLeaveResponse\"\x1f\n\rStatusRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\xdb\x01\n\x0cMemberStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12,\n\x08topology\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.Topology\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x06 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x07 \x01(\x01\x12\x0f\n\x07stall_s\x18\x08 \x01(\x01\x12\x14\n\x0clease_left_s\x18\t \x01(\x01\x12\r\n\x05\x62ound\x18\n \x01(\t\"\x99\x02\n\tJobStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\t\x12\'\n\x04spec\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.JobSpec\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05state\x18\x06 \x01(\t\x12\x14\n\x0csample_count\x18\x07 \x01(\x04\x12\x0f\n\x07\x64p_size\x18\x08 \x01(\r\x12\x18\n\x10missing_dp_ranks\x18\t \x03(\r\x12/\n\x07members\x18\n \x03(\x0b\x32\x1e.dataplane.rpc.v1.MemberStatus\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x0c \x01(\x04\"\xea\x01\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x05 \x01(\x01\x12\x32\n\x0bstores_away\x18\x06 \x03(\x0b\x32\x1d.dataplane.rpc.v1.StoreOutage\x12\x12\n\nloop_holds\x18\x07 \x01(\x04\x12\x16\n\x0elongest_hold_s\x18\x08 \x01(\x01\x12*\n\x05reads\x18\t \x01(\x0b\x32\x1b.dataplane.rpc.v1.NodeReads\"\x91\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12)\n\x04jobs\x18\x03 \x03(\x0b\x32\x1b.dataplane.rpc.v1.JobStatus\x12+\n\x05nodes\x18\x04 \x03(\x0b\x32\x1c.dataplane.rpc.v1.NodeStatus2\xa0\x03\n\x0b\x43oordinator\x12]\n\x0cRegisterNode\x12%.dataplane.rpc.v1.RegisterNodeRequest\x1a&.dataplane.rpc.v1.RegisterNodeResponse\x12\x45\n\x04Join\x12\x1d.dataplane.rpc.v1.JoinRequest\x1a\x1e.dataplane.rpc.v1.JoinResponse\x12T\n\tHeartbeat\x12\".dataplane.rpc.v1.HeartbeatRequest\x1a#.dataplane.rpc.v1.HeartbeatResponse\x12H\n\x05Leave\x12\x1e.dataplane.rpc.v1.LeaveRequest\x1a\x1f.dataplane.rpc.v1.LeaveResponse\x12K\n\x06Status\x12\x1f.dataplane.rpc.v1.StatusRequest\x1a .dataplane.rpc.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"dataplane/rpc/v1/coordinator.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"d\n\x13RegisterNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x10\n\x08protocol\x18\x05 \x01(\r\"?\n\x14RegisterNodeResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\"\xf2\x01\n\x0bJoinRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\t\x12\'\n\x04spec\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.JobSpec\x12,\n\x08topology\x18\x04 \x01(\x0b\x32\x1a.dataplane.rpc.v1.Topology\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\x12\x11\n\tmember_id\x18\x06 \x01(\t\x12\x0f\n\x07node_id\x18\x07 \x01(\t\x12\x14\n\x0csample_count\x18\x08 \x01(\x04\x12\x0e\n\x06pixels\x18\t \x01(\t\x12\x0c\n\x04urls\x18\n \x03(\t\"3\n\x0cJoinResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x9d\x01\n\x0eMemberProgress\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x06 \x01(\x01\x12\x0f\n\x07stall_s\x18\x07 \x01(\x01\x12\r\n\x05\x62ound\x18\x08 \x01(\t\";\n\x0bStoreOutage\x12\r\n\x05store\x18\x01 \x01(\t\x12\x0e\n\x06\x61way_s\x18\x02 \x01(\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\x86\x02\n\x10HeartbeatRequest\x12\x33\n\x04node\x18\x01 \x01(\x0b\x32%.dataplane.rpc.v1.RegisterNodeRequest\x12\x31\n\x07members\x18\x02 \x03(\x0b\x32 .dataplane.rpc.v1.MemberProgress\x12\x32\n\x0bstores_away\x18\x03 \x03(\x0b\x32\x1d.dataplane.rpc.v1.StoreOutage\x12\x12\n\nloop_holds\x18\x04 \x01(\x04\x12\x16\n\x0elongest_hold_s\x18\x05 \x01(\x01\x12*\n\x05reads\x18\x06 \x01(\x0b\x32\x1b.dataplane.rpc.v1.NodeReads\"G\n\tNodeReads\x12\x10\n\x08\x66\x65tchers\x18\x01 \x01(\x04\x12\x12\n\nread_bytes\x18\x02 \x01(\x04\x12\x14\n\x0chedged_bytes\x18\x03 \x01(\x04\"{\n\rMemberVerdict\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\x12\x18\n\x10missing_dp_ranks\x18\x03 \x03(\r\x12\x15\n\rmissing_for_s\x18\x04 \x01(\x01\"F\n\x11HeartbeatResponse\x12\x31\n\x08verdicts\x18\x01 \x03(\x0b\x32\x1f.dataplane.rpc.v1.MemberVerdict\"s\n\x0cLeaveRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tmember_id\x18\x02 \x01(\t\x12\x0c\n\x04lost\x18\x03 \x01(\x08\x12\x32\n\x08progress\x18\x04 \x01(\x0b\x32 .dataplane.rpc.v1.MemberProgress\"\x0f\n\rLeaveResponse\"\x1f\n\rStatusRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\xdb\x01\n\x0cMemberStatus\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12,\n\x08topology\x18\x02 \x01(\x0b\x32\x1a.dataplane.rpc.v1.Topology\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x06 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x07 \x01(\x01\x12\x0f\n\x07stall_s\x18\x08 \x01(\x01\x12\x14\n\x0clease_left_s\x18\t \x01(\x01\x12\r\n\x05\x62ound\x18\n \x01(\t\"\x99\x02\n\tJobStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\t\x12\'\n\x04spec\x18\x03 \x01(\x0b\x32\x19.dataplane.rpc.v1.JobSpec\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05state\x18\x06 \x01(\t\x12\x14\n\x0csample_count\x18\x07 \x01(\x04\x12\x0f\n\x07\x64p_size\x18\x08 \x01(\r\x12\x18\n\x10missing_dp_ranks\x18\t \x03(\r\x12/\n\x07members\x18\n \x03(\x0b\x32\x1e.dataplane.rpc.v1.MemberStatus\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0e\n\x06\x63ursor\x18\x0c \x01(\x04\"\xea\x01\n\nNodeStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0blast_seen_s\x18\x05 \x01(\x01\x12\x32\n\x0bstores_away\x18\x06 \x03(\x0b\x32\x1d.dataplane.rpc.v1.StoreOutage\x12\x12\n\nloop_holds\x18\x07 \x01(\x04\x12\x16\n\x0elongest_hold_s\x18\x08 \x01(\x01\x12*\n\x05reads\x18\t \x01(\x0b\x32\x1b.dataplane.rpc.v1.NodeReads\"\x91\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12)\n\x04jobs\x18\x03 \x03(\x0b\x32\x1b.dataplane.rpc.v1.JobStatus\x12+\n\x05nodes\x18\x04 \x03(\x0b\x32\x1c.dataplane.rpc.v1.NodeStatus2\xa0\x03\n\x0b\x43oordinator\x12]\n\x0cRegisterNode\x12%.dataplane.rpc.v1.RegisterNodeRequest\x1a&.dataplane.rpc.v1.RegisterNodeResponse\x12\x45\n\x04Join\x12\x1d.dataplane.rpc.v1.JoinRequest\x1a\x1e.dataplane.rpc.v1.JoinResponse\x12T\n\tHeartbeat\x12\".dataplane.rpc.v1.HeartbeatRequest\x1a#.dataplane.rpc.v1.HeartbeatResponse\x12H\n\x05Leave\x12\x1e.dataplane.rpc.v1.LeaveRequest\x1a\x1f.dataplane.rpc.v1.LeaveResponse\x12K\n\x06Status\x12\x1f.dataplane.rpc.v1.StatusRequest\x1a .dataplane.rpc.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,35 +37,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERNODERESPONSE']._serialized_start=188
   _globals['_REGISTERNODERESPONSE']._serialized_end=251
   _globals['_JOINREQUEST']._serialized_start=254
-  _globals['_JOINREQUEST']._serialized_end=482
-  _globals['_JOINRESPONSE']._serialized_start=484
-  _globals['_JOINRESPONSE']._serialized_end=535
-  _globals['_MEMBERPROGRESS']._serialized_start=538
-  _globals['_MEMBERPROGRESS']._serialized_end=695
-  _globals['_STOREOUTAGE']._serialized_start=697
-  _globals['_STOREOUTAGE']._serialized_end=756
-  _globals['_HEARTBEATREQUEST']._serialized_start=759
-  _globals['_HEARTBEATREQUEST']._serialized_end=1021
-  _globals['_NODEREADS']._serialized_start=1023
-  _globals['_NODEREADS']._serialized_end=1094
-  _globals['_MEMBERVERDICT']._serialized_start=1096
-  _globals['_MEMBERVERDICT']._serialized_end=1219
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1221
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1291
-  _globals['_LEAVEREQUEST']._serialized_start=1293
-  _globals['_LEAVEREQUEST']._serialized_end=1408
-  _globals['_LEAVERESPONSE']._serialized_start=1410
-  _globals['_LEAVERESPONSE']._serialized_end=1425
-  _globals['_STATUSREQUEST']._serialized_start=1427
-  _globals['_STATUSREQUEST']._serialized_end=1458
-  _globals['_MEMBERSTATUS']._serialized_start=1461
-  _globals['_MEMBERSTATUS']._serialized_end=1680
-  _globals['_JOBSTATUS']._serialized_start=1683
-  _globals['_JOBSTATUS']._serialized_end=1964
-  _globals['_NODESTATUS']._serialized_start=1967
-  _globals['_NODESTATUS']._serialized_end=2201
-  _globals['_STATUSRESPONSE']._serialized_start=2204
-  _globals['_STATUSRESPONSE']._serialized_end=2349
-  _globals['_COORDINATOR']._serialized_start=2352
-  _globals['_COORDINATOR']._serialized_end=2768
+  _globals['_JOINREQUEST']._serialized_end=496
+  _globals['_JOINRESPONSE']._serialized_start=498
+  _globals['_JOINRESPONSE']._serialized_end=549
+  _globals['_MEMBERPROGRESS']._serialized_start=552
+  _globals['_MEMBERPROGRESS']._serialized_end=709
+  _globals['_STOREOUTAGE']._serialized_start=711
+  _globals['_STOREOUTAGE']._serialized_end=770
+  _globals['_HEARTBEATREQUEST']._serialized_start=773
+  _globals['_HEARTBEATREQUEST']._serialized_end=1035
+  _globals['_NODEREADS']._serialized_start=1037
+  _globals['_NODEREADS']._serialized_end=1108
+  _globals['_MEMBERVERDICT']._serialized_start=1110
+  _globals['_MEMBERVERDICT']._serialized_end=1233
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1235
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1305
+  _globals['_LEAVEREQUEST']._serialized_start=1307
+  _globals['_LEAVEREQUEST']._serialized_end=1422
+  _globals['_LEAVERESPONSE']._serialized_start=1424
+  _globals['_LEAVERESPONSE']._serialized_end=1439
+  _globals['_STATUSREQUEST']._serialized_start=1441
+  _globals['_STATUSREQUEST']._serialized_end=1472
+  _globals['_MEMBERSTATUS']._serialized_start=1475
+  _globals['_MEMBERSTATUS']._serialized_end=1694
+  _globals['_JOBSTATUS']._serialized_start=1697
+  _globals['_JOBSTATUS']._serialized_end=1978
+  _globals['_NODESTATUS']._serialized_start=1981
+  _globals['_NODESTATUS']._serialized_end=2215
+  _globals['_STATUSRESPONSE']._serialized_start=2218
+  _globals['_STATUSRESPONSE']._serialized_end=2363
+  _globals['_COORDINATOR']._serialized_start=2366
+  _globals['_COORDINATOR']._serialized_end=2782
 # @@protoc_insertion_point(module_scope)

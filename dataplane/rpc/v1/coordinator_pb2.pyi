@@ -30,7 +30,7 @@ class RegisterNodeResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., coordinator_id: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job_id", "dataset", "spec", "topology", "incarnation", "member_id", "node_id", "sample_count", "pixels")
+    __slots__ = ("job_id", "dataset", "spec", "topology", "incarnation", "member_id", "node_id", "sample_count", "pixels", "urls")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class JoinRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIXELS_FIELD_NUMBER: _ClassVar[int]
+    URLS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     dataset: str
     spec: _types_pb2.JobSpec
@@ -49,7 +50,8 @@ class JoinRequest(_message.Message):
     node_id: str
     sample_count: int
     pixels: str
-    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ...) -> None: ...
+    urls: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job_id: _Optional[str] = ..., dataset: _Optional[str] = ..., spec: _Optional[_Union[_types_pb2.JobSpec, _Mapping]] = ..., topology: _Optional[_Union[_types_pb2.Topology, _Mapping]] = ..., incarnation: _Optional[str] = ..., member_id: _Optional[str] = ..., node_id: _Optional[str] = ..., sample_count: _Optional[int] = ..., pixels: _Optional[str] = ..., urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("generation", "lease_s")

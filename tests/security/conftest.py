@@ -1,0 +1,13 @@
+"""Each test sees all lines of its own: a minute has only so many."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.rpc import guard
+from dataplane.trace import Trace
+
+
+@pytest.fixture(autouse=True)
+def fresh_minute(monkeypatch):
+    monkeypatch.setattr(guard, "_trace", Trace("security"))
