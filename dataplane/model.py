@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -216,7 +218,11 @@ class Region(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A process's ranks: its data-parallel rank, and its rank among all processes."""
+    """A process's ranks: its data-parallel rank, and its rank among all processes.
+
+    `pp_rank` is its stage among `pp_size` pipeline stages, `cp_rank` its part among `cp_size` parts
+    of each sequence. `source` says where all of this comes from; it is not compared.
+    """
 
     dp_rank: int = 0
     dp_size: int = 1
@@ -224,6 +230,31 @@ class Topology:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    source: str = field(default="", compare=False)
+
+    @staticmethod
+    def auto(
+        *, device_mesh: object = None, batch_axes: Sequence[str | int] | None = None
+    ) -> Topology:
+        """The topology of this process, from the first of these that knows it: `device_mesh` or the
+        mesh that is entered (`with mesh:`), Megatron-Core, DeepSpeed, Accelerate, Horovod,
+        torch.distributed, the launcher's environment. `source` names it. Nothing is imported for
+        this: a framework that this process does not use is not asked.
+
+        `batch_axes` are the names or numbers of the axes of the mesh along which batches differ.
+
+        Raises:  ConfigError: it cannot be known from the names of the mesh's axes which of them are
+        batch axes; or a framework or the environment contradicts itself.
+        """
+        # By name, since this module imports nothing of ours.
+        found: Topology = importlib.import_module("dataplane_torch.topology").auto(
+            device_mesh, batch_axes
+        )
+        return found
 
 
 class Stream(Struct, frozen=True):

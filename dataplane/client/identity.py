@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.client.topology import LAUNCHERS
+from dataplane.client.environments import LAUNCHERS
 from dataplane.redact import unsigned
 
 _ANCESTORS_MAX = 16

@@ -20,6 +20,8 @@ from dataplane.scheduler.dataset import DatasetBlocks, Marks
 from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import coded_columns, with_categories
+from dataplane.transforms.columns import ColumnPlan, LeafPart
+from dataplane.transforms.leaves import value_type
 from dataplane.transforms.restart_indexes import restart_index_bytes
 from dataplane.worker.columns import Ints, RowLayout
 from dataplane.worker.death import WorkerPlace
@@ -37,6 +39,7 @@ _STAYING_SHARE = 0.9
 # Bytes that an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
+_OFFSET_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -174,9 +177,34 @@ def _decoded_bytes(
     size = _whole_bytes(manifest, projection)
     if row_layout is not None and columns.is_fixed:
         size = manifest.block_rows * columns.fixed_bytes  # only of requested columns
+    else:
+        size = size + manifest.block_rows * _wider_bytes(columns.plan.leaves)
     if row_layout is not None:
         size = size + manifest.block_rows * row_layout.padding_bytes
     return size + _stream_bytes(columns.plan)
+
+
+def _wider_bytes(plan: ColumnPlan) -> int:
+    """How much longer a row is in canonical form than as stored: offsets have 64 bits, bools a
+    byte. Without it, blocks of short lists would be decoded twice: the first time finds the size.
+    """
+    size = 0
+    for leaf, part, target in zip(plan.leaves, plan.parts, plan.schema.types, strict=True):
+        if part is not LeafPart.VALUES:
+            size += _row_bytes(target)  # an additional column
+        elif pa.types.is_large_list(target) or pa.types.is_large_binary(target):
+            size += _OFFSET_BYTES - _offset_bytes(leaf.type)
+        elif pa.types.is_boolean(value_type(leaf.type)):
+            size += _row_bytes(target)
+    return size
+
+
+def _offset_bytes(kind: pa.DataType) -> int:
+    """Bytes of a row's offset, as far as rows of this type have one."""
+    is_short = pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_list(kind)
+    is_large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+    is_large = is_large or pa.types.is_large_list(kind)
+    return _OFFSET_BYTES // 2 if is_short else _OFFSET_BYTES if is_large else 0
 
 
 def _stream_bytes(plan: StackedPlan) -> int:

@@ -118,6 +118,7 @@ class Jobs:
             rank=place.rank,
             dp_rank=place.dp_rank,
             dp_size=place.dp_size,
+            ranks_from=place.source,
             dataset=shown(manifest.urls),
             shards=len(manifest.shards),
             blocks=manifest.block_count,
@@ -279,17 +280,10 @@ class Jobs:
         self, request: messages.OpenJob, spec: JobSpec, manifest: Manifest, pixels: str
     ) -> membership.JoinRequest:
         return membership.JoinRequest(
-            request.job_id,
-            shown(manifest.urls),
-            spec,
-            request.topology,
-            request.incarnation,
-            request.member_id,
-            self._node_id,
-            manifest.sample_count,
-            pixels,
+            request.job_id, shown(manifest.urls), spec, request.topology, request.incarnation,
+            request.member_id, self._node_id, manifest.sample_count, pixels,
             declared(manifest.urls),
-        )
+        )  # fmt: skip
 
     def _delivery(
         self,

@@ -2,6 +2,7 @@
 
 from dataplane.client.bound import bound_of
 from dataplane.client.statistics import Statistics
+from dataplane.model import Topology
 from dataplane.transforms.stacks import Stack
 from dataplane.transforms.steps import registry as _registry
 from dataplane.transforms.steps.registry import *  # noqa: F403
@@ -18,6 +19,7 @@ __all__ = [
     "ShardedIterableDataset",
     "Stack",
     "Statistics",
+    "Topology",
     "bound_of",
 ]
 __all__ += _registry.__all__

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch.distributed
 from torch.utils.data import Dataset
 
 from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
-from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, End, Topology
 from dataplane.rpc.messages import DatasetSource, OpenJob
@@ -22,6 +20,7 @@ from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.units import whole
 from dataplane_torch.group import launch_token
 from dataplane_torch.options import DEFAULTS, UrlOptions
+from dataplane_torch.topology import topology_of
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -78,14 +77,8 @@ def job_of(given: Arguments) -> JobToOpen:
              torch.distributed is initialized, and its store does not answer.
     """
     urls = _urls(given.urls)
-    options, distributed = given.options, _distributed()
-    topology = find_topology(
-        os.environ,
-        explicit=options["topology"],
-        distributed=distributed,
-        dp_rank=options["dp_rank"],
-        dp_size=options["dp_size"],
-    )
+    options = given.options
+    topology = topology_of(options)
     ranks = max(topology.world_size, topology.dp_size)
     launch = identity.launch_identity(os.environ, ranks, launch_token())
     if given.timeout < 0:
@@ -187,12 +180,6 @@ def _absolute(url: str) -> str:
         return url
     slash = "/" if url.endswith("/") else ""
     return os.path.abspath(os.path.expanduser(url)) + slash  # noqa: PTH100, PTH111 - may be a glob
-
-
-def _distributed() -> tuple[int, int] | None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return None
 
 
 def _global_batch(given: Arguments, topology: Topology) -> int:

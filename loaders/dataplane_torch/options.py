@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, ParamSpec, TypedDict, get_type_hints
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from dataplane.model import Topology
 from dataplane.settings import BY_NAME
 from dataplane.transforms.options import Lengths, Numbers
@@ -45,6 +47,8 @@ class UrlOptions(TypedDict, total=False):
     name: str | None
     sharing: str | None
     topology: Topology | None
+    device_mesh: DeviceMesh | None
+    batch_axes: Sequence[str | int] | None
     dp_rank: int | None
     dp_size: int | None
     dataset_moved: bool
@@ -101,10 +105,10 @@ _FOREIGN: Final[Mapping[str, str]] = {
         "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, …), as their own tools do"
     ),
     "rank num_replicas shard_id shard_index device_id process_index": (
-        "use dp_rank=; without it, it comes from torch.distributed or the launcher"
+        "use dp_rank=; without it, Topology.auto() finds it"
     ),
     "world_size num_shards process_count shard_count": (
-        "use dp_size=; without it, it comes from torch.distributed or the launcher"
+        "use dp_size=; without it, Topology.auto() finds it"
     ),
     "drop_remainder drop_remainder_batch": "use drop_last=True",
     "epochs num_epochs repeat resampled infinite": (

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.client.environments import LAUNCHERS, from_environment
 from dataplane.client.identity import job_id, launch_identity, node_name
-from dataplane.client.topology import LAUNCHERS, find_topology, from_environment
+from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
 
@@ -87,11 +88,7 @@ def test_any_environment_gives_a_valid_topology_or_our_error(environ) -> None:
 
 def test_explicit_settings_override_detected_ones() -> None:
     mine = Topology(1, 2, 1, 2)
-    assert find_topology(TORCHRUN, explicit=mine, distributed=(0, 3)) == mine
-    found = find_topology(TORCHRUN, distributed=(2, 8))
-    assert (found.rank, found.dp_size, found.local_world_size) == (2, 8, 4)
-    found = find_topology({}, distributed=(2, 8))
-    assert (found.rank, found.world_size, found.local_world_size) == (2, 8, 1)
+    assert find_topology(TORCHRUN, explicit=mine) == mine
 
 
 def test_tensor_parallel_loops_pass_their_data_parallel_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +11,11 @@ import pytest
 from manifests import small
 
 from dataplane.config import JobSpec
-from dataplane.model import Region
+from dataplane.index.indexing import open_dataset
+from dataplane.model import ColumnOptions, NullPolicy, Region
 from dataplane.node.dataset import Dataset, dataset_of
+from dataplane.worker.row_layout import stored_bytes
+from dataplane.worker.stacking import canonical_stacked
 
 SCHEMA = pa.schema([("x", pa.int64())]).serialize().to_pybytes()
 
@@ -60,3 +64,36 @@ def test_the_block_that_takes_most_is_known() -> None:
     needs = dataset.blocks.marks.raw + dataset.blocks.marks.decoded
     assert dataset.largest_block == 1
     assert needs[1] == needs.max()
+
+
+def test_blocks_of_arrow_fit_into_the_memory_that_is_planned_for_them(tmp_path: Path) -> None:
+    """Otherwise each is decoded twice, the first time only to find its size."""
+    rows = 20_000
+    numbers = np.arange(rows)
+    table = pa.table(
+        {
+            "flag": pa.array(numbers % 3 == 0),
+            "flags": pa.FixedSizeListArray.from_arrays(pa.array(np.ones(4 * rows, np.bool_)), 4),
+            "text": pa.array([str(n) for n in numbers]),
+            "view": pa.array([str(n) for n in numbers], pa.string_view()),
+            "raw": pa.array([b"%d" % n for n in numbers]),
+            "short": pa.array([[n] for n in numbers], pa.list_(pa.int32())),
+            "large": pa.array([[n % 2] for n in numbers], pa.large_list(pa.int16())),
+            "code": pa.array([b"abc", b"d"] * (rows // 2), pa.binary()),
+            "maybe": pa.array([None if n % 5 else n for n in numbers], pa.float32()),
+        }
+    )
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=rows // 2)
+    manifest = open_dataset(str(tmp_path))
+    with pa.ipc.open_file(tmp_path / "a.arrow") as stored:
+        batch = stored.get_batch(0)
+    for options in (
+        ColumnOptions(),
+        ColumnOptions(columns=("short",)),
+        ColumnOptions(columns=("flag", "maybe"), nulls=NullPolicy.MASK),
+    ):
+        dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint, column_options=options))
+        assert dataset.blocks.needs_decode(0)
+        size = stored_bytes(canonical_stacked(batch, dataset.columns, "a.arrow"), None)
+        assert size <= dataset.blocks.marks.decoded[0]

@@ -228,20 +228,30 @@ class DatasetIdentity(_message.Message):
     def __init__(self, content: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class Topology(_message.Message):
-    __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size")
+    __slots__ = ("dp_rank", "dp_size", "rank", "world_size", "local_rank", "local_world_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "source")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CP_RANK_FIELD_NUMBER: _ClassVar[int]
+    CP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     dp_size: int
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    def __init__(self, dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ...) -> None: ...
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    source: str
+    def __init__(self, dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ..., cp_rank: _Optional[int] = ..., cp_size: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("offset", "length")

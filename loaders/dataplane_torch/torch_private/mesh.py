@@ -1,0 +1,31 @@
+"""The DeviceMesh that is entered, and the one that a mesh was cut from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed
+
+
+def current_mesh() -> Any:
+    """The mesh of the innermost `with mesh:` of this thread, or None.
+
+    Source:  torch.distributed.device_mesh._mesh_resources.mesh_stack, torch 2.6 to 2.13. Without
+    it, as in a torch without distributed, no mesh is entered.
+    """
+    module = getattr(torch.distributed, "device_mesh", None)
+    entered = getattr(getattr(module, "_mesh_resources", None), "mesh_stack", None)
+    return entered[-1] if entered else None
+
+
+def whole_mesh(mesh: Any) -> Any:
+    """The mesh that this one was cut from; None if it was cut from none, or torch does not tell."""
+    of_mesh = getattr(mesh, "_get_root_mesh", None)
+    if of_mesh is None:
+        module = getattr(torch.distributed, "device_mesh", None)
+        resources = getattr(module, "_mesh_resources", None)
+        of_resources = getattr(resources, "get_root_mesh", None)
+        found = None if of_resources is None else of_resources(mesh)
+    else:
+        found = of_mesh()
+    return None if found is mesh else found
