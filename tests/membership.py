@@ -30,11 +30,14 @@ def join(
     member=None,
     node_id="n0",
     rank=None,
+    world=None,
     pixels="",
     urls=(),
+    **more,
 ):
-    rank = dp_rank if rank is None else rank
-    place = Topology(dp_rank=dp_rank, dp_size=dp_size, rank=rank, world_size=max(dp_size, rank + 1))
+    """A rank asks to join. Without `world` it knows only its dp rank, if it has another rank."""
+    rank, world = (dp_rank, dp_size) if rank is None else (rank, world or 1)
+    place = Topology(dp_rank=dp_rank, dp_size=dp_size, rank=rank, world_size=world, **more)
     member = f"m{rank}-{incarnation}" if member is None else member
     return JoinRequest(
         job, "s3://b/*.parquet", spec, place, incarnation, member, node_id, 1000, pixels, urls

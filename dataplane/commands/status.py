@@ -105,6 +105,7 @@ def render(found: StatusResponse) -> Group:
             "bound by",
             "lease s",
             "node",
+            "ranks from",
         ),
         chain.from_iterable(_member_rows(job) for job in found.jobs),
         "ranks",
@@ -180,6 +181,7 @@ def _member_rows(job: JobStatus) -> list[tuple[object, ...]]:
             one.bound or None,
             one.lease_left_s,
             one.node_id,
+            one.topology.source or None,
         )
         for one in sorted(job.members, key=lambda one: (one.topology.dp_rank, one.topology.rank))
     ]

@@ -31,6 +31,7 @@ def check_join(request: JoinRequest) -> None:
     check_name("pixels", request.pixels, needed=False, most=_PIXELS_LENGTH_MAX)
     if len(request.urls) > URLS_MAX:
         raise ConfigError(f"{len(request.urls)} urls: {URLS_MAX} at most", field="urls")
+    check_name("source", request.topology.source, needed=False, most=_TEXT_LENGTH_MAX)
     place = request.topology
     if not 0 <= place.dp_rank < place.dp_size <= _RANK_COUNT_MAX:
         raise ConfigError(
@@ -74,8 +75,9 @@ def spec_mismatch(
     request: JoinRequest,
     differences: Sequence[Difference],
     lease_left_s: float,
+    table: str,
 ) -> SpecMismatch:
-    """`differences` are (field, the holder's value, the newcomer's)."""
+    """`differences` are (field, the holder's value, the newcomer's); `table` says who said what."""
     field, expected, found = differences[0]
     rank = request.topology.rank
     sentence = (
@@ -98,7 +100,12 @@ def spec_mismatch(
             f"If it was killed, its last lease ends in {lease_left_s:.0f} s"
         )
     return SpecMismatch(
-        sentence, field=field, expected=expected, found=found, job=job.job_id, rank=rank
+        f"{sentence}\n{table}",
+        field=field,
+        expected=expected,
+        found=found,
+        job=job.job_id,
+        rank=rank,
     )
 
 

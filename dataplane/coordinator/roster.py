@@ -11,11 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
+from dataplane.coordinator.layout import Seats
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase, Write
 
 GONE_MAX = 1024
@@ -41,6 +43,7 @@ class Roster:
         self._gone: dict[str, None] = {}
         self._last_gone: dict[int, str] = {}
         self._joined_count: Counter[int] = Counter()
+        self.seats = Seats()
         self._present: set[int] = set()
         self._missing: tuple[int, ...] | None = None
         self._order = 0
@@ -60,6 +63,15 @@ class Roster:
     def joined(self) -> Iterator[Member]:
         """The joined members, in the order of joining."""
         return (self.members[member_id] for member_id in self._joined)
+
+    def joined_first(self, count: int) -> Iterator[Member]:
+        """The joined members that came first, at most so many."""
+        return itertools.islice(self.joined(), count)
+
+    @property
+    def joined_count(self) -> int:
+        """How many members are joined."""
+        return len(self._joined)
 
     def missing_dp_ranks(self) -> tuple[int, ...]:
         """Data-parallel ranks that never joined, or whose last member was lost."""
@@ -83,7 +95,7 @@ class Roster:
             writes.append(Keep(Incarnation(job.job_id, job.incarnation, job.generation)))
         self.job = job
         self.members, self._joined, self._gone, self._last_gone = {}, {}, {}, {}
-        self._joined_count, self._present = Counter(), set()
+        self._joined_count, self._present, self.seats = Counter(), set(), Seats()
         self._missing, self.incomplete_since = None, now
         if len(self._incarnations) > INCARNATIONS_MAX:
             oldest = min(self._incarnations, key=self._incarnations.__getitem__)
@@ -107,6 +119,10 @@ class Roster:
 
     def refresh(self, member: Member) -> None:
         """Update lease, node or progress of a member that keeps its phase and place."""
+        known = self.members[member.member_id]
+        if member.phase is Phase.JOINED and known.topology != member.topology:
+            self.seats.remove(known)
+            self.seats.add(member)
         self.members[member.member_id] = member
 
     def remove(self) -> list[Write]:
@@ -124,12 +140,15 @@ class Roster:
     def _put(self, member: Member, now: float) -> None:
         name, dp_rank = member.member_id, member.topology.dp_rank
         was_complete, was_joined = self.is_complete, name in self._joined
+        if was_joined:
+            self.seats.remove(self.members[name])
         for one in (self.members, self._joined, self._gone):
             one.pop(name, None)
         self.members[name] = member
         self._order = max(self._order, member.order)
         if member.phase is Phase.JOINED:
             self._joined[name] = None
+            self.seats.add(member)
             self._joined_count[dp_rank] += not was_joined
         else:
             self._gone[name] = None

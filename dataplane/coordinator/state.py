@@ -7,7 +7,8 @@ Invariants:
    one is joined; otherwise it may begin the next generation, since names of launches recur.
 2. All joined members of a job are of its present generation and agree on the spec and on dp_size.
    A member that differs is refused while any member has a place. If none has, a different spec
-   begins a generation and replaces the old spec, and progress starts from zero.
+   begins a generation and replaces the old spec, and progress starts from zero. Their places fit
+   together, as layout.py says.
 3. Only a joined member of the present generation is renewed. Others get LeaseExpired and have to
    join again; the join names the launch, and decides. A member gets LeaseFenced, and stops, only
    while a member of a newer launch is joined.
@@ -29,11 +30,11 @@ Lease time runs with the clock but takes no step longer than `lease_s / 3`; tick
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from dataplane.coordinator import refusals, view
+from dataplane.coordinator import layout, refusals, view
 from dataplane.coordinator.records import (
     Answer,
     Decision,
@@ -157,7 +158,8 @@ class CoordinatorState:
         if differences and not roster.is_idle:
             holder = min(roster.joined(), key=lambda member: member.topology.rank)
             left_s = max(member.deadline for member in roster.joined()) - self._clock
-            raise refusals.spec_mismatch(job, holder, request, differences, left_s)
+            table = self._who_said_what(roster, request, [holder])
+            raise refusals.spec_mismatch(job, holder, request, differences, left_s, table)
         if differences or request.incarnation != job.incarnation:
             following = _first_generation(request, self._now)
             following = replace(following, generation=job.generation + 1)
@@ -174,6 +176,11 @@ class CoordinatorState:
                 renewed = replace(known, topology=topology, node_id=node_id, deadline=deadline)
                 self._refresh(roster, renewed)
                 return
+        conflict = roster.seats.conflict(request.topology)
+        if conflict is not None:
+            holders = [roster.members[member_id] for member_id in conflict.member_ids]
+            table = self._who_said_what(roster, request, holders)
+            raise layout.does_not_fit(conflict, request, holders, table)
         newcomer = Member(
             job_id=request.job_id,
             member_id=request.member_id,
@@ -186,6 +193,17 @@ class CoordinatorState:
             deadline=deadline,
         )
         self._writes += roster.move(newcomer, Phase.JOINED, self._now)
+
+    def _who_said_what(self, roster: Roster, request: JoinRequest, first: Sequence[Member]) -> str:
+        """A table of places, from those of `first` on."""
+        shown = {one.member_id: one for one in (*first, *roster.joined_first(layout.ROWS_MAX))}
+        members = list(shown.values())[: layout.ROWS_MAX]
+        digest = roster.job.spec.digest()
+        return layout.who_said_what(request, members, digest, self._host_of, roster.joined_count)
+
+    def _host_of(self, node_id: str) -> str:
+        node = self._nodes.get(node_id)
+        return node.request.host or node_id if node is not None else node_id
 
     def _refresh(self, roster: Roster, member: Member) -> None:
         known = roster.members[member.member_id]

@@ -13,12 +13,12 @@ from dataplane.client import identity
 from dataplane.client.endpoint import Endpoint, find_endpoint
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, End, Topology
-from dataplane.rpc.messages import DatasetSource, OpenJob
+from dataplane.rpc.messages import DatasetSource, JobOpened, OpenJob
 from dataplane.settings import named_service
 from dataplane.transforms.images import image_specs
 from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.units import whole
-from dataplane_torch.group import launch_token
+from dataplane_torch.group import check_layout, check_pixels, launch_token
 from dataplane_torch.options import DEFAULTS, UrlOptions
 from dataplane_torch.topology import topology_of
 
@@ -50,12 +50,23 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
 class JobToOpen:
     """A job to open, and its endpoint. DataLoader workers receive it by fork or by pickle.
 
-    `request.member_id` is empty: every process that joins has its own.
+    `request.member_id` is empty: every process that joins has its own. `is_named`: the user has
+    named the job, so that its spec may change between loaders.
     """
 
     endpoint: Endpoint
     request: OpenJob
     stall_timeout_s: float | None
+    is_named: bool
+
+    def check_ranks(self, opened: JobOpened) -> None:
+        """Compare what was opened with what other ranks have opened.
+
+        Raises:  SpecMismatch: it differs.  PeerLost: the process group's store does not answer.
+        """
+        check_pixels(opened.pixels)
+        if not self.is_named:
+            check_layout(self.request.job_id, self.request.topology, opened.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,8 @@ def job_of(given: Arguments) -> JobToOpen:
     )
     service = options["service"] or named_service()
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
-    return JobToOpen(endpoint, request, given.timeout or None)
+    named = options["name"] is not None
+    return JobToOpen(endpoint, request, given.timeout or None, is_named=named)
 
 
 def _column_options(options: UrlOptions) -> ColumnOptions:

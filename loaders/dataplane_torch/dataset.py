@@ -18,7 +18,6 @@ from dataplane.errors import ConfigError
 from dataplane.units import whole
 from dataplane_torch.arguments import Arguments, Urls, epoch_of, job_of
 from dataplane_torch.epoch_reader import EpochReader
-from dataplane_torch.group import check_pixels
 from dataplane_torch.options import DEFAULTS, UrlOptions, url_options
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
@@ -79,7 +78,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                     f"{count}: use {stride}, or a state that the main process's dataset returned",
                     field="num_workers",
                 )
-        check_pixels(session.job.pixels)
+        self._job.check_ranks(session.job)
         decoder = Decoder(session.job.columns, shared=get_worker_info() is not None)
         in_worker = get_worker_info() is not None
         reader = EpochReader(

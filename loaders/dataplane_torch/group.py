@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import uuid
+from typing import Any
 
 import torch.distributed
 
 from dataplane.errors import PeerLost, SpecMismatch
+from dataplane.model import Topology
 from dataplane.transforms.pixels_advice import how_to_agree
 from dataplane_torch.torch_private.process_group import default_store
 
@@ -40,6 +44,43 @@ def check_pixels(pixels: str) -> None:
             expected=expected,
             found=pixels,
         )
+
+
+def check_layout(job_id: str, place: Topology, digest: str) -> None:
+    """Check that all ranks of the group have one layout and one spec for a job that no name given
+    by the user identifies. Nodes that ranks start on several hosts share no coordinator that would.
+
+    Raises:  SpecMismatch: another rank said something else.  PeerLost: the store does not answer.
+    """
+    if place.world_size < 2 or not _is_initialized():
+        return
+    if torch.distributed.get_world_size() != place.world_size:
+        return
+    mine: dict[str, Any] = {
+        "dp_size": place.dp_size,
+        "spec": digest,
+        "host": socket.gethostname(),
+        "rank": place.rank,
+        "dp_rank": place.dp_rank,
+        "from": place.source,
+    }
+    said = _first_said(f"dataplane/layout/{job_id}", json.dumps(mine))
+    first: dict[str, Any] = json.loads(said) if said else mine
+    for field in ("dp_size", "spec"):
+        if first[field] != mine[field]:
+            lines = "\n".join(
+                f"  {one['host']}  rank {one['rank']}  dp_rank {one['dp_rank']} of {one['dp_size']}"
+                f"  spec {one['spec'][:8]}  {one['from']}"
+                for one in (mine, first)
+            )
+            raise SpecMismatch(
+                f"this rank and another one differ in {field}: give all ranks the same arguments "
+                f"and the same shards, and make their loaders in the same order\n{lines}",
+                field=field,
+                expected=first[field],
+                found=mine[field],
+                rank=place.rank,
+            )
 
 
 def _first_said(key: str, value: str) -> str:

@@ -20,7 +20,6 @@ from dataplane.errors import ConfigError
 from dataplane_torch.arguments import Arguments, job_of
 from dataplane_torch.device import Target
 from dataplane_torch.epoch_reader import EpochReader, check_process
-from dataplane_torch.group import check_pixels
 from dataplane_torch.resume import resumed
 from dataplane_torch.schema import Schema, schema_of
 from dataplane_torch.sending import CopyStream
@@ -170,7 +169,7 @@ class UrlJob:
     def _decoder_of_job(self) -> Decoder:
         if self._decoder is None:
             job = self._session.job
-            check_pixels(job.pixels)
+            self._job.check_ranks(job)
             self._decoder = Decoder(job.columns)
         return self._decoder
 

@@ -73,7 +73,10 @@ def test_2_a_spec_that_differs_is_refused_with_both_values_and_both_ranks(machin
     assert str(refusal) == (
         "job 'j': rank 1 (member m1-i1, node n1) asks for seed=2, but rank 0 (member m0-i1, node "
         "n0) has joined with seed=1; these differ too: window (16, not 8). Give every rank of the "
-        "job the same arguments"
+        "job the same arguments\n"
+        "  host  rank    dp_rank  spec      place from\n"
+        "  n1    1 of 2  1 of 2   689c1515  not told  <- refused\n"
+        "  n0    0 of 2  0 of 2   27e6d6d9  not told"
     )
     assert refusal.nouns == {"field": "seed", "expected": "1", "found": "2", "job": "j", "rank": 1}
     assert machine.phases() == {"m0-i1": "joined"}

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from dataplane.config import JobSpec
 from dataplane.coordinator.records import Forget, Incarnation, Job, Keep, Member, Phase
-from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore, _body
+from dataplane.coordinator.store import MEMORY, SCHEMA_VERSION, JobStore, _body, _read
 from dataplane.errors import ConfigError
 from dataplane.model import (
     ColumnOptions,
@@ -244,11 +244,15 @@ def test_a_full_disk_is_an_error_that_changes_nothing(tmp_path):
 
 def test_the_stored_form_of_a_record_stays_the_same():
     """Rows that were written by older versions are compared with, and read beside, newer ones."""
-    assert _body(Keep(structs.replace(MEMBER, stall_s=1e16, deadline=9.0))) == (
+    member = structs.replace(MEMBER, stall_s=1e16)
+    newer = ',"pp_rank":0,"pp_size":1,"cp_rank":0,"cp_size":1,"source":""'
+    body = (
         '{"job_id":"j","member_id":"m","topology":{"dp_rank":0,"dp_size":2,"rank":0,'
-        '"world_size":2,"local_rank":0,"local_world_size":1},"node_id":"n","phase":"joined",'
-        '"order":1,"epoch":0,"cursor":0,"samples_per_s":0.0,"stall_s":1e+16,"bound":""}'
+        f'"world_size":2,"local_rank":0,"local_world_size":1{newer}}},"node_id":"n","phase":'
+        '"joined","order":1,"epoch":0,"cursor":0,"samples_per_s":0.0,"stall_s":1e+16,"bound":""}'
     )
+    assert _body(Keep(structs.replace(member, deadline=9.0))) == body
+    assert _read(Member, body.replace(newer, "")) == member
     image = ImageSpec("é", 3, 4, Cut.RANDOM, steps=(StepSpec("S", (float("inf"),)),))
     spec = JobSpec("f", 2**64 - 1, transforms=(image,), column_options=ColumnOptions(("x",)))
     body = _body(Keep(Job("j", "d", spec, 9, 2, 3, "i")))

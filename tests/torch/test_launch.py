@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed
 from dataplane_torch import DataLoader, ShardedIterableDataset
-from dataplane_torch.group import check_pixels, launch_token
+from dataplane_torch.group import check_layout, check_pixels, launch_token
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dataplane.errors import SpecMismatch
+from dataplane.model import Topology
 
 pytestmark = pytest.mark.usefixtures("small_node")
 
@@ -138,6 +140,34 @@ def test_ranks_whose_nodes_make_other_pixels_are_refused(group) -> None:
         check_pixels("Pillow 13.0.0 ()")
     assert caught.value.expected == "Pillow 12.2.0 ()"
     assert caught.value.found == "Pillow 13.0.0 ()"
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch):
+    """A process group that counts two ranks, of which this process plays both."""
+    c10d = torch.distributed.distributed_c10d
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_whose_nodes_share_no_coordinator_compare_layout_and_spec(pair) -> None:
+    place = Topology(0, 2, 0, 2, source="torch.distributed: rank 0 of 2")
+    check_layout("j", place, "d" * 32)
+    check_layout("j", Topology(1, 2, 1, 2), "d" * 32)
+    alone = Topology(0, 1, 1, 2, source="DeviceMesh(tp=2), batch axes: none")
+    with pytest.raises(SpecMismatch, match="differ in dp_size") as caught:
+        check_layout("j", alone, "d" * 32)
+    assert (caught.value.expected, caught.value.found) == (2, 1)
+    mine, first = str(caught.value).splitlines()[1:]
+    assert "rank 1  dp_rank 0 of 1  spec dddddddd  DeviceMesh(tp=2), batch axes: none" in mine
+    assert "rank 0  dp_rank 0 of 2  spec dddddddd  torch.distributed: rank 0 of 2" in first
+    with pytest.raises(SpecMismatch, match="differ in spec"):
+        check_layout("j", Topology(1, 2, 1, 2), "e" * 32)
+    check_layout("k", alone, "e" * 32)
+    check_layout("j", Topology(), "e" * 32)  # a loader that one rank makes for itself
 
 
 def test_loaders_compare_their_pixels_with_those_of_other_ranks(group, fake) -> None:

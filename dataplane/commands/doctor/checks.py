@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]
 
+from dataplane.client.environments import from_environment
 from dataplane.commands import output
 from dataplane.commands.stores import STORES
 from dataplane.compiled import INSTALL_AGAIN
@@ -62,7 +63,12 @@ class Probe:
 
 def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
     """All checks that need no read."""
-    return [_processors(config), _memory(config), *_compiled(), _descriptors(manifest)]
+    return [_processors(config), _memory(config), *_compiled(), _descriptors(manifest), _ranks()]
+
+
+def _ranks() -> Check:
+    """What a loader without a framework would find here: the trial itself is a single rank."""
+    return Check("ranks", from_environment(os.environ).source)
 
 
 def _processors(config: NodeConfig) -> Check:
