@@ -23,6 +23,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import strategies as st
 
 from dataplane.formats.base import Format, RawBlock, ShardIndex
+from dataplane.model import Region
 
 Row = dict[str, Any]
 
@@ -42,6 +43,9 @@ class MemoryShard:
         assert offset + length <= self.size_bytes
         self.reads.append((offset, length))
         return self.content[offset : offset + length]
+
+    def read_all(self, places: Sequence[Region]) -> list[bytes]:
+        return [self.read(place.offset, place.length) for place in places]
 
     def stream(self) -> Iterator[bytes]:
         for at in range(0, self.size_bytes, 100_000):

@@ -88,10 +88,14 @@ class ArrowIpc:
                 expected="ARROW1",
             )
         if footer is None:
-            messages = list(messages_of(source, 0, shard.size_bytes, file=False))
+            found = messages_of(source, 0, shard.size_bytes, file=False)
         else:
-            messages = list(messages_of(source, 8, footer.start, file=True))
-        return _shard_index(window, shard, messages, footer)
+            found = messages_of(source, 8, footer.start, file=True)
+        first = next(found, None)
+        # Now, since it would have to be read again later.
+        schema = b"" if first is None else bytes(source.view(first.offset, first.metadata_length))
+        messages = [first, *found] if first is not None else []
+        return _shard_index(schema, shard, messages, footer)
 
     def decode(self, block: RawBlock, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatch:
         """As `Format.decode`."""
@@ -131,9 +135,12 @@ def _joined(pieces: list[pa.Array], name: str, url: str) -> pa.Array:
 
 
 def _shard_index(
-    window: Window, shard: ShardReader, messages: list[Message], footer: ArrowFooter | None
+    schema_message: bytes,
+    shard: ShardReader,
+    messages: list[Message],
+    footer: ArrowFooter | None,
 ) -> ShardIndex:
-    stored = _schema(window, messages)
+    stored = _schema(shard.url, schema_message, messages)
     if footer is not None:
         _check_footer(shard.url, footer, stored, messages)
     schema = dataset_schema(stored, shard.url)
@@ -182,30 +189,28 @@ def _one_block(
     return ShardIndex(schema, alone, Region(0, 0), zero_copy=False, nulls=nulls)
 
 
-def _schema(window: Window, messages: list[Message]) -> pa.Schema:
-    """The schema as the first message has it.
+def _schema(url: str, first: bytes, messages: list[Message]) -> pa.Schema:
+    """The schema, which is the first message.
 
     Raises:  CorruptShard: also if a later message is neither a dictionary nor a record batch.
     """
     if not messages or messages[0].head.kind != SCHEMA:
-        raise corrupt(window.url, 0, "an Arrow IPC shard starts with a schema message")
+        raise corrupt(url, 0, "an Arrow IPC shard starts with a schema message")
     for message in messages[1:]:
         if message.head.kind not in {DICTIONARY, RECORDS}:
             raise corrupt(
-                window.url,
+                url,
                 message.offset,
                 "a message is neither a dictionary nor a record batch",
                 expected=f"{DICTIONARY} or {RECORDS}",
                 found=message.head.kind,
             )
-    first = messages[0]
-    body = bytes(window.view(first.offset, first.end - first.offset))
-    with foreign_faults(window.url, first.offset, "the schema of the shard is damaged"):
-        schema = pa.ipc.open_stream(body).schema
+    with foreign_faults(url, messages[0].offset, "the schema of the shard is damaged"):
+        schema = pa.ipc.open_stream(first).schema
     for message in messages[1:]:
         # A batch without arrays claims to have no rows and would be skipped.
         if len(schema) and not message.head.nodes:
-            raise corrupt(window.url, message.offset, "a batch of columns has no arrays")
+            raise corrupt(url, message.offset, "a batch of columns has no arrays")
     return schema
 
 

@@ -25,7 +25,7 @@ MAGIC = b"ARROW1"
 CONTINUATION = b"\xff\xff\xff\xff"
 METADATA_BYTES_MAX = 256 << 20
 # How many record batches have their metadata read at once; the padded end-of-stream mark.
-_TOGETHER_MIN, _TOGETHER_MAX = 4, 1 << 14
+_TOGETHER_MAX = 1 << 14
 _END_BYTES = 64
 
 
@@ -107,8 +107,7 @@ def read_together(shard: ShardReader, window: Window, footer: ArrowFooter) -> So
     transfer time of a MiB.
     """
     end, batches = footer.start, footer.batches
-    far = len(batches) >= _TOGETHER_MIN and end > len(batches) * NEAR_BYTES
-    if not far or len(batches) > _TOGETHER_MAX:
+    if not end > len(batches) * NEAR_BYTES or len(batches) > _TOGETHER_MAX:
         return window
     places = [(at, length) for at, length in batches if at >= 0 and 0 < length <= PROBE_BYTES]
     mark = max(0, end - _END_BYTES)

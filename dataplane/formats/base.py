@@ -24,6 +24,9 @@ class ShardReader(Protocol):
     def read(self, offset: int, length: int) -> Buffer:
         """Exactly this range, or an error of the StoreError family."""
 
+    def read_all(self, places: Sequence[Region]) -> list[Buffer]:
+        """As `read` of each of these short ranges, several of them at a time."""
+
     def stream(self) -> Iterator[Buffer]:
         """The whole shard from its start, piece by piece."""
 

@@ -16,6 +16,7 @@ from typing_extensions import Buffer
 
 from dataplane.formats.base import RawBlock, ShardReader
 from dataplane.formats.gzipped import inflate, is_compressed
+from dataplane.model import Region
 
 # A block of records aims at this size: large enough for one ranged read to be worth its latency,
 # small enough that a shuffle window of many open blocks fits in memory.
@@ -24,7 +25,7 @@ BLOCK_BYTES = 4 << 20
 # one MiB of transfer.
 NEAR_BYTES = 1 << 20
 PROBE_BYTES = 64 << 10
-PARTS_AT_ONCE = 8
+_READS_AT_ONCE = 8
 
 
 class Source(Protocol):
@@ -71,12 +72,11 @@ class Parts:
 
     def __init__(self, shard: ShardReader, rest: Window, places: Sequence[tuple[int, int]]) -> None:
         self._size, self._rest = shard.size_bytes, rest
-        within = [(at, min(length, self._size - at)) for at, length in places if at < self._size]
-        with ThreadPoolExecutor(min(PARTS_AT_ONCE, max(len(within), 1))) as pool:
-            read = pool.map(lambda place: memoryview(shard.read(*place)).cast("B"), within)
-            found = sorted(zip(within, read, strict=True), key=lambda part: part[0])
-        self._starts = [at for (at, _), _ in found]
-        self._held = [held for _, held in found]
+        within = sorted((at, min(length, self._size - at)) for at, length in places)
+        within = [(at, length) for at, length in within if length > 0]
+        read = shard.read_all([Region(*place) for place in within])
+        self._starts = [at for at, _ in within]
+        self._held = [memoryview(content).cast("B") for content in read]
 
     @property
     def url(self) -> str:
@@ -91,6 +91,12 @@ class Parts:
             if at + length <= len(self._held[part]):
                 return self._held[part][at : at + length]
         return self._rest.view(offset, length)
+
+
+def read_in_threads(shard: ShardReader, places: Sequence[Region]) -> list[Buffer]:
+    """`ShardReader.read_all` for readers that can only read one range at a time."""
+    with ThreadPoolExecutor(min(_READS_AT_ONCE, max(len(places), 1))) as pool:
+        return list(pool.map(lambda place: shard.read(place.offset, place.length), places))
 
 
 class Memory:

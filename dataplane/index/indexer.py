@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -30,6 +30,7 @@ from typing_extensions import Buffer
 from dataplane.errors import CorruptShard, DataplaneError, PeerLost
 from dataplane.formats import registry
 from dataplane.formats.faults import is_out_of_memory
+from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import encode_index
 from dataplane.machine import collect_rarely, limit_memory
 from dataplane.model import Region
@@ -61,15 +62,22 @@ class _AskedShard:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def read(self, offset: int, length: int) -> Buffer:
-        for part in self.parts:
-            at = offset - part.offset
-            if at >= 0 and at + length <= len(part.content):
-                return memoryview(part.content)[at : at + length]
+        held = self._held(Region(offset, length))
+        if held is not None:
+            return held
         parts = [
             self._answer(self._ask(Region(at, min(PART_BYTES, offset + length - at)))).content
             for at in range(offset, offset + length, PART_BYTES)
         ]
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_all(self, places: Sequence[Region]) -> list[Buffer]:
+        found = [self._held(place) for place in places]
+        asked = [
+            self._ask(place) for place, held in zip(places, found, strict=True) if held is None
+        ]
+        answers = map(self._answer, asked)
+        return [next(answers).content if held is None else held for held in found]
 
     def stream(self) -> Iterator[Buffer]:
         request = self._ask(None)
@@ -80,6 +88,14 @@ class _AskedShard:
     def arrived(self, body: tasks.ShardBytes) -> None:
         """From the thread that receives."""
         self._asked[body.request].put(body)
+
+    def _held(self, place: Region) -> Buffer | None:
+        """The bytes of this range, if they came with the task."""
+        for part in self.parts:
+            at = place.offset - part.offset
+            if at >= 0 and at + place.length <= len(part.content):
+                return memoryview(part.content)[at : at + place.length]
+        return None
 
     def _ask(self, place: Region | None) -> int:
         request = next(self._numbers)
@@ -110,6 +126,9 @@ class _LocalShard:
     def read(self, offset: int, length: int) -> Buffer:
         self._tell()
         return LocalStore().read(self.url, offset, length, self.etag) if length else b""
+
+    def read_all(self, places: Sequence[Region]) -> list[Buffer]:
+        return read_in_threads(self, places)
 
     def stream(self) -> Iterator[Buffer]:
         for piece in LocalStore().stream(self.url, self.etag):

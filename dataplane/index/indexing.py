@@ -30,9 +30,10 @@ from dataplane.formats import not_shards, registry
 from dataplane.formats.base import Block, Format, ShardIndex
 from dataplane.formats.inferred import is_inferred
 from dataplane.formats.nulls import aligned, node_count
+from dataplane.formats.source import read_in_threads
 from dataplane.index.journal import IndexJournal, digest, listing_key, shard_keys
 from dataplane.index.one_schema import check_same
-from dataplane.model import ObjectInfo
+from dataplane.model import ObjectInfo, Region
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.null_counts import NEVER
 from dataplane.plan.shard import IndexedShard
@@ -82,6 +83,10 @@ class StoredShard:
         if length == 0:
             return b""
         return self.store.read(self.url, offset, length, self.listed.etag)
+
+    def read_all(self, places: Sequence[Region]) -> list[Buffer]:
+        """As `ShardReader.read_all`, pinned to the etag that was listed."""
+        return read_in_threads(self, places)
 
     def stream(self) -> Iterator[Buffer]:
         """As `ShardReader.stream`, pinned to the etag that was listed."""

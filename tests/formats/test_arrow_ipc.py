@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import itertools
-import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +16,7 @@ from shards import NESTED, NESTED_ROWS, MemoryShard, arrow_bytes, decoded, raw_b
 from dataplane.errors import CorruptShard
 from dataplane.formats.arrow_ipc import ArrowIpc
 from dataplane.formats.flatbuf import message_head
+from dataplane.model import Region
 
 ARROW = ArrowIpc()
 TOKENS = pa.table({"ids": pa.FixedSizeListArray.from_arrays(np.arange(400_000, dtype="i4"), 100)})
@@ -156,27 +156,28 @@ def test_metadata_from_anywhere_is_a_head_or_a_value_error(content: bytes) -> No
         assert str(error)  # noqa: PT017
 
 
-class Patient(MemoryShard):
-    """Once `patient`, no read ends before four of them are under way."""
+class Together(MemoryShard):
+    """Notes how many ranges are read at once."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
-        self._under_way, self._four = itertools.count(1), threading.Event()
+        self.together: list[int] = []
 
-    def read(self, offset: int, length: int) -> bytes:
-        if 0 < offset < self.size_bytes - (64 << 10):
-            if next(self._under_way) == 4:
-                self._four.set()
-            assert self._four.wait(20), "one was read after the other"
-        return super().read(offset, length)
+    def read_all(self, places: Sequence[Region]) -> list[bytes]:
+        self.together.append(len(places))
+        return super().read_all(places)
 
 
 def test_the_metadata_of_large_batches_is_read_at_once() -> None:
     rows, batches = 150_000, 9
     wide = pa.table({"x": np.arange(rows * batches)})
     content = arrow_bytes(wide, rows=rows, file=True)
-    shard = Patient(content)
+    shard = Together(content)
     index = ARROW.index(shard)
+    mark = 1
+    assert shard.together == [batches + mark]
+    start_and_end = 2
+    assert len(shard.reads) == batches + mark + start_and_end
     assert [block.rows for block in index.blocks] == [rows] * batches
     assert shard.bytes_read < len(content) / 20
     found = ARROW.decode(raw_block(content, index, 7, "u"), index.schema, ["x"])

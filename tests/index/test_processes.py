@@ -56,9 +56,11 @@ def written(folder: Path, shards: dict[str, bytes]) -> str:
     return str(folder)
 
 
+LARGE = pa.table({"x": range(450_000)})
 SHARDS: dict[str, dict[str, bytes]] = {
     "parquet": {f"{i}.parquet": parquet_bytes(TABLE, row_group_size=20) for i in range(5)},
     "arrow": {f"{i}.arrow": arrow_bytes(TABLE, rows=20) for i in range(3)},
+    "arrow in large batches": {"0.arrow": arrow_bytes(LARGE, rows=150_000, file=True)},
     "jsonl": {"0.jsonl": json_lines(TABLE.to_pylist())},
     "jsonl.gz": {"0.jsonl.gz": gzip.compress(json_lines(TABLE.to_pylist()))},
     "tar": {"0.tar": tar_bytes([(f"{i}.txt", b"abc") for i in range(9)])},
