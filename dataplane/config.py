@@ -190,6 +190,8 @@ class NodeConfig:
     """One cache node. Budgets are hard, in bytes; times are in seconds. There are `worker_count`
     workers, and up to `worker_count_max` if more of them help. Each may take
     `worker_memory_bytes`, and up to `worker_memory_bytes_max` for a dataset with large blocks.
+    `allowed_urls` are the prefixes of what it opens, with spaces between them; "" for all. An
+    embedded node opens what its trainer could open.
     """
 
     cache_dir: str
@@ -209,6 +211,7 @@ class NodeConfig:
     worker_memory_bytes_max: int = 0
     log_level: str = "info"
     log_format: str = "text"
+    allowed_urls: str = ""
 
     @property
     def task_timeout_s(self) -> float:

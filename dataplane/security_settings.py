@@ -43,6 +43,13 @@ SECURITY_SETTINGS: tuple[Setting, ...] = (
         fixed(""),
     ),
     Setting(
+        "allowed_urls",
+        WORDS,
+        "prefixes of the urls that a served node opens, and that jobs of a coordinator may read; "
+        "if not set, all",
+        fixed(""),
+    ),
+    Setting(
         "insecure",
         SWITCH,
         "allow to listen and to connect beyond this host without TLS, although whoever reads along "

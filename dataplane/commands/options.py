@@ -139,8 +139,11 @@ def security_given(given: Settings, *, listens: bool) -> Security:
     Raises:  ConfigError: the token cannot be read.
     """
     from dataplane.security.security import security_of
+    from dataplane.store.urls import normalise
 
-    return security_of({name: one.value for name, one in given.items()}, listens=listens)
+    values = {name: one.value for name, one in given.items()}
+    allowed = map(normalise, str(values["allowed_urls"]).split())
+    return security_of({**values, "allowed_urls": " ".join(allowed)}, listens=listens)
 
 
 def _option(setting: units.Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -258,7 +258,14 @@ def run(sock: socket.socket) -> None:
         }
 
         def stores(observe: Observe, share: Share) -> Stores:
-            return Stores(start.budget_s, start.request_timeout_s, observe, share=share)
+            policy = None
+            if start.is_policed:
+                from dataplane.store.policy import UrlPolicy
+
+                policy = UrlPolicy(start.allowed_urls)
+            return Stores(
+                start.budget_s, start.request_timeout_s, observe, share=share, policy=policy
+            )
 
         reads = Reads(sock, arenas, stores)
         if start.store:

@@ -22,6 +22,7 @@ from dataplane.errors import DataplaneError, StoreError
 from dataplane.machine import numa_nodes
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
+from dataplane.node.policy import allowed_urls
 from dataplane.node.preambles import KeptPreamble, Preambles, preamble_bytes
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
@@ -96,6 +97,8 @@ class Fetcher:
             config.fetch_timeout_s,
             config.log_level,
             config.log_format,
+            is_policed=not config.embedded,
+            allowed_urls=allowed_urls(config),
         )
         count_max = max(1, len(os.sched_getaffinity(0)) // 2)
         arenas = (arena, preambles.arena)

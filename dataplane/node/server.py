@@ -12,14 +12,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from dataplane import background
 from dataplane.arena.memfd import Arena
 from dataplane.config import PROTOCOL_VERSION, VERSION, NodeConfig
 from dataplane.errors import ConfigError, DataplaneError, PeerLost, VersionMismatch
-from dataplane.index.processes import open_manifest
 from dataplane.node.described import describe
 from dataplane.node.door import Door
 from dataplane.node.engine import Engine
@@ -27,6 +25,7 @@ from dataplane.node.fetch import Fetcher
 from dataplane.node.heartbeat import Heartbeat
 from dataplane.node.jobs import Jobs
 from dataplane.node.member import ServedMember
+from dataplane.node.policy import opening, policy_of
 from dataplane.node.pool import WorkerPool
 from dataplane.node.stopping import done_before, wait_stop
 from dataplane.node.watchdog import Watchdog
@@ -297,6 +296,7 @@ class NodeServer:
         self._stores = Stores(
             config.stall_timeout_s, config.fetch_timeout_s, self.outages.note,
             share=lambda pause: self._fetcher.pause(pause),  # noqa: PLW0108 - made below
+            policy=policy_of(config),
         )  # fmt: skip
         slow_down = self._stores.slow_down
         self._fetcher = Fetcher.of(config, self._arena, self.trace, self.outages, slow_down)
@@ -308,8 +308,8 @@ class NodeServer:
         self.engine = Engine(
             scheduler, self._arena, self._fetcher, self._pool, self.trace, self.node_id
         )
-        opening = partial(open_manifest, config, self._fetcher.ahead(self._stores.connect))
-        self.jobs = Jobs(config, self.engine, coordination, self.node_id, opening)
+        opened = opening(config, self._fetcher.ahead(self._stores.connect))
+        self.jobs = Jobs(config, self.engine, coordination, self.node_id, opened)
         self._watchdog = Watchdog(self.trace)
         self.heartbeat = Heartbeat(
             config, coordination, self.jobs, self.engine, self.node_id, self.trace, self.outages,

@@ -22,6 +22,8 @@ class StartFetching(Struct, frozen=True):
     log_level: str = "info"
     log_format: str = "text"
     store: str = ""
+    is_policed: bool = False
+    allowed_urls: tuple[str, ...] = ()
 
 
 class ReadRange(Struct, frozen=True):

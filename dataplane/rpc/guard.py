@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from dataplane.errors import AccessDenied
+from dataplane.redact import redacted
 from dataplane.rpc import status
 from dataplane.rpc.bounds import URLS_MAX
 from dataplane.rpc.membership import HeartbeatRequest, JoinRequest
@@ -50,7 +51,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             why = f"its token is for {_named(caller)}, which may not make this call"
             return self._refusing(details.method, why, grpc.StatusCode.PERMISSION_DENIED)
         is_limited = caller.job or caller.datasets is not None
-        if method.unary_unary is not None and (self._security.peers or is_limited):
+        if method.unary_unary is not None and (
+            self._security.peers or self._security.allowed_urls or is_limited
+        ):
             return self._limited(details.method, method, caller)
         return method
 
@@ -65,7 +68,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             why = self._unknown(context)
             if not why:
                 request = method.request_deserializer(message)
-                why = _outside(request, caller)
+                why = _outside(request, caller, self._security.allowed_urls)
             if why:
                 await _refuse(context, path, why, grpc.StatusCode.PERMISSION_DENIED)
             return await method.unary_unary(request, context)
@@ -100,19 +103,21 @@ async def _refuse(context: _Context, path: str, why: str, code: grpc.StatusCode)
     await context.abort(code, status.details_of(error), status.trailer_of(error))
 
 
-def _outside(request: Any, caller: Caller) -> str:
-    """What a message asks for that the caller's token does not allow, or ""."""
+def _outside(request: Any, caller: Caller, allowed_urls: tuple[str, ...]) -> str:
+    """What a message asks for that neither its caller's token nor the coordinator allows, or ""."""
     if caller.job:
         for job in _jobs(request):
             if job != caller.job:
                 asked = f"asks for {job!r}" if job else "names none"
                 return f"its token is for the job {caller.job!r}, and the call {asked}"
-    if caller.datasets is not None and isinstance(request, JoinRequest):
+    if isinstance(request, JoinRequest):
         if len(request.urls) > URLS_MAX:
             return f"it names {len(request.urls)} urls"
-        for url in request.urls or ("",):
-            if not is_under(url, caller.datasets):
-                return f"its token does not allow {url or 'a dataset without urls'}"
+        allowed = ((caller.datasets, "its token does"), (allowed_urls or None, "allowed_urls do"))
+        for prefixes, whose in allowed:
+            for url in () if prefixes is None else request.urls or ("",):
+                if not is_under(url, prefixes or ()):
+                    return f"{whose} not allow {redacted(url) or 'a dataset without urls'}"
     return ""
 
 

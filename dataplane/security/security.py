@@ -28,7 +28,8 @@ _HOW = (
 @dataclass(frozen=True, slots=True)
 class Security:
     """The token, the certificates, the URIs of peers with certificates ("spiffe://cluster/ns/*":
-    all that start so; () for all), and whether plain text may cross the network.
+    all that start so; () for all), whether plain text may cross the network, and the prefixes of
+    the urls that jobs may read; () for all.
     """
 
     tokens: TokenSource | None = None
@@ -36,6 +37,7 @@ class Security:
     tls: Certificates | None = None
     peers: tuple[str, ...] = ()
     jwts: Jwts | None = None
+    allowed_urls: tuple[str, ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a client sends with each call."""
@@ -137,4 +139,5 @@ def security_of(
         Certificates(files) if files != TlsFiles() else None,
         tuple(str(settings["tls_peers"]).split()),
         Jwts(source, str(settings["jwt_key"])) if source is not None and listens else None,
+        tuple(str(settings["allowed_urls"]).split()),
     )

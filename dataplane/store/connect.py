@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dataplane.errors import StoreError
 from dataplane.store.base import Store
@@ -14,6 +15,9 @@ from dataplane.store.local import LocalStore
 from dataplane.store.outage import Observe, Outages
 from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of, normalise, scheme_of
+
+if TYPE_CHECKING:
+    from dataplane.store.policy import UrlPolicy
 
 OBSTORE_SCHEMES = ("s3", "gs", "az", "adl", "abfs", "abfss", "http", "https")
 _READ_FROM = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "FSSPEC_")
@@ -25,6 +29,7 @@ class Stores:
     `request_timeout_s` bounds one request. If a store does not answer, a call retries until it has
     failed for `budget_s`. `observe` is called about stores that are away: see `outage`. `share` is
     called when a store asks to slow down: other processes of the host pass that to `slow_down`.
+    `policy` says which urls may be opened.
     """
 
     def __init__(
@@ -34,7 +39,9 @@ class Stores:
         observe: Observe | None = None,
         clock: Clock | None = None,
         share: Share = lambda _: None,
+        policy: UrlPolicy | None = None,
     ) -> None:
+        self._policy = policy
         self._budget_s = budget_s
         self._request_timeout_s = request_timeout_s
         self._observe = observe or Outages().note
@@ -55,7 +62,7 @@ class Stores:
         with self._lock:
             store = self._open.get(key)
             if store is None:
-                inner = open_store(base, self._request_timeout_s)
+                inner = open_store(base, self._request_timeout_s, self._policy)
                 store = Retrying(
                     inner, base, self._budget_s, self._clock, self._observe, self._share
                 )
@@ -97,11 +104,25 @@ class Stores:
             store.slow_down(replace(pause, left_s=left_s))
 
 
-def open_store(base: str, request_timeout_s: float = 30.0) -> Store:
-    """A separate store, without retries.
+def open_store(
+    base: str, request_timeout_s: float = 30.0, policy: UrlPolicy | None = None
+) -> Store:
+    """A separate store, without retries, that opens what `policy` allows: all, if it is None.
 
     Raises:  ConfigError: no such scheme, or an environment that does not say how.
     """
+    if policy is None:
+        return _opened(base, request_timeout_s)
+    from dataplane.store import direct
+    from dataplane.store.http_store import HttpStore
+    from dataplane.store.policy import PolicedStore
+
+    if scheme_of(base) in ("http", "https") and direct.is_possible(os.environ):
+        return PolicedStore(HttpStore(base, request_timeout_s, policy), policy)
+    return PolicedStore(_opened(base, request_timeout_s), policy)
+
+
+def _opened(base: str, request_timeout_s: float) -> Store:
     scheme = scheme_of(base)
     if scheme == "file":
         return LocalStore()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dataplane.rpc import guard
+from dataplane.store import policy
 from dataplane.trace import Trace
 
 
 @pytest.fixture(autouse=True)
 def fresh_minute(monkeypatch):
-    monkeypatch.setattr(guard, "_trace", Trace("security"))
+    for module in (guard, policy):
+        monkeypatch.setattr(module, "_trace", Trace("security"))

@@ -32,20 +32,24 @@ class FromFetcher(_message.Message):
     def __init__(self, read_ended: _Optional[_Union[ReadEnded, _Mapping]] = ..., store_pause: _Optional[_Union[StorePause, _Mapping]] = ..., store_seen: _Optional[_Union[StoreSeen, _Mapping]] = ..., shard_trouble: _Optional[_Union[ShardTrouble, _Mapping]] = ...) -> None: ...
 
 class StartFetching(_message.Message):
-    __slots__ = ("environment", "budget_s", "request_timeout_s", "log_level", "log_format", "store")
+    __slots__ = ("environment", "budget_s", "request_timeout_s", "log_level", "log_format", "store", "is_policed", "allowed_urls")
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     REQUEST_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     LOG_FORMAT_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    IS_POLICED_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_URLS_FIELD_NUMBER: _ClassVar[int]
     environment: _containers.RepeatedScalarFieldContainer[bytes]
     budget_s: float
     request_timeout_s: float
     log_level: str
     log_format: str
     store: str
-    def __init__(self, environment: _Optional[_Iterable[bytes]] = ..., budget_s: _Optional[float] = ..., request_timeout_s: _Optional[float] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., store: _Optional[str] = ...) -> None: ...
+    is_policed: bool
+    allowed_urls: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, environment: _Optional[_Iterable[bytes]] = ..., budget_s: _Optional[float] = ..., request_timeout_s: _Optional[float] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., store: _Optional[str] = ..., is_policed: bool = ..., allowed_urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReadRange(_message.Message):
     __slots__ = ("number", "url", "offset", "etag", "arena_id", "into")

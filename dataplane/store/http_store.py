@@ -1,0 +1,284 @@
+"""Objects of http servers that are not trusted, over our own connections.
+
+obstore resolves names and follows redirects by itself, and does not tell where it connects to. A
+node that serves others reads http urls here instead: every address is checked when it is connected
+to, whatever DNS said before, and every redirect before it is followed. Through a proxy this is not
+possible: then obstore is used, and what can be reached is up to the proxy.
+
+Invariants:
+1. Nothing is sent before the connected address was checked.
+2. No text of a server's answer appears in an error, except its status and etag.
+"""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import http.client
+import re
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Iterator, Mapping
+
+from typing_extensions import Buffer
+
+from dataplane.errors import (
+    DatasetChangedError,
+    ShardNotFound,
+    StoreDenied,
+    StoreError,
+    StoreThrottled,
+    StoreUnavailable,
+    TruncatedRead,
+)
+from dataplane.model import ObjectInfo
+from dataplane.store.pieces import check_etag, in_pieces
+from dataplane.store.policy import UrlPolicy
+from dataplane.store.race import current_race
+from dataplane.store.unreachable import unreachable, why_of
+
+_CONNECT_TIMEOUT_S = 5.0
+_REDIRECTS_MAX = 5
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_IDLE_MAX = 16
+_IDLE_S = 20.0
+_SLICE_BYTES = 1 << 20
+_SPAN = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+_NO_ETAG = "modified-"
+
+_Idle = dict[str, list[tuple[float, http.client.HTTPConnection]]]
+
+
+class HttpStore:
+    """One http server, and those that it redirects to."""
+
+    def __init__(self, base: str, request_timeout_s: float, policy: UrlPolicy) -> None:
+        self._base = base
+        self._timeout_s = request_timeout_s
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._idle: _Idle = {}
+        # Not by __del__: in a cycle the sockets could be finalized first, and complain.
+        weakref.finalize(self, _close_all, self._idle).atexit = False
+        self._tls: ssl.SSLContext | None = None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        raise ShardNotFound(f"{prefix}: an http server cannot list: name each file", shard=prefix)
+
+    def head(self, url: str) -> ObjectInfo:
+        found, _ = self._get(url, 0, 1, None)
+        return found
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        into = bytearray(length)
+        self.read_into(url, offset, etag, memoryview(into))
+        return into
+
+    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+        """As `base.Filling.read_into`."""
+        if not len(into):
+            check_etag(self.head(url), etag)
+            return
+        found, filled = self._get(url, offset, len(into), into, etag)
+        check_etag(found, etag)
+        if filled != len(into):
+            raise TruncatedRead(
+                f"{url} gave {filled} bytes of the {len(into)} asked for at {offset}",
+                shard=url, offset=offset, expected=len(into), found=filled,
+            )  # fmt: skip
+        current_race().claim()
+
+    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        return in_pieces(self, url, etag)
+
+    def reconnect(self) -> None:
+        """As `base.Reconnecting.reconnect`."""
+        with self._lock:
+            _close_all(self._idle)
+
+    def _get(
+        self, url: str, offset: int, length: int, into: memoryview | None, etag: str = ""
+    ) -> tuple[ObjectInfo, int]:
+        """What the object is, and how many bytes of the range were filled in."""
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
+        if etag and not etag.startswith(_NO_ETAG):
+            headers["If-Match"] = etag
+        deadline = time.monotonic() + self._timeout_s
+        at = url
+        for _ in range(_REDIRECTS_MAX + 1):
+            base = "/".join(at.split("/", 3)[:3])
+            is_whole, connection, answer = False, None, None
+            try:
+                connection, answer = self._asked(url, at, base, headers, deadline)
+                if answer.status in _REDIRECTS:
+                    at = self._redirected(url, at, answer.getheader("Location", ""))
+                    continue
+                found, filled = _described(url, answer), 0
+                if into is not None and answer.status == 206:
+                    filled = _fill(answer, connection, into, deadline)
+                elif answer.status == 206:
+                    answer.read(length)
+                is_whole = answer.isclosed() and not answer.will_close
+            except (OSError, http.client.HTTPException) as cause:
+                why = why_of(cause)
+                if why is None:
+                    said = type(cause).__name__
+                    raise StoreUnavailable(f"{url}: {base} failed: {said}", shard=url) from cause
+                raise unreachable(url, base, why) from cause
+            finally:
+                if answer is not None:
+                    answer.close()
+                if connection is not None:
+                    self._done(base, connection, is_whole=is_whole)
+            return found, filled
+        raise StoreError(f"{url} redirects more than {_REDIRECTS_MAX} times", shard=url)
+
+    def _redirected(self, url: str, at: str, location: str) -> str:
+        """Raises:  StoreDenied: it leads to what may not be opened."""
+        target = urllib.parse.urljoin(at, location)
+        scheme = target.partition("://")[0].lower()
+        if scheme not in ("http", "https") or (at.startswith("https:") and scheme == "http"):
+            raise StoreDenied(f"{url} redirects to {scheme}, which is not followed", shard=url)
+        try:
+            self._policy.check(target)
+        except StoreDenied as error:
+            raise StoreDenied(f"{url} redirects: {error}", shard=url) from None
+        return target
+
+    def _asked(
+        self, url: str, at: str, base: str, headers: Mapping[str, str], deadline: float
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """The head of an answer. Only the failure of a new connection counts: a server may close
+        an idle one at any time.
+        """
+        parts = urllib.parse.urlsplit(at)
+        target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        target = urllib.parse.quote(target, safe="/%?&=+$,;:@~!*'()-._")
+        while True:
+            connection, is_new = self._connection(base)
+            try:
+                left_s = max(0.001, deadline - time.monotonic())
+                if is_new:
+                    self._connect(url, parts, connection, min(_CONNECT_TIMEOUT_S, left_s))
+                connection.sock.settimeout(left_s)
+                current_race().hold(connection.sock)
+                connection.request("GET", target, headers={**headers, **_credentials(parts)})
+                return connection, connection.getresponse()
+            except BaseException as cause:
+                connection.close()
+                is_stale = isinstance(cause, (ConnectionError, http.client.HTTPException))
+                if is_new or not is_stale or current_race().is_over:
+                    raise
+
+    def _connect(
+        self,
+        url: str,
+        parts: urllib.parse.SplitResult,
+        connection: http.client.HTTPConnection,
+        timeout_s: float,
+    ) -> None:
+        host = parts.hostname or ""
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        sock = socket.create_connection((host, port), timeout_s)
+        try:
+            self._policy.check_address(url, sock.getpeername()[0])
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if parts.scheme == "https":
+                with self._lock:
+                    self._tls = self._tls or ssl.create_default_context()
+                sock = self._tls.wrap_socket(sock, server_hostname=host)
+        except BaseException:
+            sock.close()
+            raise
+        connection.sock = sock
+
+    def _connection(self, base: str) -> tuple[http.client.HTTPConnection, bool]:
+        now = time.monotonic()
+        with self._lock:
+            waiting = self._idle.get(base, [])
+            while waiting:
+                since, connection = waiting.pop()
+                if now - since < _IDLE_S:
+                    return connection, False
+                connection.close()
+        scheme, _, host = base.partition("://")
+        kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+        return kind(host.rpartition("@")[2]), True
+
+    def _done(self, base: str, connection: http.client.HTTPConnection, *, is_whole: bool) -> None:
+        if is_whole:
+            with self._lock:
+                waiting = self._idle.setdefault(base, [])
+                if len(waiting) < _IDLE_MAX:
+                    waiting.append((time.monotonic(), connection))
+                    return
+        connection.close()
+
+
+def _close_all(idle: _Idle) -> None:
+    for waiting in idle.values():
+        for _, connection in waiting:
+            connection.close()
+    idle.clear()
+
+
+def _credentials(parts: urllib.parse.SplitResult) -> dict[str, str]:
+    """Those in the url, for its own server only."""
+    if parts.username is None:
+        return {}
+    pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+    return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+
+
+def _described(url: str, answer: http.client.HTTPResponse) -> ObjectInfo:
+    """The object that an answer is about.
+
+    Raises:  the error that its status means.
+    """
+    status = answer.status
+    span = _SPAN.fullmatch(answer.getheader("Content-Range", ""))
+    if status == 412:
+        raise DatasetChangedError(f"{url} changed since it was indexed", shard=url)
+    if status in (404, 410):
+        raise ShardNotFound(f"there is no object {url} (HTTP {status})", shard=url)
+    if status in (401, 403, 407):
+        raise StoreDenied(f"{url}: access refused (HTTP {status})", shard=url)
+    if status in (429, 503):
+        raise StoreThrottled(f"{url}: the server asks to slow down (HTTP {status})", shard=url)
+    if status >= 500:
+        raise StoreUnavailable(f"{url}: the server failed (HTTP {status})", shard=url)
+    if status not in (206, 416) or span is None:
+        raise StoreError(
+            f"{url}: the server answered a ranged GET with HTTP {status}: it must support ranges",
+            shard=url,
+        )
+    size = int(span[3])
+    etag = answer.getheader("ETag", "")
+    if not etag:
+        changed = email.utils.parsedate_to_datetime(answer.getheader("Last-Modified", ""))
+        etag = f"{_NO_ETAG}{changed.timestamp():.0f}-{size}"
+    return ObjectInfo(url, size, etag)
+
+
+def _fill(
+    answer: http.client.HTTPResponse,
+    connection: http.client.HTTPConnection,
+    into: memoryview,
+    deadline: float,
+) -> int:
+    at = 0
+    while at < len(into):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if connection.sock is not None:
+            connection.sock.settimeout(left_s)
+        count = answer.readinto(into[at : at + _SLICE_BYTES])
+        if not count:
+            break
+        at += count
+    return at

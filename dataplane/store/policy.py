@@ -1,0 +1,183 @@
+"""Which urls a node opens for its trainers, and a store that opens no others.
+
+Invariants:
+1. A url is checked before anything is sent or opened for it, so that no error shows bytes of it.
+2. A local file counts as what it is after all symbolic links.
+3. An http connection counts as the address that it is connected to, and a redirect as the url that
+   it leads to.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from dataplane.errors import StoreDenied
+from dataplane.model import ObjectInfo
+from dataplane.security.urls import is_under
+from dataplane.store.base import Reconnecting, Store
+from dataplane.store.pieces import fill
+from dataplane.store.urls import FILE_PREFIX, local_path, normalise
+from dataplane.trace import Trace
+
+# Where clouds serve credentials of their machines, beside link-local addresses.
+_METADATA = frozenset(
+    map(
+        ipaddress.ip_address,
+        ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"),
+    )
+)
+_trace = Trace("security")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True, slots=True)
+class UrlPolicy:
+    """The prefixes of urls that may be opened; () for all. Link-local addresses, and those where
+    clouds serve credentials, only if a prefix names them.
+    """
+
+    prefixes: tuple[str, ...] = ()
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check what a trainer asks for, which may have wildcards.
+
+        Raises:  StoreDenied.  ConfigError: not a url.
+        """
+        if self.prefixes:
+            for name in names:
+                if not is_under(normalise(name), self.prefixes):
+                    raise self._denied(normalise(name))
+
+    def check(self, url: str) -> None:
+        """Check the url of an object.
+
+        Raises:  StoreDenied.
+        """
+        if self.prefixes:
+            if not is_under(url, self.prefixes):
+                raise self._denied(url)
+            path = local_path(url)
+            if path is not None:
+                self._check_target(url, os.path.realpath(path))
+
+    def check_all(self, urls: Iterable[str]) -> None:
+        """Check the urls of objects, of which many lie in one folder.
+
+        Raises:  StoreDenied.
+        """
+        if not self.prefixes:
+            return
+        folders: dict[str, str] = {}
+        for url in urls:
+            if not url.startswith(FILE_PREFIX):
+                self.check(url)
+                continue
+            if not is_under(url, self.prefixes):
+                raise self._denied(url)
+            folder, _, name = url[len(FILE_PREFIX) :].rpartition("/")
+            if folder not in folders:
+                folders[folder] = os.path.realpath(folder or "/")
+            target = f"{folders[folder]}/{name}"
+            self._check_target(url, os.path.realpath(target) if _is_link(target) else target)
+
+    def check_address(self, url: str, address: str) -> None:
+        """Check the IP address that is connected to for this url.
+
+        Raises:  StoreDenied.
+        """
+        if is_of_machine(address) and not self._names(address):
+            _trace.failed("url refused", url=url, why=f"its server is at {address}")
+            raise StoreDenied(
+                f"{url}: its server is at {address}, which is link-local or serves the "
+                "credentials of a cloud's machine: a node connects there only if allowed_urls "
+                "names the address",
+                shard=url,
+            )
+
+    def _names(self, address: str) -> bool:
+        """Whether a prefix has this very address as its host."""
+        host = f"[{address}]" if ":" in address else address
+        hosts = (one.partition("://")[2].partition("/")[0] for one in self.prefixes)
+        return any(one == host or one.startswith(f"{host}:") for one in hosts)
+
+    def _check_target(self, url: str, target: str) -> None:
+        """Links may be in the allowed folders' own paths, too."""
+        for prefix in self.prefixes:
+            path = local_path(prefix)
+            if path is not None and is_under(
+                f"{FILE_PREFIX}{target}", (f"{FILE_PREFIX}{os.path.realpath(path)}",)
+            ):
+                return
+        raise self._denied(url, "is a symbolic link that leads out of")
+
+    def _denied(self, url: str, why: str = "is not below") -> StoreDenied:
+        _trace.failed("url refused", url=url, why=f"it {why} allowed_urls")
+        return StoreDenied(
+            f"{url} {why} the urls that this node may open: {', '.join(self.prefixes)}. "
+            "Add it to allowed_urls of the node (--allowed-urls), or choose another",
+            shard=url,
+        )
+
+
+def is_of_machine(address: str) -> bool:
+    """Whether an IP address is link-local, or one where a cloud serves credentials, however it is
+    written.
+    """
+    found: _Address = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        found = inner or found
+    return found.is_link_local or found.is_unspecified or found.is_multicast or found in _METADATA
+
+
+class PolicedStore:
+    """A store that opens only what the policy allows."""
+
+    def __init__(self, inner: Store, policy: UrlPolicy) -> None:
+        self._inner, self._policy = inner, policy
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._policy.check_names([prefix])
+        found = list(self._inner.list(prefix))
+        self._policy.check_all(one.url for one in found)
+        return iter(found)
+
+    def head(self, url: str) -> ObjectInfo:
+        self._policy.check(url)
+        return self._inner.head(url)
+
+    def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
+        self._policy.check(url)
+        return self._inner.read(url, offset, length, etag)
+
+    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+        """As `base.Filling.read_into`."""
+        self._policy.check(url)
+        fill(self._inner, url, offset, etag, into)
+
+    def stream(self, url: str, etag: str) -> Iterator[Buffer]:
+        self._policy.check(url)
+        return self._inner.stream(url, etag)
+
+    def reconnect(self) -> None:
+        """As `base.Reconnecting.reconnect`."""
+        if isinstance(self._inner, Reconnecting):
+            self._inner.reconnect()
+
+
+def _is_link(path: str) -> bool:
+    try:
+        return stat.S_ISLNK(Path(path).lstat().st_mode)
+    except OSError:
+        return False

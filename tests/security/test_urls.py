@@ -1,0 +1,262 @@
+"""Which urls a served node opens: after links, redirects and names, and before any byte is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from signed_server import signed_server
+
+from dataplane.errors import DatasetChangedError, ShardNotFound, StoreDenied
+from dataplane.index.indexing import open_dataset
+from dataplane.node.policy import opening, policy_of
+from dataplane.rpc.messages import DatasetSource
+from dataplane.security.urls import is_under
+from dataplane.settings import default_node_config
+from dataplane.store.connect import Stores, open_store
+from dataplane.store.policy import UrlPolicy, is_of_machine
+
+
+@pytest.mark.parametrize(
+    ("url", "prefix", "expected"),
+    [
+        ("s3://b/train/x", "s3://b/train", True),
+        ("s3://b/train", "s3://b/train", True),
+        ("s3://b/train", "s3://b/train/", True),
+        ("s3://b/train/", "s3://b/train/", True),
+        ("s3://b/train-2/x", "s3://b/train", False),
+        ("s3://b/train*/x", "s3://b/train", False),
+        ("s3://b/train/*", "s3://b/train", True),
+        ("s3://b/{train,test}/x", "s3://b/train", False),
+        ("s3://b/train/{a,../b}", "s3://b/train", False),
+        ("s3://b/train/../x", "s3://b/train", False),
+        ("https://h/a/%2e%2E/x", "https://h/a/", False),
+        ("https://h/a\\..\\x", "https://h/a", False),
+        ("https://h/a/x?y=/../", "https://h/a", True),
+        ("https://h.evil/a", "https://h", False),
+        ("https://h@evil/a", "https://h", False),
+        ("https://h:81/a", "https://h", False),
+        ("file:///etc/passwd", "file:///data", False),
+        ("http://h/a/x", "https://h/a", False),
+    ],
+)
+def test_a_prefix_contains_what_lies_below_it(url, prefix, expected):
+    assert is_under(url, [prefix]) is expected
+
+
+@given(st.text("ab/.*{},%2e", max_size=12), st.text("ab/", max_size=4))
+def test_whatever_is_allowed_begins_with_the_prefix(tail, prefix):
+    prefix = f"s3://b/{prefix}"
+    if is_under(prefix + tail, [prefix]):
+        assert ".." not in (prefix + tail).replace("{", "/").replace(",", "/").split("/")
+    assert not is_under(f"s3://c/{tail}", [prefix])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("169.254.169.254", "169.254.170.2", "fe80::1%eth0", "::ffff:169.254.169.254"),
+        *("64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::1", "fd00:ec2::254", "100.100.100.200"),
+        *("0.0.0.0", "::"),
+    ],
+)
+def test_addresses_of_the_machine_are_known_in_every_form(address):
+    assert is_of_machine(address)
+    with pytest.raises(StoreDenied, match="link-local"):
+        UrlPolicy().check_address("http://h/x", address)
+
+
+def test_other_addresses_and_those_that_are_listed_are_allowed():
+    for address in ("10.0.0.1", "127.0.0.1", "93.184.216.34", "2606:2800::1"):
+        UrlPolicy().check_address("http://h/x", address)
+    listed = UrlPolicy(("http://169.254.10.1:9000/data", "https://h/"))
+    listed.check_address("http://169.254.10.1:9000/data/x", "169.254.10.1")
+    with pytest.raises(StoreDenied):
+        listed.check_address("https://h/x", "169.254.169.254")
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Opens datasets as a served node does that may read only `tmp_path`/data."""
+    monkeypatch.setenv("DATAPLANE_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "data" / "a.parquet")
+    config = dataclasses.replace(default_node_config(), allowed_urls=str(tmp_path / "data"))
+    stores = Stores(1.0, policy=policy_of(config))
+    yield lambda *urls, form="": opening(config, stores.connect)(DatasetSource(urls, form))
+    stores.close()
+
+
+def denied(node, *urls, form=""):
+    with pytest.raises(StoreDenied) as caught:
+        node(*urls, form=form)
+    text = str(caught.value)
+    assert "allowed_urls" in text
+    assert "found bytes" not in text
+    assert "root:" not in text
+    return text
+
+
+def test_a_served_node_opens_what_is_allowed(node, tmp_path):
+    assert node(f"{tmp_path}/data/*.parquet").sample_count == 3
+    assert node(f"file://{tmp_path}/data/").sample_count == 3
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "{data}/../../../../../../../../etc/passwd",
+        "{data}-2/a.parquet",
+        "s3://bucket/x.parquet",
+        "http://169.254.169.254/latest/meta-data/",
+        "{data}/{{a,../b}}.parquet",
+    ],
+)
+def test_nothing_else_is_opened_and_no_byte_of_it_shown(node, tmp_path, url, caplog):
+    denied(node, url.format(data=tmp_path / "data"), form="jsonl")
+    (line,) = [one.getMessage() for one in caplog.records if "url refused" in one.message]
+    assert "allowed_urls" in line
+    caplog.clear()
+
+
+def test_links_count_as_where_they_lead(node, tmp_path):
+    data, outside = tmp_path / "data", tmp_path / "outside"
+    outside.mkdir()
+    pq.write_table(pa.table({"x": [1]}), outside / "b.parquet")
+    (data / "link.parquet").symlink_to("/etc/passwd")
+    assert "leads out of" in denied(node, str(data / "link.parquet"))
+    assert "leads out of" in denied(node, f"{data}/*.parquet")
+    (data / "link.parquet").unlink()
+    (data / "folder").symlink_to(outside)
+    assert "leads out of" in denied(node, str(data / "folder" / "b.parquet"))
+    assert "leads out of" in denied(node, str(data))
+    (data / "folder").unlink()
+    (data / "within.parquet").symlink_to(data / "a.parquet")
+    assert node(str(data / "within.parquet")).sample_count == 3
+
+
+def test_a_manifest_in_an_allowed_folder_opens_no_shards_elsewhere(node, tmp_path):
+    outside = tmp_path / "b.parquet"
+    pq.write_table(pa.table({"x": [1]}), outside)
+    saved = tmp_path / "data" / "b.manifest"
+    saved.write_bytes(open_dataset(str(outside)).to_bytes())
+    assert "b.parquet is not below" in denied(node, str(saved))
+
+
+def test_an_embedded_node_opens_what_its_trainer_could(monkeypatch, tmp_path):
+    config = dataclasses.replace(default_node_config(), embedded=True, allowed_urls=str(tmp_path))
+    assert policy_of(config) is None
+
+
+def test_an_http_store_that_checks_reads_the_same_as_any_other():
+    body = os.urandom(100_000)
+    with signed_server() as server:
+        url = server.add("/a%20b.bin?signature=x", body)
+        stores = Stores(1.0, policy=UrlPolicy())
+        store, usual = stores.connect(url), open_store("/".join(url.split("/", 3)[:3]))
+        found = store.head(url)
+        assert found == usual.head(url)
+        assert bytes(store.read(url, 10, 70_000, found.etag)) == body[10:70_010]
+        assert b"".join(map(bytes, store.stream(url, found.etag))) == body
+        into = bytearray(500)
+        store.read_into(url, 99_500, found.etag, memoryview(into))
+        assert into == body[99_500:]
+        with pytest.raises(DatasetChangedError):
+            store.read(url, 0, 10, '"another"')
+        with pytest.raises((ShardNotFound, StoreDenied)):
+            store.head(f"{server.endpoint}/nothing")
+        stores.close()
+        del stores, store, usual  # and their connections
+
+
+ISOLATED = """
+import http.server, json, socket, sys, threading
+from dataplane.errors import StoreDenied
+from dataplane.store.connect import Stores
+from dataplane.store.policy import UrlPolicy
+
+asked = []
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked.append(self.path)
+        self.send_response(302 if self.path == "/redirect" else 206)
+        self.send_header("Location", "http://169.254.169.254:%d/secret" % metadata.server_port)
+        self.send_header("Content-Range", "bytes 0-0/4")
+        self.send_header("ETag", '"x"')
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(b"s")
+    def log_message(self, *_): pass
+
+metadata = http.server.ThreadingHTTPServer(("169.254.169.254", 0), Answer)
+harmless = http.server.ThreadingHTTPServer(("127.0.0.1", metadata.server_port), Answer)
+for one in (metadata, harmless):
+    threading.Thread(target=one.serve_forever, daemon=True).start()
+port = metadata.server_port
+
+# A name whose address changes once somebody has looked at it.
+answers = ["127.0.0.1"]
+resolve = socket.getaddrinfo
+def changing(host, *rest, **more):
+    return resolve(answers.pop(0) if host == "data.example" and answers else
+                   "169.254.169.254" if host == "data.example" else host, *rest, **more)
+socket.getaddrinfo = changing
+
+def tried(url, *prefixes):
+    stores = Stores(1.0, policy=UrlPolicy(prefixes))
+    try:
+        stores.connect(url).head(url)
+    except StoreDenied as error:
+        return str(error)
+    finally:
+        stores.close()
+    return ""
+
+found = {
+    "direct": tried(f"http://169.254.169.254:{port}/secret"),
+    "redirect": tried(f"http://127.0.0.1:{port}/redirect"),
+    "listed redirect": tried(f"http://127.0.0.1:{port}/redirect", f"http://127.0.0.1:{port}/"),
+    "first": tried(f"http://data.example:{port}/secret"),
+    "then": tried(f"http://data.example:{port}/secret", f"http://data.example:{port}/"),
+    "listed": tried(f"http://169.254.169.254:{port}/fine", f"http://169.254.169.254:{port}/fine"),
+}
+print(json.dumps([found, asked]))
+"""
+
+
+def test_no_redirect_and_no_change_of_dns_leads_to_a_metadata_address():
+    """In a network of its own, where the address of clouds' metadata is ours."""
+    network = 'ip link set lo up && ip addr add 169.254.169.254/32 dev lo && exec "$@"'
+    command = ["unshare", "-rn", "sh", "-c", network, "sh", sys.executable, "-c", ISOLATED]
+    environ = {name: v for name, v in os.environ.items() if not name.lower().endswith("_proxy")}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=environ,
+        check=False,
+    )
+    if done.returncode and "unshare" in done.stderr:
+        pytest.skip(f"no network namespaces here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    found, asked = json.loads(done.stdout)
+    assert "link-local" in found["direct"]
+    assert "link-local" in found["redirect"]
+    assert "is not below" in found["listed redirect"]
+    assert found["first"] == ""
+    assert "link-local" in found["then"]
+    assert found["listed"] == ""
+    assert asked == ["/redirect", "/redirect", "/secret", "/fine"]
