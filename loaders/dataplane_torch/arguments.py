@@ -20,6 +20,7 @@ from dataplane.transforms.options import ARGUMENTS, column_options
 from dataplane.units import whole
 from dataplane_torch.group import check_layout, check_pixels, launch_token
 from dataplane_torch.options import DEFAULTS, UrlOptions
+from dataplane_torch.parts import RankParts, parts_of
 from dataplane_torch.topology import topology_of
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -51,13 +52,15 @@ class JobToOpen:
     """A job to open, and its endpoint. DataLoader workers receive it by fork or by pickle.
 
     `request.member_id` is empty: every process that joins has its own. `is_named`: the user has
-    named the job, so that its spec may change between loaders.
+    named the job, so that its spec may change between loaders. `parts` is what this rank gets of
+    each batch.
     """
 
     endpoint: Endpoint
     request: OpenJob
     stall_timeout_s: float | None
     is_named: bool
+    parts: RankParts
 
     def check_ranks(self, opened: JobOpened) -> None:
         """Compare what was opened with what other ranks have opened.
@@ -113,7 +116,8 @@ def job_of(given: Arguments) -> JobToOpen:
     service = options["service"] or named_service()
     endpoint = find_endpoint(service, identity.node_name(launch, request.sharing))
     named = options["name"] is not None
-    return JobToOpen(endpoint, request, given.timeout or None, is_named=named)
+    parts = parts_of(topology, options["columns_by_stage"], options["sequence_part"])
+    return JobToOpen(endpoint, request, given.timeout or None, is_named=named, parts=parts)
 
 
 def _column_options(options: UrlOptions) -> ColumnOptions:

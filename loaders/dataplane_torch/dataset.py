@@ -79,8 +79,8 @@ class ShardedIterableDataset(IterableDataset[Batch]):
                     field="num_workers",
                 )
         self._job.check_ranks(session.job)
-        decoder = Decoder(session.job.columns, shared=get_worker_info() is not None)
         in_worker = get_worker_info() is not None
+        decoder = Decoder(session.job.columns, shared=in_worker, parts=self._job.parts)
         reader = EpochReader(
             session, decoder, epoch, cursor, first_step, count, in_worker=in_worker
         )
@@ -95,7 +95,7 @@ class ShardedIterableDataset(IterableDataset[Batch]):
     @property
     def schema(self) -> Schema:
         """The columns of batches: see DataLoader.schema."""
-        return schema_of(describe_columns(self._session_of_process()))
+        return schema_of(describe_columns(self._session_of_process()), self._job.parts)
 
     def categories(self, column: str) -> tuple[Any, ...]:
         """The values of a column's codes: see DataLoader.categories."""

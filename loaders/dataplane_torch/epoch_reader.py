@@ -24,7 +24,8 @@ class EpochReader:
     `valid_count` is the number of rows of the last batch that are not padding. With a copy stream,
     batches are on its device, and the next batch is copied ahead if it has already arrived. The
     reader never waits for it, since a slab taken too early could hold memory that the due slab
-    needs.
+    needs. If batches have no columns, as on a middle stage of a pipeline, the node makes no slabs
+    for this reader, and batches are {}.
     """
 
     def __init__(
@@ -46,7 +47,12 @@ class EpochReader:
         self._decoder = decoder
         self._sample_count, self._global_batch = job.sample_count, job.spec.global_batch
         # A worker that waits for its turn must not keep a slab that another one needs.
-        self._stream = SlabStream(session, epoch, cursor, first_step, stride, ahead=not in_worker)
+        self._place = session.request.topology
+        self._stream = (
+            None
+            if decoder.is_empty
+            else SlabStream(session, epoch, cursor, first_step, stride, ahead=not in_worker)
+        )
         left = job.sample_count - cursor
         self._step_count = step_count(left, job.spec.global_batch, job.spec.end)
         self._in_worker, self._copy_stream = in_worker, copy_stream
@@ -70,6 +76,8 @@ class EpochReader:
         Raises:  ConfigError: in a forked child.  DataplaneError: the error that the node reports.
         """
         check_process(self._pid)
+        if self._stream is None:
+            return self._without_columns()
         # After an interrupt, the batches in hand may be of another step: request this one again.
         if not self._ready or self._ready[-1][0].step != self.step:
             # Release the slab in hand first: the next one may need its memory.
@@ -89,14 +97,28 @@ class EpochReader:
 
     def close(self) -> None:
         """Release the stream and the current slab. May be called twice."""
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
         self._ready = []
 
+    def _without_columns(self) -> Batch | None:
+        if self.is_complete:
+            return None
+        at = self.start_cursor + self.step * self._global_batch
+        end = min(at + self._global_batch, self._sample_count)
+        size = self._place.dp_size
+        owned = at + (self._place.dp_rank - at) % size
+        self.valid_count = max(-((owned - end) // size), 0)
+        self.step += self.stride
+        return {}
+
     def _look_ahead(self, step: int) -> None:
+        stream = self._stream
         # Ignore errors of a batch that is not due yet: they are raised again when it is.
         with contextlib.suppress(Exception):
-            if not self._ready and step < self._step_count and self._stream.is_at_hand:
-                self._ready = self._unpacked(self._stream.batches_from(step))
+            at_hand = stream is not None and step < self._step_count and stream.is_at_hand
+            if stream is not None and at_hand and not self._ready:
+                self._ready = self._unpacked(stream.batches_from(step))
             if self._ready and isinstance(sending := self._ready[-1][1], Sending):
                 sending.begin()
 

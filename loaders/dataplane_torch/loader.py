@@ -69,6 +69,12 @@ class DataLoader(LoaderBase[_T_co]):
     values, for which a new dataset is read once. Every pass is one epoch, and the next pass is the
     next epoch; after a pass that was left early, the next pass starts that epoch again.
 
+    Which rank this is comes from `Topology.auto()`, from `device_mesh` (whose `batch_axes` are
+    known by their names, or given), or from `topology`, or `dp_rank` and `dp_size`.
+    `columns_by_stage` gives each pipeline stage its columns: {0: ["tokens"], -1: ["labels"]}, where
+    -1 is the last stage; other stages get {}. `sequence_part=["tokens"]` gives each
+    context-parallel rank its part of the sequences [B, T], as a view.
+
     `device="cuda"` yields tensors on the device, copied from pinned memory in a separate stream,
     one batch ahead, while the previous step computes. Your current stream waits for the copy; your
     thread does not. "cuda" is the device that is current when a pass begins.

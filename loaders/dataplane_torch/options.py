@@ -51,6 +51,8 @@ class UrlOptions(TypedDict, total=False):
     batch_axes: Sequence[str | int] | None
     dp_rank: int | None
     dp_size: int | None
+    columns_by_stage: Mapping[int, Sequence[str]] | None
+    sequence_part: Sequence[str] | None
     dataset_moved: bool
 
 

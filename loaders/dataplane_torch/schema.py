@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
 from dataplane.model import Kind
 from dataplane.rpc.messages import DescribedColumn
+from dataplane_torch.parts import RankParts
 from dataplane_torch.tensors import torch_dtype
 
 _PYTHON: Final = {Kind.STRING: "str", Kind.BYTES: "bytes", Kind.OBJECT: "objects"}
@@ -90,12 +91,20 @@ class Schema:
         return _table([("column", "stored as", "comes as"), *rows])
 
 
-def schema_of(columns: Sequence[DescribedColumn]) -> Schema:
-    """The schema of batches with the columns that a node describes.
+def schema_of(columns: Sequence[DescribedColumn], parts: RankParts) -> Schema:
+    """The schema of batches with the columns that a node describes, as far as a rank gets them.
 
     Raises:  ConfigError: a column's type has no tensor.
     """
-    return Schema(tuple(key for column in columns for key in _keys(column)))
+    keys = (key for column in columns for key in _keys(column))
+    return Schema(tuple(_part(key, parts) for key in keys if parts.has(key.name)))
+
+
+def _part(column: BatchColumn, parts: RankParts) -> BatchColumn:
+    shape = column.shape
+    if column.name not in parts.sequences or shape is None or shape[1] is None:
+        return column
+    return replace(column, shape=(shape[0], parts.length(column.name, shape[1]), *shape[2:]))
 
 
 def _keys(column: DescribedColumn) -> Iterator[BatchColumn]:

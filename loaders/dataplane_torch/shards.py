@@ -104,7 +104,7 @@ class UrlJob:
     def schema(self) -> Schema:
         """The columns of batches."""
         if self._schema is None:
-            self._schema = schema_of(describe_columns(self._session))
+            self._schema = schema_of(describe_columns(self._session), self._job.parts)
         return self._schema
 
     def categories(self, column: str) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ class UrlJob:
         if self._decoder is None:
             job = self._session.job
             self._job.check_ranks(job)
-            self._decoder = Decoder(job.columns)
+            self._decoder = Decoder(job.columns, parts=self._job.parts)
         return self._decoder
 
 

@@ -17,11 +17,15 @@ from dataplane.arena.slab_layout import side_count, texts
 from dataplane.client.stream import Batches
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ColumnSpec, Kind
+from dataplane_torch.parts import RankParts
 from dataplane_torch.torch_private.memory import new_shared_storage
 
 Batch = dict[str, Any]
 _Put = Callable[[Batches, int, Batch], None]
 _MakeTensor = Callable[[Batches, int, torch.dtype, tuple[int, ...]], torch.Tensor]
+
+_WHOLE = RankParts()
+_SEQUENCE_DIMS = 2
 
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -46,15 +50,23 @@ class Ragged(NamedTuple):
 
 class Decoder:
     """Batches of one job as dicts. Tensors are views of the slab; with `shared`, they are copies in
-    memory that other processes can map, as DataLoader workers need.
+    memory that other processes can map, as DataLoader workers need. `parts` says which columns a
+    batch has, and which part of each sequence. `is_empty`: batches have no column at all.
 
-    Raises:  ConfigError: a column's type has no tensor.
+    Raises:  ConfigError: a column's type has no tensor, or cannot be divided.
     """
 
-    def __init__(self, specs: Sequence[ColumnSpec], *, shared: bool = False) -> None:
+    def __init__(
+        self, specs: Sequence[ColumnSpec], *, shared: bool = False, parts: RankParts = _WHOLE
+    ) -> None:
         _refuse_twins(specs)
-        make = _shared_tensor if shared else _tensor
-        self._puts = [_put(spec, at, make) for at, spec in enumerate(specs)]
+        chosen = parts.chosen(specs)
+        self._puts = [
+            _put(spec, at, _maker(spec, parts, shared=shared))
+            for at, spec in enumerate(specs)
+            if spec.name in chosen
+        ]
+        self.is_empty = not self._puts
 
     def batch(self, batches: Batches, i: int) -> Batch:
         """The i-th batch, columns in the job's order."""
@@ -73,6 +85,26 @@ def _refuse_twins(specs: Sequence[ColumnSpec]) -> None:
                 f'"{spec.name}.length": pass lists="ragged", or leave one out with columns=[…]',
                 field=spec.name,
             )
+
+
+def _maker(spec: ColumnSpec, parts: RankParts, *, shared: bool) -> _MakeTensor:
+    """How the tensor of a column's values is made."""
+    if spec.name not in parts.sequences or parts.cp_size == 1:
+        return _shared_tensor if shared else _tensor
+
+    def make(
+        batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        if len(shape) < _SEQUENCE_DIMS:  # the lengths of lists
+            return (
+                _shared_tensor(batches, offset, dtype, shape)
+                if shared
+                else _tensor(batches, offset, dtype, shape)
+            )
+        part = parts.cut(spec.name, _tensor(batches, offset, dtype, shape))
+        return _shared(part) if shared else part
+
+    return make
 
 
 def _put(spec: ColumnSpec, at: int, make: _MakeTensor) -> _Put:
@@ -122,12 +154,17 @@ def _tensor(
 def _shared_tensor(
     batches: Batches, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    source = _tensor(batches, offset, dtype, shape)
+    return _shared(_tensor(batches, offset, dtype, shape))
+
+
+def _shared(source: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy. As in torch's own collate, data is copied once, into memory that the
+    trainer reads.
+    """
     if not source.numel():
         return source
-    # As in torch's own collate, data is copied once, into memory that the trainer reads.
     storage = new_shared_storage(source.nbytes)
-    out = torch.empty(0, dtype=dtype).set_(storage, 0, shape, source.stride())
+    out: torch.Tensor = torch.empty(0, dtype=source.dtype).set_(storage).view(source.shape)
     return out.copy_(source)
 
 
