@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 SHARED = "compiler.h"
 """The header in the folder above, which all C files include."""
@@ -16,8 +17,7 @@ Signature = tuple[type | None, tuple[type, ...]]
 """The type that a function returns, and the types of its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
+class Compiled(Struct, frozen=True):
     """A library, or why there is none."""
 
     library: ctypes.CDLL | None

@@ -14,8 +14,9 @@ import resource
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 _DESCRIPTORS_MAX = 1 << 16
 _DESCRIPTORS_KEPT = 256
@@ -24,8 +25,7 @@ _OBJECTS_BEFORE_LOOK = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(Struct, frozen=True):
     """The basis of defaults. `memory_bytes` and `cpu_count` are what this process may use."""
 
     memory_bytes: int

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from dataplane.machine import Machine
@@ -24,8 +25,7 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
 
 
-@dataclass(frozen=True, slots=True)
-class ValueKind:
+class ValueKind(Struct, frozen=True):
     """One kind of value. `parse` takes text or a value that TOML parsed, and raises ValueError."""
 
     allowed: str
@@ -67,8 +67,7 @@ def ways_to_set(setting: str, value: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """One row of the table. `default` is computed from the machine and the environment."""
 
     name: str

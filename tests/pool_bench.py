@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -55,12 +54,12 @@ class Bench:
     def allow(self, memory_bytes: int) -> None:
         """Let workers take this much memory for this dataset."""
         message = structs.replace(self.dataset.message, memory_bytes=memory_bytes)
-        self.dataset = dataclasses.replace(self.dataset, message=message)
+        self.dataset = structs.replace(self.dataset, message=message)
 
     def another(self, dataset_id: int) -> Bench:
         """The same files as another dataset, with the same pool."""
         message = structs.replace(self.dataset.message, dataset_id=dataset_id)
-        dataset = dataclasses.replace(self.dataset, dataset_id=dataset_id, message=message)
+        dataset = structs.replace(self.dataset, dataset_id=dataset_id, message=message)
         return Bench(self.pool, self.arena, dataset)
 
     def decode(self, block: int, into: Region, arenas: tuple[int, ...] = (0,)) -> Awaitable[object]:

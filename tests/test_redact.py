@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
 import pytest
 from manifests import small
+from msgspec.structs import replace
 
 from dataplane.client.identity import Launch, job_id
 from dataplane.errors import ConfigError, DataplaneError, StoreUnavailable, rebuild

@@ -18,7 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from dataplane.errors import ClosedError
 from dataplane.model import Region
@@ -30,8 +30,7 @@ _ZONE_SHARE = 4
 _PAGE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class SlotLayout:
+class SlotLayout(Struct, frozen=True):
     """The sizes of one delivery arena, in bytes."""
 
     slot_bytes: int

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from dataplane.client.launch import node_command, start_node
 from dataplane.client.waiting import Notice
@@ -49,8 +50,7 @@ class Endpoint(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
+class Embedded(Struct, frozen=True):
     """The node that the ranks of this host share. The first rank starts it."""
 
     name: str
@@ -113,8 +113,7 @@ class Embedded:
             node.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(Struct, frozen=True):
     """The node of this host that `dataplane serve` runs for the coordinator at `address`."""
 
     address: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import Topology
@@ -13,8 +14,7 @@ LIMIT: Final = 1 << 31
 ALONE: Final = "no launcher: a single process"
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Launcher(Struct, frozen=True):
     """The variables of one launcher. `local_size` may be several numbers, as Slurm writes it.
 
     Sources:  torchrun: "Environment Variables" of docs.pytorch.org/docs/stable/elastic/run.html;

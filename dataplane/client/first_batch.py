@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from dataplane.client.waits import stages_waited_for
 from dataplane.rpc.messages import JobOpened, StageTimes
 
@@ -61,8 +63,7 @@ class FirstBatch:
 NOT_YET = FirstBatch()
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(Struct, frozen=True):
     """How a job was opened; times in seconds, `done_at` in time.monotonic()."""
 
     node_s: float

@@ -12,8 +12,9 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from dataplane.client.environments import LAUNCHERS
 from dataplane.redact import unsigned
@@ -22,8 +23,7 @@ _ANCESTORS_MAX = 16
 _RANKS = frozenset(launcher.rank.encode() for launcher in LAUNCHERS)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """`shared`: other ranks have the same ids."""
 
     run_id: str

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.errors import ConfigError, DataplaneError, PeerLost
 
@@ -21,8 +22,7 @@ _EXIT_WAIT_S = 5.0
 _REFUSED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class NodeProcess:
+class NodeProcess(Struct, frozen=True):
     """A node that was started and has not answered yet. While it starts, its stderr is a memfd."""
 
     process: subprocess.Popen[bytes]

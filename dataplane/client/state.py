@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from dataplane.config import ORDER_VERSION, Fact, JobSpec
 from dataplane.errors import ConfigError, SpecMismatch, VersionMismatch
 from dataplane.model import DatasetIdentity, End
@@ -226,8 +228,7 @@ class RunState:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
+class _Problem(Struct, frozen=True):
     """One reason why a state does not match, and what the user can do."""
 
     field: str

@@ -13,10 +13,10 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.arena.slab_layout import aligned, pieces
 from dataplane.client.mount import Bytes, Mount
@@ -39,8 +39,7 @@ from dataplane.rpc.messages import (
 AHEAD_STREAMS_MAX = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
+class Batches(Struct, frozen=True):
     """Consecutive batches of a stream, and their memory; Slab and Column say where they are in it.
 
     Shapes:  memory: uint8[bytes], writable; offsets count from its start. The batches live as long

@@ -8,8 +8,10 @@ single rank. The topology says which source won.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
+
+from msgspec import Struct
 
 from dataplane.client.environments import LIMIT, from_environment
 from dataplane.client.frameworks import Modules, from_frameworks, ranks_of
@@ -19,8 +21,7 @@ from dataplane.model import Topology
 from dataplane.units import whole
 
 
-@dataclass(frozen=True, slots=True)
-class MeshGiven:
+class MeshGiven(Struct, frozen=True):
     """A mesh to read; `whole` is the one that it was cut from. `batch_axes` may be None."""
 
     mesh: Mesh

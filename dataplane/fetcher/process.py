@@ -28,8 +28,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from dataplane.arena.memfd import Arena
 from dataplane.errors import DataplaneError, PeerLost, StoreError
@@ -56,8 +57,7 @@ _END_S = 30.0
 MakeStores = Callable[[Observe, Share], Stores]
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
+class _Read(Struct, eq=False):
     """A read that is under way."""
 
     order: fetches.ReadRange

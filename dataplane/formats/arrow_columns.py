@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.formats.arrow_messages import Message
@@ -56,8 +56,7 @@ _FLAT = {
 """How many buffers an array has by itself, by type."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BufferCounts:
+class BufferCounts(Struct, frozen=True, eq=False):
     """How many buffers each of F columns has. Those of views are counted in each batch.
 
     Shapes:  own: int64[F].   views: int64[F], arrays of views.   has_dictionary: bool[F].

@@ -6,9 +6,9 @@ Source:  https://arrow.apache.org/docs/format/Columnar.html#serialization-and-in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.formats.base import ShardReader
 from dataplane.formats.faults import corrupt, foreign_faults
@@ -29,8 +29,7 @@ _TOGETHER_MAX = 1 << 14
 _END_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Struct, frozen=True):
     """One message of a stream: where it lies, and what its metadata says."""
 
     offset: int
@@ -43,8 +42,7 @@ class Message:
         return self.offset + self.metadata_length + self.head.body_length
 
 
-@dataclass(frozen=True, slots=True)
-class ArrowFooter:
+class ArrowFooter(Struct, frozen=True):
     """The content of a file's footer. `start` is its place, and the end of the messages; `batches`
     are the record batches in order: the offset of each, and the length of its metadata.
     """

@@ -11,10 +11,10 @@ Source:  https://arrow.apache.org/docs/format/Columnar.html#recordbatch-message
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.formats.arrow_columns import Bools, BufferCounts, Int64, are_within
 from dataplane.formats.arrow_messages import CONTINUATION, Message, messages_of
@@ -24,8 +24,7 @@ from dataplane.formats.flatbuf import RECORDS, Head, move_buffers
 from dataplane.formats.source import Memory
 
 
-@dataclass(frozen=True, slots=True)
-class PartialBatch:
+class PartialBatch(Struct, frozen=True):
     """One record batch: its changed message, and the bytes that were read of its body."""
 
     head: Head

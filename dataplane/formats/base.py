@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
+from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.model import Region
@@ -31,8 +31,7 @@ class ShardReader(Protocol):
         """The whole shard from its start, piece by piece."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """The unit of fetch and decode. `place` is its byte range in the shard; `decoded_bytes` is an
     estimate of its Arrow size, which should be too large rather than too small.
 
@@ -47,8 +46,7 @@ class Block:
     columns: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ShardIndex:
+class ShardIndex(Struct, frozen=True):
     """The result of indexing one shard. `preamble` is the byte range that every block of the shard
     needs besides its own (a Parquet footer, Arrow dictionaries); length 0 if there is none.
     `zero_copy`: decode() copies nothing, so that a raw block is as good as a decoded one.
@@ -65,8 +63,7 @@ class ShardIndex:
     nulls: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RawBlock:
+class RawBlock(Struct, frozen=True):
     """The bytes of one block, as fetched. `index` counts the blocks of the shard; `preamble` and
     `body` are read-only views that live as long as the decoded batch does. If only parts of the
     block were read, `pieces` lists the parts of the shard that lie in `body`, one after the other.

@@ -10,11 +10,11 @@ Source:  https://protobuf.dev/programming-guides/encoding/ and tensorflow/core/e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct, field
 
 from dataplane.formats.columns import bytes_column, list_column, primitive_column
 
@@ -42,8 +42,7 @@ class Feature(NamedTuple):
     spans: Sequence[Span] = ()
 
 
-@dataclass(slots=True)
-class FeatureSpans:
+class FeatureSpans(Struct):
     """The spans of one feature over the records of a block; `counts` is spans a record, -1 where
     the record lacks it.
     """
@@ -194,8 +193,7 @@ def value_count(buffer: memoryview, feature: Feature) -> int:
     return len(feature.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
+class Values(Struct, frozen=True):
     """One feature of a block, converted.
 
     Shapes:  counts: int64[records], values of each.   present: bool[records].

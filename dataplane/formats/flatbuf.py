@@ -10,7 +10,9 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 SCHEMA, DICTIONARY, RECORDS = 1, 2, 3
 BLOCK_STRUCT = struct.Struct("<qi4xq")
@@ -19,8 +21,7 @@ _PAIR_BYTES = 16
 """An array's length and null count, or a buffer's offset and length."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Struct, frozen=True):
     """One flatbuffer table. Every read beyond the buffer is a ValueError."""
 
     buffer: memoryview
@@ -87,8 +88,7 @@ def root(buffer: memoryview) -> Table:
     return Table(buffer, start._unpack("<I", 0))  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Struct, frozen=True):
     """The content of a message's metadata. `nodes` are the lengths of the arrays in depth-first
     order, `nulls` how many nulls each has; `starts` and `sizes` are those of buffers in the body;
     `views` is how many buffers of values each array of string or binary views has.

@@ -12,11 +12,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.errors import SchemaMismatch
 
@@ -31,8 +31,7 @@ _MAY_BE_LARGE = re.compile(rb"[0-9]{16}|[eE][+]?[0-9]{2}")
 Path = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JsonLine:
+class JsonLine(Struct, frozen=True):
     """One line that has content, its offset in the shard, and its number in words."""
 
     text: bytes
@@ -40,15 +39,13 @@ class JsonLine:
     where: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Unfit:
+class _Unfit(Struct, frozen=True):
     """A literal that is too large for a double."""
 
     text: str
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(Struct):
     """The integers of one column, and whether it has other numbers."""
 
     low: int = 0

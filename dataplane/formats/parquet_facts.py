@@ -13,11 +13,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane import compiled
@@ -78,8 +78,7 @@ _ONE_STRUCT = b"\x1c"
 """The head of a list of one structure."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FooterFacts:
+class FooterFacts(Struct, frozen=True, eq=False):
     """The numbers that a footer states; none of them is verified yet.
 
     Shapes:  elements: int64[e, 4], the schema's, each group before its children.
@@ -96,8 +95,7 @@ class FooterFacts:
     levels: Int64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FooterCuts:
+class FooterCuts(Struct, frozen=True, eq=False):
     """The places of the row groups in a footer, so that one can be read without the others.
 
     Shapes:  starts: int64[g + 1], where each begins, and the end of the last; `list_at` is where

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.formats.base import RawBlock
@@ -35,16 +35,14 @@ _TAIL_BYTES = 8
 _Key = tuple[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ParquetFooter:
+class ParquetFooter(Struct, frozen=True):
     """A footer and its row groups that have rows, which are the blocks."""
 
     metadata: pq.FileMetaData
     groups: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class _Known:
+class _Known(Struct):
     content: pa.Buffer
     footer: ParquetFooter
     number: int

@@ -11,10 +11,10 @@ Source:  https://github.com/apache/parquet-format (Statistics and SizeStatistics
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.formats.nulls import children, is_flat
@@ -25,8 +25,7 @@ _ENTRIES_MAX = 1 << 48
 """No column has more entries, and sums of fewer do not overflow."""
 
 
-@dataclass(slots=True)
-class _Leaf:
+class _Leaf(Struct):
     """One Parquet column. `level_max` is the definition level of a value. `empty` counts the
     entries without one, in all row groups; `levels` the entries of each level. None means that the
     footer does not state it.
@@ -37,8 +36,7 @@ class _Leaf:
     levels: Sequence[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Nullable:
+class _Nullable(Struct, frozen=True):
     """A field node that may be null, and the definition level of an entry where it is."""
 
     node: int

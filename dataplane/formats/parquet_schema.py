@@ -6,9 +6,9 @@ Source:  https://github.com/apache/parquet-format (SchemaElement in parquet.thri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.formats.parquet_facts import CHILDREN, LENGTH, REPETITION, TYPE, Int64
 
@@ -19,8 +19,7 @@ _REQUIRED = 0
 _WIDTHS = np.array([1, 4, 8, 8, 4, 8, 0])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SchemaTree:
+class SchemaTree(Struct, frozen=True, eq=False):
     """For each leaf the bytes of a decoded value (0: it depends on the value), and the definition
     level of a value; for each top-level column its first leaf, and the one after its last.
 

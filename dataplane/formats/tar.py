@@ -18,10 +18,10 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.formats.base import Block, RawBlock, ShardIndex, ShardReader
 from dataplane.formats.columns import bytes_column, primitive_column
@@ -52,8 +52,7 @@ _NAME = re.compile(r"((?:.*/)?([^./][^./]*))\.([^/]*)", re.DOTALL)
 _INTEGER = re.compile(rb"\s*[+-]?[0-9]{1,19}\s*")
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """The members of one key, by field."""
 
     key: str

@@ -6,7 +6,8 @@ Source:  POSIX.1-2001 pax, and GNU tar's documentation ("Basic Tar Format").
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.errors import CorruptShard
 from dataplane.formats.faults import corrupt, describe
@@ -26,8 +27,7 @@ _BODILESS = (b"1", b"2", b"3", b"4", b"5", b"6")
 _LINKS = {b"1": "hard link", b"2": "symbolic link"}
 
 
-@dataclass(frozen=True, slots=True)
-class TarMember:
+class TarMember(Struct, frozen=True):
     """One regular file of an archive. `start` is the place of its first header, `end` the earliest
     place of the next member's.
     """
@@ -39,8 +39,7 @@ class TarMember:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
+class _Header(Struct, frozen=True):
     kind: bytes
     name: bytes
     size: int

@@ -19,11 +19,11 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.errors import SchemaMismatch
 from dataplane.formats import example
@@ -202,8 +202,7 @@ def _parsed(
         ) from fault
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(Struct, frozen=True):
     """Facts from the first records of a shard: the schema (see the module's docstring), decoded
     bytes per stored byte, the number of records, and how many of them lack each column.
     """

@@ -22,9 +22,9 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import pyarrow as pa
+from msgspec import Struct, field
 from typing_extensions import Buffer
 
 from dataplane.errors import CorruptShard, DataplaneError, PeerLost
@@ -49,8 +49,7 @@ class _Over(Exception):
     """The node knows why this shard cannot be read."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _AskedShard:
+class _AskedShard(Struct, eq=False, weakref=True):
     """A shard whose bytes the node reads."""
 
     sock: socket.socket
@@ -112,8 +111,7 @@ class _AskedShard:
         return answer
 
 
-@dataclass(slots=True, eq=False)
-class _LocalShard:
+class _LocalShard(Struct, eq=False):
     """A local file; the node is told periodically that it is being read."""
 
     sock: socket.socket

@@ -8,20 +8,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import itemgetter
 from typing import TypeVar
 
 import pyarrow as pa
+from msgspec import Struct
+from msgspec.structs import replace
 from typing_extensions import Buffer
 
 from dataplane import collector, suffixes
@@ -51,8 +51,7 @@ IndexShard = Callable[[Format, "StoredShard"], ShardIndex]
 Progress = Callable[["IndexProgress"], None]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexProgress:
+class IndexProgress(Struct, frozen=True):
     """How far indexing has come."""
 
     shard_count: int
@@ -61,8 +60,7 @@ class IndexProgress:
     bytes_total: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoredShard:
+class StoredShard(Struct, frozen=True):
     """One listed object as formats read it. Once `stop` is set, reading raises ClosedError."""
 
     listed: ObjectInfo
@@ -363,7 +361,7 @@ def _in_order_of(schema: pa.Schema, index: ShardIndex) -> Sequence[Block]:
         return index.blocks
     places = [3 * index.schema.get_field_index(name) for name in schema.names]
     return [
-        dataclasses.replace(
+        replace(
             block,
             columns=[at for place in places for at in block.columns[place : place + 3]],
         )

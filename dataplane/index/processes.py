@@ -22,8 +22,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Self
+
+from msgspec import Struct, field
 
 from dataplane.config import NodeConfig
 from dataplane.errors import ClosedError, DataplaneError, PeerLost, StoreError
@@ -62,8 +63,7 @@ class _Ended(Exception):
         self.end = end
 
 
-@dataclass(slots=True, eq=False)
-class _Task:
+class _Task(Struct, eq=False):
     """One shard in a process. `reads` are its reads in flight; `failure` is the error of one of
     them.
     """

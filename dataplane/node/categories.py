@@ -16,11 +16,11 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct, field
 
 from dataplane import background
 from dataplane.arena.memfd import Arena
@@ -217,8 +217,7 @@ class CategoryReader:
                 path.unlink(missing_ok=True)
 
 
-@dataclass(slots=True, eq=False)
-class _Pass:
+class _Pass(Struct, eq=False):
     """One pass over columns, and how many callers wait for it."""
 
     result: asyncio.Future[Categories]
@@ -226,8 +225,7 @@ class _Pass:
     waiting: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class DistinctValues:
+class DistinctValues(Struct, eq=False):
     """Collects the distinct values of one column.
 
     Raises:  ConfigError: there are more than VALUES_MAX, or than BYTES_MAX of them.

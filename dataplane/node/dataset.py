@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.config import JobSpec
 from dataplane.model import Kind, Region
@@ -42,8 +42,7 @@ _STREAM_BYTES_A_COLUMN = 512
 _OFFSET_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Dataset:
+class Dataset(Struct, frozen=True, eq=False, weakref=True):
     """One manifest, read with one set of options. Jobs with the same options share its blocks.
 
     `direct`: a zero-copy block is already in canonical form and needs no decoding; if its small
@@ -232,8 +231,7 @@ def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
     return annotated(schema, spec.column_options, manifest.nulls)
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(Struct, frozen=True):
     """The columns of a dataset as a job reads them; `schema` is that of the shards. `is_canonical`:
     zero-copy blocks have them in canonical form. `is_fixed`: all rows have the same size.
     `fixed_bytes` is the size of a row over the columns of fixed size. `row_layout`: the layout of

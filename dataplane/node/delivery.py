@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout
 from dataplane.node.dataset import Dataset
 
 
-@dataclass(slots=True, eq=False)
-class DeliveryArena:
+class DeliveryArena(Struct, eq=False):
     """The memory, and how many members use it. The orders of its streams cover `datasets`, number
     their blocks consecutively, and need datasets with equal columns. Deliveries of one `group` have
     equal slabs for equal steps; None if slabs are made only for this arena.

@@ -19,9 +19,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena
@@ -44,8 +44,7 @@ _MESSAGES_A_TURN = 32
 _NO_LIMIT = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
+class _Read(Struct, eq=False):
     """One order, and who hears of its end."""
 
     order: fetches.ReadBody
@@ -57,8 +56,7 @@ class _Read:
         return self.order.into.length
 
 
-@dataclass(slots=True, eq=False)
-class _Fetcher:
+class _Fetcher(Struct, eq=False):
     """A process, its reads by number, and what it has told."""
 
     process: WorkerProcess

@@ -11,12 +11,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+
+from msgspec import Struct
 
 from dataplane.arena.memfd import Arena
 from dataplane.arena.slots import SlotLayout, plan_slots
@@ -56,8 +57,7 @@ _MANIFESTS_MAX = 16
 _ManifestKey = tuple[messages.DatasetSource, str, str]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(Struct, frozen=True):
     """An opened dataset, with values that need a pass over its blocks, which runs in a thread."""
 
     manifest: Manifest

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from dataplane.config import JobSpec
 from dataplane.errors import DataplaneError
@@ -15,8 +16,7 @@ from dataplane.rpc.membership import MemberProgress
 from dataplane.scheduler.walk import SlabSizes
 
 
-@dataclass(slots=True, eq=False)
-class ServedMember:
+class ServedMember(Struct, eq=False):
     """One rank of one job, as this node serves it. `dataset` is the one it reads. If `error` is
     set, its requests get that error. `holder` holds its slabs. `pixels` names the software that
     decodes images here; "" without images. `is_leaving`: its process is exiting normally.

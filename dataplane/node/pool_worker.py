@@ -10,8 +10,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.machine import OwnTime, kill_count_for_memory
@@ -35,8 +35,7 @@ _DOING: dict[type, str] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class PoolTask:
+class PoolTask(Struct, eq=False):
     """One task for a worker, and what the worker needs to know for it.
 
     `dataset` describes the columns. `arenas` are (arena id, descriptor). `source` gives the source
@@ -88,8 +87,7 @@ class PoolTask:
             self.body = replace(self.body, say_where=True)
 
 
-@dataclass(slots=True, eq=False)
-class PoolWorker:
+class PoolWorker(Struct, eq=False):
     """A worker process, what it knows, and the packets still to be sent to it."""
 
     process: WorkerProcess

@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 from asyncio import Future
 from collections import OrderedDict
-from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.arena.allocator import Allocator
@@ -38,8 +38,7 @@ def preamble_bytes(block_arena_bytes: int) -> int:
     return max(BYTES_MIN, block_arena_bytes // _SHARE)
 
 
-@dataclass(slots=True, eq=False)
-class KeptPreamble:
+class KeptPreamble(Struct, eq=False):
     """One preamble: its place in the arena, its number, and for how many blocks it is held.
     `reading` gets the end of its read.
     """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from dataplane.model import Region
 from dataplane.plan.column_places import ColumnPlaces, PlacesPart
@@ -23,8 +23,7 @@ _SLACK_BYTES = 128
 _BUFFER_STEP = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Projection:
+class Projection(Struct, frozen=True, eq=False):
     """The holes of K blocks, in the order of the blocks and of their bytes.
 
     Shapes:  first: int64[K + 1], the holes of block k are first[k] to first[k + 1].

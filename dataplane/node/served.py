@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.rpc.messages import FromNodeBody
 from dataplane.scheduler.walk import Walk
@@ -11,8 +12,7 @@ from dataplane.scheduler.walk import Walk
 Send = Callable[[int, FromNodeBody], None]
 
 
-@dataclass(slots=True, eq=False)
-class ServedStream:
+class ServedStream(Struct, eq=False):
     """`send` answers a request of its consumer. `on_planned` is called once, when its last step is
     planned; `is_planned` says that this happened, `has_failed` that planning failed.
     """

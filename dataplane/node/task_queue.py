@@ -18,8 +18,9 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from dataplane.node.pool_worker import PoolTask
 from dataplane.rpc.tasks import Decode
@@ -34,8 +35,7 @@ _FADING = 0.9
 _SHARDS_MAX = 1 << 14
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(Struct, eq=False):
     """Tasks of one dataset and urgency with their numbers, the oldest first. `passed`: how often
     the oldest was passed over.
     """
@@ -44,8 +44,7 @@ class _Waiting:
     passed: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Line:
+class _Line(Struct, eq=False):
     """The waiting tasks of one dataset, when the last one came or ended, and about how long the
     longest of the last few took, if any has ended.
     """

@@ -26,9 +26,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from msgspec import Struct
 
 from dataplane.machine import ProcessorWaits
 from dataplane.trace import Trace
@@ -45,8 +46,7 @@ _WAITING = frozenset({"concurrent.futures.thread", "queue", "selectors", "thread
 """Modules in which idle threads wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Struct, frozen=True):
     """One turn that held the loop: how long its thread ran and waited, in seconds, where it was,
     and what other threads did if it waited.
     """
@@ -62,16 +62,14 @@ class Hold:
         return self.ran_s + self.waited_s
 
 
-@dataclass(frozen=True, slots=True)
-class LoopHolds:
+class LoopHolds(Struct, frozen=True):
     """How often the loop was held since the watch began, and the longest hold, in seconds."""
 
     count: int = 0
     longest_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
+class _Look(Struct, frozen=True):
     """Readings at one moment: the turn, the processor time of the loop's thread and of all other
     threads, and how long the loop's thread has waited for a processor, all in seconds.
     """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 
@@ -13,8 +13,7 @@ from dataplane.errors import ConfigError
 _LANES_SEEN = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Struct, frozen=True):
     """The data-parallel ranks, host after host: rank r is on host r // ranks_per_host."""
 
     dp_size: int = 1

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
@@ -30,8 +30,7 @@ _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<i8")
 _NUMBERS = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacesPart:
+class PlacesPart(Struct, frozen=True, eq=False):
     """The places of columns in k consecutive blocks, from block `first` on. If a block's places
     are unknown, all of its columns have (0, 0).
 
@@ -54,8 +53,7 @@ class PlacesPart:
             raise ConfigError("a column lies outside of its block")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ColumnPlaces:
+class ColumnPlaces(Struct, frozen=True, eq=False):
     """Places of the F top-level columns of the dataset's schema, in its order, in each of K blocks:
     for each part, a byte that says which numbers are narrow, then all gaps, lengths and decoded
     sizes, compressed. The gap between a column and the one before it is mostly 0.

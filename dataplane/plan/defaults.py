@@ -7,9 +7,8 @@ resumed on any number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.plan.order import RAMP_MAX, counted
@@ -46,8 +45,7 @@ RAMP_BLOCKS_MIN = 4
 RAMP_SHARE_MIN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSizes:
+class BlockSizes(Struct, frozen=True):
     """A dataset's mean sizes, rounded up to integers, so that every host computes the same ones."""
 
     samples: int
@@ -81,8 +79,7 @@ class BlockSizes:
         return window * (self.sample_bytes + PERMUTATION_BYTES) + self.block_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Shuffle:
+class Shuffle(Struct, frozen=True):
     """How an order shuffles; see docs/order.md. `ramp` counts halvings of the first windows."""
 
     lanes: int

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
@@ -17,8 +17,7 @@ UNKNOWN = -1
 """No null was found, but not everything was examined."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NullCounts:
+class NullCounts(Struct, frozen=True, eq=False):
     """Null counts of the N field nodes of a schema, in depth-first order as in Arrow IPC. The
     arrays are read-only.
 

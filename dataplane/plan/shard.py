@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
@@ -28,8 +28,7 @@ class BlockExtent(Protocol):
     def columns(self) -> Sequence[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedShard:
+class IndexedShard(Struct, frozen=True):
     """One shard as it was listed, with the results of indexing it. `nulls` has the count of each
     field node of the dataset's schema, as in NullCounts; empty if nothing is known.
     """
@@ -41,8 +40,7 @@ class IndexedShard:
     nulls: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """One shard. `block_count` counts its blocks with samples; `empty_blocks` are the indices,
     rising, of those without, which the manifest leaves out.
     """

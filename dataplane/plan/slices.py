@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
@@ -22,8 +21,7 @@ Int64 = NDArray[np.int64]
 GLOBAL_BATCH_MAX = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(Struct, frozen=True):
     """The positions of some steps of one rank, one step after the other.
 
     Shapes:  positions: int64[sum of rows].   rows, valid: int64[steps]; `valid` of the rows are
@@ -35,8 +33,7 @@ class Steps:
     valid: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Struct, frozen=True):
     """What one rank of `dp_size` consumes of an epoch of `sample_count` samples from `cursor` on.
 
     Raises:  ConfigError: invalid numbers; says what to do.

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.plan.loops import lay_records, loops
@@ -24,8 +24,7 @@ _TOGETHER = 1 << 15
 _LOOKED_AT = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Piece(Struct, frozen=True, eq=False):
     """One piece of each of n records: content[starts[i]:stops[i]] of record i.
 
     Shapes:  content: any, contiguous.   starts, stops: int64[n].
@@ -36,8 +35,7 @@ class Piece:
     stops: Int64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Texts:
+class Texts(Struct, frozen=True, eq=False):
     """n texts, the i-th of which is content[starts[i]:starts[i + 1]]. The arrays are read-only.
 
     Shapes:  content: uint8[starts[n]].   starts: int64[n + 1], rising, from 0.

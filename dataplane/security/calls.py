@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
 class Role(enum.Enum):
@@ -42,8 +43,7 @@ class WrongTokenError(Exception):
     """Why a token was refused, in words that do not contain it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Struct, frozen=True):
     """Who makes a call, as its token says: its roles, its only job ("" for all), and the prefixes
     of its datasets (None for all).
     """

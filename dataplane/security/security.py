@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.security import tokens
@@ -25,8 +26,7 @@ _HOW = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Security:
+class Security(Struct, frozen=True):
     """The token, the certificates, the URIs of peers with certificates ("spiffe://cluster/ns/*":
     all that start so; () for all), whether plain text may cross the network, and the prefixes of
     the urls that jobs may read; () for all.

@@ -17,14 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec import Struct
+
 from dataplane.errors import ConfigError
 from dataplane.security.watched import Watched, content
 
 _FILE_BYTES_MAX = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
+class TlsFiles(Struct, frozen=True):
     """Paths of PEM files; "" for none. `cert` is a chain, with the own certificate first."""
 
     cert: str = ""

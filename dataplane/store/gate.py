@@ -22,7 +22,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.errors import ClosedError, StoreError, StoreThrottled
 from dataplane.redact import redacted
@@ -36,8 +38,7 @@ RETURN_S = 1.0
 """After an outage, waiting callers resume one by one within this time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True):
     """How waits grow: `base_s`, doubled each time, up to `cap_s`. The actual wait is uniformly
     random between zero and that ("full jitter").
 
@@ -52,8 +53,7 @@ class Wait:
         return float(min(self.cap_s, self.base_s * 2.0 ** min(attempt - 1, 60)))
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(Struct, frozen=True):
     """A store has asked to slow down: nobody sends it a request for `left_s`. The next pause is
     longer if `level` is higher.
     """
@@ -69,8 +69,7 @@ SLOW_DOWN = Wait(base_s=0.5, cap_s=20.0)
 PROBE = Wait(base_s=0.5, cap_s=5.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
+class Clock(Struct, frozen=True):
     """Time and randomness for retries; tests pass their own. `wait` waits for a condition whose
     lock is held, and may return early.
     """
@@ -127,8 +126,7 @@ class SlowDown:
         self._level = max(0, self._level - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """Permission for one request. A probe checks whether the store is back."""
 
     began: float

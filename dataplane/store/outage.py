@@ -7,16 +7,16 @@ that fails from then on, and, with `until` set, when it ends. `Outages.note` is 
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Outage:
+class Outage(Struct, frozen=True):
     """A store that does not answer. Times are seconds since 1970: of the first failed request, of
     the last request, and of the answer that ended the outage (0 while it lasts).
 
@@ -75,7 +75,7 @@ class Outages:
             if before is None and after is not None:
                 self._tell(after)
             elif before is not None and after is None:
-                self._tell(dataclasses.replace(before, until=outage.until))
+                self._tell(replace(before, until=outage.until))
 
     def now(self, now: float) -> tuple[Outage, ...]:
         """The stores that are away, sorted by name. A store without requests for a while is left
@@ -90,7 +90,7 @@ class Outages:
         with self._lock:
             lasting = [seen[source] for seen in self._seen.values() if source in seen]
         for outage in lasting:
-            self.note(dataclasses.replace(outage, until=now), source)
+            self.note(replace(outage, until=now), source)
 
 
 def _together(seen: dict[object, Outage]) -> Outage | None:
@@ -98,7 +98,7 @@ def _together(seen: dict[object, Outage]) -> Outage | None:
     if not seen:
         return None
     *_, last = seen.values()
-    return dataclasses.replace(last, since=min(outage.since for outage in seen.values()))
+    return replace(last, since=min(outage.since for outage in seen.values()))
 
 
 _trace = Trace("store")

@@ -13,9 +13,9 @@ import ipaddress
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.errors import StoreDenied
@@ -39,8 +39,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-@dataclass(frozen=True, slots=True)
-class UrlPolicy:
+class UrlPolicy(Struct, frozen=True):
     """The prefixes of urls that may be opened; () for all. Link-local addresses, and those where
     clouds serve credentials, only if a prefix names them.
     """

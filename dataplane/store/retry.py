@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
+from msgspec import Struct
 from typing_extensions import Buffer
 
 from dataplane.errors import (
@@ -49,8 +49,7 @@ SHORT_ANSWERS_MAX = 5
 _ANSWERS = (ShardNotFound, StoreDenied, TruncatedRead, DatasetChangedError)
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
+class _Call(Struct, eq=False):
     """One call on its way."""
 
     what: str

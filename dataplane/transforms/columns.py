@@ -11,10 +11,10 @@ from __future__ import annotations
 import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
 import pyarrow as pa
+from msgspec import Struct, field
 
 from dataplane.errors import ConfigError
 from dataplane.formats.unsupported import refusal, unsupported_mark, unsupported_type
@@ -43,8 +43,7 @@ class LeafPart(enum.Enum):
     IS_NULL = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnPlan:
+class ColumnPlan(Struct, frozen=True):
     """How the blocks of a dataset become batch columns.
 
     `top_level` are the columns a format must decode; `leaves`, `parts`, `specs` and `schema`

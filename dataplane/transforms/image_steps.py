@@ -8,9 +8,10 @@ own file in steps/; this module knows none of them by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.errors import ConfigError
@@ -30,8 +31,7 @@ Draw = Callable[[str, int], Floats]
 """Draws numbers for a step, by its name: float64[n, count], uniform in [0, 1)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PixelChange:
+class PixelChange(Struct, frozen=True, eq=False):
     """A step that changes the pixels of n images in place.
 
     Shapes:  numbers: float64[p], its parameters.   drawn: float64[n, d], its draws for each image.
@@ -43,8 +43,7 @@ class PixelChange:
     drawn: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSteps:
+class ImageSteps(Struct, frozen=True):
     """The steps of one column, in the order in which they run."""
 
     column: str

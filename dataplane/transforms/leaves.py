@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.formats.nulls import children, node_count
 from dataplane.model import ColumnSpec, Kind, ListPolicy
 from dataplane.transforms.plain import is_any_list, object_type
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Struct, frozen=True):
     """`top` is the top-level column that contains the leaf, `path` the index of the field in each
     struct on the way down, `structs` the dotted names of these structs.
 

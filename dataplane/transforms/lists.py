@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind, TruncationSide
@@ -15,8 +15,7 @@ from dataplane.transforms.nulls import is_value_of
 _LISTS = frozenset({Kind.PADDED, Kind.RAGGED})
 
 
-@dataclass(frozen=True, slots=True)
-class ListForm:
+class ListForm(Struct, frozen=True):
     """How the lists of one column become rows of a batch.
 
     Lists keep their first `length_max` values, or their last ones if `keeps_end`; 0 keeps all.

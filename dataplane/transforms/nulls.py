@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnOptions, ColumnSpec, Kind
@@ -25,8 +25,7 @@ from dataplane.transforms.leaves import Leaf
 _COLUMNS_SHOWN = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Fills:
+class Fills(Struct, frozen=True):
     """The values that replace nulls, by column; `everywhere` is for all other columns."""
 
     by_column: Mapping[str, float]

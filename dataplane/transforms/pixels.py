@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataplane.errors import ImageError
@@ -53,8 +54,7 @@ class _View(ctypes.Structure):
 _Sides = ctypes.c_int32 * 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Crop:
+class _Crop(Struct, frozen=True):
     """The crop of one upright image.   Shapes:  box: float64[4] = top, left, height, width."""
 
     box: Doubles

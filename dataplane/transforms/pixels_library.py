@@ -6,10 +6,10 @@ import ctypes
 import functools
 import re
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import PIL
+from msgspec import Struct
 from PIL import features
 
 from dataplane import compiled
@@ -51,8 +51,7 @@ _SIGNATURES: dict[str, compiled.Signature] = {
 _CHANGE: compiled.Signature = (None, (_POINTER, _I32, _I32, _POINTER, _POINTER))
 
 
-@dataclass(frozen=True, slots=True)
-class Maker:
+class Maker(Struct, frozen=True):
     """`library` is None if Pillow and numpy make all pixels; `missing` says why.
 
     Two makers with the same `name` make the same pixels of the same images.

@@ -13,9 +13,9 @@ import io
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
@@ -109,8 +109,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPixels:
+class StoredPixels(Struct, frozen=True):
     """RGB pixels as they are stored; a JPEG may be 1/shrink of its `height` x `width`."""
 
     pixels: Image.Image

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.arena.slab_layout import TEXTS, row_bytes
 from dataplane.errors import RowOutOfBounds
@@ -20,8 +20,7 @@ RowIndex = npt.NDArray[np.int32]
 _START_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSpan:
+class BufferSpan(Struct, frozen=True):
     """Bytes [offset, offset + length) of an Arrow buffer, which is None if empty."""
 
     buffer: pa.Buffer | None
@@ -44,8 +43,7 @@ class BufferSpan:
 NOTHING = BufferSpan(None, 0, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowLayout:
+class RowLayout(Struct, frozen=True, eq=False):
     """The columns whose rows lie side by side in packed rows, in this order; see row_layout.py.
 
     Shapes:  fields: int64[columns, 2], where each column starts in a packed row, and its size.
@@ -61,8 +59,7 @@ class RowLayout:
         return self.row_bytes - int(self.fields[:, 1].sum())
 
 
-@dataclass(frozen=True, slots=True)
-class BlockColumns:
+class BlockColumns(Struct, frozen=True):
     """One opened canonical block. Its memory lives as long as this object.
 
     `batch` is the block without packed columns. `values[c]` has the rows of a FIXED column, or the

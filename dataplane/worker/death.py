@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from dataplane.errors import BudgetTooSmall, CorruptShard, DataplaneError, DataStallError
 from dataplane.units import raise_to, show_bytes, ways_to_set
@@ -30,16 +32,14 @@ class Cause(enum.Enum):
     STUCK = "stuck"
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEnd:
+class ProcessEnd(Struct, frozen=True):
     """How one worker ended: the cause, and a phrase to put after its name."""
 
     cause: Cause
     words: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
+class WorkerPlace(Struct, frozen=True):
     """The place that a worker was working at. `block` and `row` count from 0 within the shard;
     `first_row` is the block's first row.
     """

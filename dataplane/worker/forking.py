@@ -24,8 +24,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from dataplane import machine
 
@@ -110,8 +111,7 @@ class _Process(Protocol):
     def wait(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Fork:
+class _Fork(Struct, frozen=True):
     """A child that was forked from this process, and not waited for yet."""
 
     pid: int

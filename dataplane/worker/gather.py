@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.arena import slab_layout
 from dataplane.arena.slab_layout import SIDE_BYTES, TEXTS
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 _NONE = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
+class _Pieces(Struct, frozen=True):
     """The places of the pieces of one column, relative to the column's start.
 
     Shapes:  values, sides, width: int64[batches]; a FIXED column has no sides and no width.
@@ -49,8 +48,7 @@ class _Pieces:
     streams: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(Struct, frozen=True):
     """How many of the batches fitted, where their columns lie, and how many bytes they took; if
     none fitted, the bytes that the first one needs.
     """

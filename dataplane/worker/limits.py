@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
+
+from msgspec import Struct
 
 from dataplane.config import NodeConfig
 
@@ -12,8 +13,7 @@ _MIB = 1 << 20
 _DECODING_TIMES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerBytes:
+class WorkerBytes(Struct, frozen=True):
     """The private memory that a worker may take: `base`, plus what the largest block of a dataset
     needs, up to `most` in total.
     """

@@ -7,9 +7,9 @@ import mmap
 import os
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from dataplane.arena.memfd import populate
 from dataplane.errors import DatasetChangedError, ShardNotFound
@@ -21,8 +21,7 @@ _OPEN_SHARDS_MAX = 256
 _numbers = itertools.count(-1, -1)
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class MappedShard:
+class MappedShard(Struct, frozen=True, weakref=True, eq=False):
     """A mapped local file; its descriptor is closed when the last block of it is forgotten."""
 
     url: str

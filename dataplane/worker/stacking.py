@@ -6,10 +6,10 @@ A batch of them then takes one copy per row, like any column of fixed-size lists
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from dataplane.compiled import Compiled
 from dataplane.errors import ConfigError
@@ -29,8 +29,7 @@ from dataplane.worker import row_layout
 from dataplane.worker.columns import RowLayout
 
 
-@dataclass(frozen=True, slots=True)
-class StackedPlan:
+class StackedPlan(Struct, frozen=True):
     """How blocks become batch columns: first the leaves, then the stacks made from them.
 
     `specs` and `schema` are those of batches, in their order. `lists` are the forms of list columns

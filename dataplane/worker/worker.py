@@ -16,12 +16,12 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.arena.memfd import Arena, populate
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 _APART_BYTES = 1 << 20
 
 
-@dataclass(slots=True)
-class _Dataset:
+class _Dataset(Struct):
     format: base.Format
     schema: pa.Schema
     plan: StackedPlan
@@ -58,8 +57,7 @@ class _Dataset:
     """Whether all columns of its shards are needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenBlock:
+class _OpenBlock(Struct, frozen=True):
     """A block to gather from: the mapped file of its rows, if any, which rows it has, and the
     restart indexes of its images. `numbers` are the rows of an excerpt, None of a whole block.
     """
@@ -71,8 +69,7 @@ class _OpenBlock:
     numbers: Ints | None
 
 
-@dataclass(slots=True)
-class _State:
+class _State(Struct):
     """Everything that a worker remembers between two tasks, and where it reports its progress."""
 
     memory_bytes: int

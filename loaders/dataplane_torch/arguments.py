@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import Struct
 from torch.utils.data import Dataset
 
 from dataplane.client import identity
@@ -47,8 +47,7 @@ _TORCH_ONLY: Final[Mapping[str, tuple[object, str]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class JobToOpen:
+class JobToOpen(Struct, frozen=True):
     """A job to open, and its endpoint. DataLoader workers receive it by fork or by pickle.
 
     `request.member_id` is empty: every process that joins has its own. `is_named`: the user has
@@ -72,8 +71,7 @@ class JobToOpen:
             check_layout(self.request.job_id, self.request.topology, opened.digest)
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(Struct, frozen=True):
     """The arguments that DataLoader and ShardedIterableDataset share, as the user gave them."""
 
     urls: object

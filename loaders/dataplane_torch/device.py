@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 
 from dataplane.client.mount import Pinning
 from dataplane.errors import ConfigError
@@ -31,8 +31,7 @@ class Target(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class CudaTarget:
+class CudaTarget(Struct, frozen=True):
     """A CUDA device; without an index, the device that is current when a pass begins."""
 
     index: int | None

@@ -59,7 +59,9 @@ def changed(**options) -> JobSpec:
 
 
 def elsewhere(**change):
-    shards = (replace(s, url=s.url.replace("s3://b", "s3://c"), **change) for s in small().shards)
+    shards = (
+        structs.replace(s, url=s.url.replace("s3://b", "s3://c"), **change) for s in small().shards
+    )
     return small(shards=tuple(shards))
 
 
@@ -194,7 +196,9 @@ def test_a_copy_with_other_etags_needs_dataset_moved():
 
 
 def test_another_dataset_is_refused_even_with_dataset_moved():
-    grown = tuple(replace(shard, size_bytes=shard.size_bytes + 1) for shard in small().shards)
+    grown = tuple(
+        structs.replace(shard, size_bytes=shard.size_bytes + 1) for shard in small().shards
+    )
     # Its default window differs too: errors leave out what follows from the dataset.
     other = job(small(shards=grown), replace(SPEC, window=17))
     error = refusal(RunState.of(job(), 0, 0), other, dataset_moved=True)

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from membership import SPEC, VERSION, beat, join, node, progress
+from msgspec import structs
 from trusted import TOKEN, TRUSTED
 
 from dataplane.coordinator.front import CoordinatorConfig
@@ -167,7 +168,7 @@ def test_only_loopback_is_bound_by_default(address):
     async def main():
         with pytest.raises(ConfigError, match=r"open to the network.*--insecure"):
             await CoordinatorServer(CONFIG, address, TRUSTED).start()
-        server = CoordinatorServer(CONFIG, address, dataclasses.replace(TRUSTED, insecure=True))
+        server = CoordinatorServer(CONFIG, address, structs.replace(TRUSTED, insecure=True))
         assert await server.start() != address
         await server.stop()
 

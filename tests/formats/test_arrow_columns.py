@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
 import itertools
@@ -19,6 +18,7 @@ import pytest
 from arrow_columns import batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from shards import MemoryShard, arrow_bytes, raw_block
 
 from dataplane.errors import CorruptShard, DataplaneError, SchemaMismatch
@@ -63,7 +63,7 @@ def cut(raw: RawBlock, pieces: tuple[Region, ...]) -> RawBlock:
     """The same block with nothing but these pieces."""
     start = raw.place.offset
     parts = [bytes(raw.body[p.offset - start : p.offset - start + p.length]) for p in pieces]
-    return dataclasses.replace(raw, body=memoryview(b"".join(parts)), pieces=pieces)
+    return structs.replace(raw, body=memoryview(b"".join(parts)), pieces=pieces)
 
 
 def is_valid(drawn: tuple[pa.RecordBatch, Any]) -> bool:
@@ -285,7 +285,7 @@ def test_damaged_metadata_is_an_error_or_harmless(changes: list[tuple[int, int]]
     body = bytearray(part.body)
     for at, value in changes:
         body[at] = value
-    damaged = dataclasses.replace(part, body=memoryview(body).toreadonly())
+    damaged = structs.replace(part, body=memoryview(body).toreadonly())
     with contextlib.suppress(DataplaneError):
         found = ARROW.decode(damaged, index.schema, ["view", "pair"])
         found.validate(full=True)
@@ -304,7 +304,7 @@ def test_a_block_that_is_not_one_batch_is_refused() -> None:
         (bytes(part.body[first.length :]), tuple(others)),
         (bytes(part.body), (Region(first.offset, 100), *others)),
     ):
-        broken = dataclasses.replace(part, body=memoryview(body), pieces=pieces)
+        broken = structs.replace(part, body=memoryview(body), pieces=pieces)
         with pytest.raises(CorruptShard):
             ARROW.decode(broken, index.schema, ["c1"])
     with pytest.raises(SchemaMismatch):

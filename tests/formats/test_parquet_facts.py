@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernels import without
+from msgspec import structs
 from shards import MemoryShard, parquet_bytes
 
 import dataplane
@@ -48,7 +48,7 @@ def check(content: bytes) -> FooterFacts | None:
     if isinstance(ours, str) or isinstance(reference, str):
         assert type(ours) is type(reference), found
         return None
-    for field in dataclasses.fields(FooterFacts):
+    for field in structs.fields(FooterFacts):
         one, other = getattr(ours, field.name), getattr(reference, field.name)
         assert np.array_equal(one, other), field.name
         assert np.shape(one) == np.shape(other), field.name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gzip
 import signal
 import threading
@@ -16,6 +15,7 @@ import psutil
 import pyarrow as pa
 import pytest
 from bombs import MIB, long_line
+from msgspec.structs import replace
 from shards import MemoryShard, arrow_bytes, json_lines, parquet_bytes, tar_bytes
 from typing_extensions import Buffer
 
@@ -165,7 +165,7 @@ class Held:
 
     @staticmethod
     def _named(found: ObjectInfo) -> ObjectInfo:
-        return dataclasses.replace(found, url=found.url.replace(*HELD[::-1]))
+        return replace(found, url=found.url.replace(*HELD[::-1]))
 
 
 HELD = ("s3://held/", "file:///")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from manifests import small
+from msgspec.structs import replace
 
 from dataplane.config import JobSpec
 from dataplane.index.indexing import open_dataset

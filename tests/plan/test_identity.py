@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from manifests import small
+from msgspec.structs import replace
 
 from dataplane.plan.identity import identity_of, relative_names
 from dataplane.plan.texts import Texts

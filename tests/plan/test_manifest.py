@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import numpy as np
@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from manifests import small
+from msgspec.structs import replace
 
 from dataplane.errors import ConfigError, CorruptShard
 from dataplane.model import ObjectInfo, Region

@@ -8,7 +8,6 @@ import lzma
 import os
 import struct
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from manifests import small
+from msgspec.structs import replace
 
 from dataplane.errors import ConfigError
 from dataplane.index.journal import IndexJournal

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from msgspec.structs import replace
 
 from dataplane.store.outage import FORGOTTEN_S, Outage, Outages
 
 BEGAN = Outage("s3://lab", 100.0, "refused", asked=100.0)
-ENDED = dataclasses.replace(BEGAN, asked=160.0, until=161.0)
+ENDED = replace(BEGAN, asked=160.0, until=161.0)
 
 
 def outages() -> tuple[Outages, list[Outage]]:
@@ -18,7 +18,7 @@ def outages() -> tuple[Outages, list[Outage]]:
 def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends() -> None:
     seen, told = outages()
     seen.note(BEGAN)
-    seen.note(dataclasses.replace(BEGAN, error="reset", asked=130.0))
+    seen.note(replace(BEGAN, error="reset", asked=130.0))
     assert [one.error for one in seen.now(130.0)] == ["reset"]
     seen.note(ENDED)
     assert seen.now(161.0) == ()
@@ -28,7 +28,7 @@ def test_an_outage_is_logged_once_when_it_begins_and_once_when_it_ends() -> None
 def test_a_store_is_away_as_long_as_one_process_says_so() -> None:
     seen, told = outages()
     seen.note(BEGAN, "fetching")
-    seen.note(dataclasses.replace(BEGAN, since=90.0, asked=101.0), "indexing")
+    seen.note(replace(BEGAN, since=90.0, asked=101.0), "indexing")
     (now,) = seen.now(102.0)
     assert now.since == 90.0
     seen.note(ENDED, "fetching")
@@ -39,9 +39,9 @@ def test_a_store_is_away_as_long_as_one_process_says_so() -> None:
 
 def test_stores_are_apart_and_an_end_without_a_beginning_is_nothing() -> None:
     seen, told = outages()
-    seen.note(dataclasses.replace(ENDED, store="gs://other"))
+    seen.note(replace(ENDED, store="gs://other"))
     seen.note(BEGAN)
-    seen.note(dataclasses.replace(BEGAN, store="az://more"))
+    seen.note(replace(BEGAN, store="az://more"))
     assert [one.store for one in seen.now(100.0)] == ["az://more", "s3://lab"]
     assert len(told) == 2
 

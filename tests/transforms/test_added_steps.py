@@ -16,6 +16,7 @@ import pytest
 import random_crop
 import random_solarize
 from kernels import without
+from msgspec import structs
 from pictures import Encoded, drawn, encoded
 from random_crop import RandomCrop
 from random_solarize import RandomSolarize
@@ -67,7 +68,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Maker:
         function = getattr(added, name)
         original = getattr(found.library, name)
         function.restype, function.argtypes = original.restype, original.argtypes
-    return dataclasses.replace(found, library=added)
+    return structs.replace(found, library=added)
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from dataplane_torch.local.progress import PassState, SamplerState, WorkerState
 from dataplane_torch.local.sampling import (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from dataplane_torch.local.parcel import Parcel, pickled_whole
 from dataplane_torch.local.progress import WorkerState
@@ -12,8 +13,7 @@ from dataplane_torch.local.progress import WorkerState
 _MADE, _MAKE = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Struct, frozen=True):
     """Open the dataset for a pass, where `state` says; or, with `anew`, for the pass after that."""
 
     pass_id: int
@@ -22,8 +22,7 @@ class Begin:
     anew: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Make:
+class Make(Struct, frozen=True):
     """Make the batch of a task."""
 
     pass_id: int
@@ -31,21 +30,18 @@ class Make:
     index: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True):
     """No more frames follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """The dataset is open; `state` is its position, if it has a state_dict()."""
 
     pass_id: int
     state: WorkerState | None
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(Struct, frozen=True):
     """A task's batch, or with kind "error" the exception that it raised."""
 
     pass_id: int
@@ -55,8 +51,7 @@ class Made:
     state: WorkerState | None
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """An iterable dataset has no batch for this task, nor for later ones of this pass."""
 
     pass_id: int
@@ -64,16 +59,14 @@ class Ended:
     state: WorkerState | None
 
 
-@dataclass(frozen=True, slots=True)
-class NewSegment:
+class NewSegment(Struct, frozen=True):
     """A descriptor of this many bytes follows."""
 
     segment_id: int
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class OldSegment:
+class OldSegment(Struct, frozen=True):
     """The worker writes no more into it; the trainer has given all of its extents back."""
 
     segment_id: int

@@ -10,8 +10,9 @@ import contextlib
 import copy
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from dataplane_torch.device import Target
 from dataplane_torch.local.beginning import Beginning, PassPlace

@@ -6,10 +6,10 @@ worker iterates over an iterable dataset on its own, so that state has one entry
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeGuard
+
+from msgspec import Struct, field, structs
 
 from dataplane.errors import ConfigError, VersionMismatch
 from dataplane.units import whole
@@ -17,8 +17,7 @@ from dataplane.units import whole
 VERSION: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
+class WorkerState(Struct, frozen=True):
     """One worker's dataset after `fetched` batches of this pass, and how many to skip from there.
 
     `dataset` and `iterator` are their own states, None where they have none.
@@ -36,8 +35,7 @@ class WorkerState:
         return self.dataset is not None or self.iterator is not None
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerState:
+class SamplerState(Struct, frozen=True):
     """A sampler after `drawn` batches: `states` of its parts as they stood `skip` draws before,
     None where no part has a state; `generators` as they stood when the pass began, or when it had
     ended, and the `epochs` that its parts had been told. `missing` are indices that were drawn
@@ -54,8 +52,7 @@ class SamplerState:
     made_with: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class PassState:
+class PassState(Struct, frozen=True):
     """A pass after `step` batches. `worker_count` is 0 where the trainer itself loads.
 
     `length` is the dataset's, None where that has none or where it does not matter. `samplers`
@@ -78,7 +75,7 @@ class PassState:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values: all JSON, except for the contents of the user's own states."""
-        sampler = {**_fields(self.sampler), "missing": list(self.sampler.missing)}
+        sampler = {**structs.asdict(self.sampler), "missing": list(self.sampler.missing)}
         if not self.sampler.made_with:
             del sampler["made_with"]  # which older versions do not know
         return {
@@ -87,7 +84,7 @@ class PassState:
             **{name: getattr(self, name) for name in _PLAIN},
             "samplers": self.samplers,
             "sampler": sampler,
-            "workers": [_fields(worker) for worker in self.workers],
+            "workers": [structs.asdict(worker) for worker in self.workers],
         }
 
     @classmethod
@@ -226,7 +223,3 @@ def _is_count(given: object) -> TypeGuard[int]:
 
 def _is_text(given: object) -> bool:
     return isinstance(given, str)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}

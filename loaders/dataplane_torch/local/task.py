@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
 
 from dataplane_torch.local import frames
 from dataplane_torch.local.parcel import Arrived
@@ -14,8 +15,7 @@ from dataplane_torch.local.segments import MappedSegments
 from dataplane_torch.sending import CopyStream, Sending
 
 
-@dataclass(slots=True)
-class BatchTask:
+class BatchTask(Struct):
     """Who makes it, and where the sampler stood after its index. `make` is there from when the
     memory of its parcel is taken, for a device perhaps before it is due; `told` is what it raised.
     """

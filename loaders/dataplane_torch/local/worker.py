@@ -14,13 +14,14 @@ import random
 import select
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph_settings import apply_random_seed
 
@@ -39,8 +40,7 @@ _IDLE_S = 0.25
 _LONG_IDLE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(Struct, frozen=True):
     """A worker's start arguments. `parent_pid` is 0 where a fork server starts it."""
 
     is_iterable: bool

@@ -18,8 +18,9 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from dataplane_torch.device import Target
 from dataplane_torch.local import frames
