@@ -25,11 +25,11 @@ class Authority:
     certificate: x509.Certificate
 
     @classmethod
-    def made(cls, name: str = "tests") -> Authority:
+    def made(cls, name: str = "tests", lasts: dt.timedelta = dt.timedelta(days=1)) -> Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(name)
         built = (
-            _builder(subject, subject, key.public_key(), dt.timedelta(days=1))
+            _builder(subject, subject, key.public_key(), lasts)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .sign(key, hashes.SHA256())
         )

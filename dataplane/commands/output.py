@@ -50,6 +50,7 @@ _EXIT_OF: dict[type[BaseException], int] = {
 
 _ADVICE: dict[type[BaseException], str] = {
     errors.VersionMismatch: "install one version of dataplane-loader on every host, and restart",
+    errors.AccessDenied: "docs/security.md says who may make which call, and where tokens are",
     errors.BudgetTooSmall: "raise the budget; `dataplane config show` says where it was set",
     errors.ConfigError: "correct it and run the command again; --help has examples",
     errors.ShardNotFound: "check the spelling and the store's endpoint",

@@ -87,12 +87,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return f"its certificate is for {', '.join(uris) or 'no URI'}, not in tls_peers"
 
     def _refusing(self, path: str, why: str, code: grpc.StatusCode) -> grpc.RpcMethodHandler:
-        """Answers without a look at the message."""
+        """Answers without receiving the message: nobody asks for the first one of the stream."""
 
-        async def refuse(_: bytes, context: _Context) -> None:
+        async def refuse(_: object, context: _Context) -> None:
             await _refuse(context, path, why, code)
 
-        return grpc.unary_unary_rpc_method_handler(refuse)
+        return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 async def _refuse(context: _Context, path: str, why: str, code: grpc.StatusCode) -> None:

@@ -54,7 +54,7 @@ class Jwts:
         self._clock = clock
         self._key: Watched[_Key] | None = None
         if key_file:
-            self._key = Watched("key of JWTs", (key_file,), partial(_public_key, key_file))
+            self._key = Watched("key of JWTs", (key_file,), partial(public_key, key_file))
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, int, int], tuple[Caller, float]] = OrderedDict()
 
@@ -154,8 +154,11 @@ def _are_prefixes(given: object) -> bool:
     )
 
 
-def _public_key(path: str) -> _Key:
-    """The algorithm of a public key, and the key."""
+def public_key(path: str) -> _Key:
+    """The algorithm of a public key, and the key.
+
+    Raises:  ConfigError: it cannot be used, or PyJWT is missing.
+    """
     try:
         import jwt  # noqa: F401
         from cryptography.hazmat.primitives.asymmetric import ec, rsa

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from membership import VERSION, beat, join, leave, node, progress
-from trusted import STRANGER, TOKEN, TRUSTED
+from trusted import STRANGER, TOKEN, TRUSTED, client_of, refusals, serving
 
 from dataplane.coordinator.front import CoordinatorConfig
-from dataplane.coordinator.server import CoordinatorServer
 from dataplane.errors import AccessDenied, ConfigError
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import StatusRequest
@@ -24,30 +22,6 @@ from dataplane.security.tokens import TokenSource
 CONFIG = CoordinatorConfig(version=VERSION, lease_s=60.0)
 OTHER = Security(TokenSource("a test", ("another-token-0123456789",)))
 LOCAL = "127.0.0.1:0"
-
-
-@asynccontextmanager
-async def serving(address=LOCAL, security=TRUSTED):
-    server = CoordinatorServer(CONFIG, address, security)
-    try:
-        yield await server.start()
-    finally:
-        await server.stop(0.0)
-
-
-@asynccontextmanager
-async def client_of(address, security):
-    client = CoordinatorClient(address, security, patience_s=0.0)
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-def refusals(caplog):
-    found = [one.getMessage() for one in caplog.records if "call refused" in one.getMessage()]
-    caplog.clear()
-    return found
 
 
 def test_the_table_names_every_call_and_no_other():

@@ -12,11 +12,11 @@ from dataplane.commands import output
 from dataplane.commands.interrupt import interruptible
 from dataplane.commands.options import (
     NODE_SETTINGS,
+    SECURITY_SETTINGS,
     Settings,
     format_option,
     json_option,
     setting_options,
-    urls_argument,
     workers_option,
 )
 from dataplane.commands.own_node import own_session
@@ -25,7 +25,7 @@ from dataplane.model import ListPolicy
 if TYPE_CHECKING:
     from dataplane.client.bound import Bound
     from dataplane.client.first_batch import FirstBatch
-    from dataplane.commands.doctor.trial import Trial
+    from dataplane.commands.doctor.trial import Trial, TrialLength
     from dataplane.plan.manifest import Manifest
     from dataplane.rpc.messages import OpenJob
 
@@ -48,7 +48,8 @@ class Asked:
 
 
 @click.command("doctor")
-@urls_argument
+@click.argument("urls", nargs=-1, metavar="URL...")
+@click.option("--security", "only_security", is_flag=True, help="Check who may do what.")
 @click.option("--batch-size", type=_POSITIVE, default=32, show_default=True, help="Of one rank.")
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -91,7 +92,7 @@ class Asked:
 @click.option("--steps", type=_POSITIVE, help="Stop after this many batches.")
 @format_option
 @workers_option
-@setting_options(*NODE_SETTINGS)
+@setting_options("listen", "state_dir", *SECURITY_SETTINGS, *NODE_SETTINGS)
 @json_option
 @interruptible
 def doctor(
@@ -104,6 +105,7 @@ def doctor(
     step_ms: float,
     seconds: float,
     steps: int | None,
+    only_security: bool,
     **asked: Any,
 ) -> None:
     """Find what limits a run of this dataset on this machine, and which setting would help.
@@ -116,6 +118,9 @@ def doctor(
     It also divides the time until the first batch of a new loader: for the node's start, for the
     dataset's index, for storage and so on.
 
+    With --security, it only looks at the settings of a service: who can reach it, with what, and
+    until when. Give it the options that `dataplane serve` gets.
+
     In JSON, the keys are checks, bound (null if the run was too short), advice, first_batch, and
     statistics: what `DataLoader.statistics()` returns in a training run.
 
@@ -124,18 +129,41 @@ def doctor(
       dataplane doctor s3://bucket/train/ --batch-size 256 --step-ms 180
       dataplane doctor /data/photos/ --batch-size 64 --transform "jpg=RandomResizedCrop(224)"
       dataplane doctor /data/train/ --worker-count 4 --json
+      dataplane doctor --security --listen 10.0.0.1:7077
     """
-    from dataplane.commands.doctor import advice, checks, trial
+    if only_security:
+        _check_security(settings, as_json=as_json)
+        return
+    if not urls:
+        raise click.UsageError("Missing argument 'URL...'.")
+    from dataplane.commands.doctor.trial import TrialLength
+
+    length = TrialLength(seconds, steps)
+    _examine(urls, settings, format_name, workers, Asked(**asked), step_ms, length, as_json=as_json)
+
+
+def _examine(
+    urls: tuple[str, ...],
+    settings: Settings,
+    format_name: str,
+    workers: int,
+    job: Asked,
+    step_ms: float,
+    length: TrialLength,
+    *,
+    as_json: bool,
+) -> None:
+    """The checks, the run, and what it tells."""
+    from dataplane.commands.doctor import advice, checks
     from dataplane.settings import node_config
 
-    job = Asked(**asked)
     request = _request(urls, format_name, job)  # before anything is read
     config = node_config(settings)
     at, found, indexing_s = _looked_at(urls, format_name, workers, config, job, request)
     if not as_json:
         output.write_table(("check", "found", "advice"), checks.lines(found), "machine")
         output.stdout().print()
-    done = _tried(request, settings, step_ms / 1e3, trial.TrialLength(seconds, steps))
+    done = _tried(request, settings, step_ms / 1e3, length)
     from dataplane.client.bound import bound_of
 
     first = _with_indexing(done.found.first_batch, indexing_s)
@@ -154,6 +182,16 @@ def doctor(
         output.stdout().print(f"  - {one}", soft_wrap=True, markup=False)
     if done.is_short:
         output.warn("the run saw only the first batches: use more --seconds")
+
+
+def _check_security(settings: Settings, *, as_json: bool) -> None:
+    from dataplane.commands.doctor import checks, security
+
+    found = security.checks(settings)
+    if as_json:
+        output.write_json({"checks": [dataclasses.asdict(one) for one in found]})
+    else:
+        output.write_table(("check", "found", "advice"), checks.lines(found), "security")
 
 
 def _request(urls: tuple[str, ...], format_name: str, job: Asked) -> OpenJob:

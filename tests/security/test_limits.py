@@ -1,0 +1,143 @@
+"""What a peer without a token can make a coordinator do: next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+
+import grpc
+import psutil
+import pytest
+from fleet import Service
+from membership import VERSION
+from trusted import STRANGER, TRUSTED, client_of, refusals, serving
+
+from dataplane.errors import AccessDenied
+from dataplane.rpc.membership import StatusRequest
+from dataplane.rpc.services import COORDINATOR, REQUEST_BYTES_MAX
+from dataplane.trace import LINES_A_MINUTE
+
+BIG = (("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 1 << 24))
+
+
+def test_a_message_of_a_stranger_is_not_received(caplog):
+    """It could be of any size: the answer comes without it."""
+
+    async def main():
+        async with (
+            serving() as address,
+            grpc.aio.insecure_channel(address, options=BIG) as channel,
+        ):
+            call = channel.unary_unary(f"/{COORDINATOR}/Join")
+            body = bytes(2 * REQUEST_BYTES_MAX)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(body, timeout=30)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            # With the token its size counts.
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(body, timeout=30, metadata=TRUSTED.metadata())
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert len(refusals(caplog)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_token_of_a_megabyte_and_frames_of_nonsense_disturb_nobody(caplog):
+    async def main():
+        async with (
+            serving() as address,
+            grpc.aio.insecure_channel(address, options=BIG) as channel,
+            client_of(address, TRUSTED) as owner,
+        ):
+            call = channel.unary_unary(f"/{COORDINATOR}/Status")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"", timeout=30, metadata=(("authorization", "x" * (1 << 20)),))
+            host, _, port = address.rpartition(":")
+            preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            frame = b"\xff\xff\xff\x00\x00\x00\x00\x00\x01"  # of 16 MiB
+            for nonsense in (os.urandom(5000), preface + frame + bytes(50_000), b"GET / HTTP/1.1"):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(nonsense)
+                if nonsense.startswith(b"GET"):
+                    writer.write_eof()
+                async with asyncio.timeout(60):
+                    with contextlib.suppress(ConnectionError):
+                        while await reader.read(1 << 16):
+                            pass
+                writer.close()
+            assert (await owner.status(StatusRequest())).version == VERSION
+
+    asyncio.run(main())
+    caplog.clear()
+
+
+def test_a_peer_that_is_refused_a_thousand_times_writes_few_lines(caplog):
+    async def main():
+        async with (
+            serving() as address,
+            client_of(address, STRANGER) as stranger,
+            client_of(address, TRUSTED) as owner,
+        ):
+            for _ in range(300):
+                with pytest.raises(AccessDenied):
+                    await stranger.status(StatusRequest())
+            assert (await owner.status(StatusRequest())).version == VERSION
+            assert len(refusals(caplog)) == LINES_A_MINUTE
+
+    asyncio.run(main())
+
+
+def test_silent_and_slow_connections_keep_nobody_from_a_call():
+    """Some send nothing, some the beginning of a connection, one byte at a time."""
+
+    async def main():
+        async with serving() as address, client_of(address, TRUSTED) as owner:
+            host, _, port = address.rpartition(":")
+            with contextlib.ExitStack() as stack:
+                slow = [
+                    stack.enter_context(socket.create_connection((host, int(port))))
+                    for _ in range(200)
+                ]
+                for byte in b"PRI * HT":
+                    for sock in slow[::2]:
+                        sock.send(bytes([byte]))
+                    assert (await owner.status(StatusRequest())).version == VERSION
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections_keep_no_node_away(tmp_path, monkeypatch):
+    """Of one host, all at once; and the coordinator does not grow with them."""
+    monkeypatch.setenv("DATAPLANE_STATE_DIR", str(tmp_path / "state"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 50_000:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (12_000, hard))
+    try:
+        with (
+            Service("--coordinator", "--listen", "127.0.0.1:0", log=tmp_path / "log") as service,
+            contextlib.ExitStack() as stack,
+        ):
+            process = psutil.Process(service.process.pid)
+            host, _, port = service.address.rpartition(":")
+            before = process.memory_info().rss
+            for _ in range(10_000):
+                stack.enter_context(socket.create_connection((host, int(port)), 60))
+            done = subprocess.run(
+                [sys.executable, "-m", "dataplane", "status", service.address, "--json"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert json.loads(done.stdout)["version"]
+            assert process.memory_info().rss - before < 1 << 30
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len((tmp_path / "log").read_text()) < 20_000
