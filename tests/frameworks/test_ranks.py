@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from launching import launch
 from small_nodes import alone_and_small
-from torch.distributed import TCPStore
 from warm import WarmPython, warm_python
 
 COUNT, STEPS = 48, 6
-RANK_S = 280
 RANKS = Path(__file__).parent / "ranks"
 
 
@@ -43,34 +40,6 @@ def python(run_mark: str) -> Iterator[WarmPython]:
         yield made
 
 
-def launch(python: WarmPython, script: str, out: Path, *arguments: str) -> list[int]:
-    """Two ranks with what torchrun's agent gives them, its store among it; their exit statuses."""
-    out.mkdir(exist_ok=True)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
-    launched = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-        "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": f"{out}/inductor",
-    }  # fmt: skip
-    command = [str(RANKS / script), *arguments]
-    ranks = []
-    with (out / "errors").open("ab") as errors:
-        for rank in ("0", "1"):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank}
-            environ = {**os.environ, **launched, **own}
-            ranks.append(python.run(command, environ, errors.fileno()))
-    try:
-        return [rank.wait(RANK_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            rank.stdin.close()
-            rank.stdout.close()
-
-
 def told(out: Path, name: str) -> list:
     """The report of each rank."""
     return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)]
@@ -90,7 +59,7 @@ def test_ranks_share_an_epoch_and_go_on_from_the_frameworks_own_checkpoint(
     framework, tmp_path, url, python
 ) -> None:
     out = tmp_path / "out"
-    done = launch(python, f"on_{framework}.py", out, str(out), "dataset", url)
+    done = launch(python, RANKS / f"on_{framework}.py", out, str(out), "dataset", url)
     assert done == [0, 0], (out / "errors").read_text()
     for nth in ("0", "1"):
         found = told(out, nth)
@@ -103,9 +72,9 @@ def test_ranks_share_an_epoch_and_go_on_from_the_frameworks_own_checkpoint(
 def test_accelerate_goes_on_after_its_ranks_were_killed(tmp_path, url, python) -> None:
     out = tmp_path / "out"
     sources = (str(out), "dataset", url)
-    killed = launch(python, "on_accelerate.py", out, "first", *sources)
+    killed = launch(python, RANKS / "on_accelerate.py", out, "first", *sources)
     assert -signal.SIGKILL in killed, (out / "errors").read_text()
-    done = launch(python, "on_accelerate.py", out, "rest", *sources)
+    done = launch(python, RANKS / "on_accelerate.py", out, "rest", *sources)
     assert done == [0, 0], (out / "errors").read_text()
     for nth in ("0", "1"):
         whole, first, rest = (told(out, f"{nth}-{what}") for what in ("whole", "first", "rest"))
