@@ -24,6 +24,7 @@ ERROR_KEY = "dataplane-error-bin"
 _ERROR_BYTES_MAX = 4096
 _DETAILS_LENGTH_MAX = 512
 _NOUNS_MAX = 8
+_CONNECTING, _HUNG_UP = "failed to connect", "Socket closed"
 _NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
 
 # The nearest class counts: a LeaseFenced is looked up, then LeaseError, then the root.
@@ -76,6 +77,12 @@ def error_of(failure: grpc.aio.AioRpcError, peer: str) -> DataplaneError:
                 f"what answers at {peer} has a certificate that is not trusted here, for another "
                 f"name, or out of date: give --tls-ca the CA of the coordinator, and address it by "
                 f"a name that its certificate has ({details})",
+                peer=peer,
+            )
+        if _HUNG_UP in details and _CONNECTING in details:
+            return errors.PeerLost(
+                f"{peer} hangs up at once: if it runs, it expects TLS (--tls-ca), or a certificate "
+                f"of a client (--tls-cert, --tls-key) that it trusts ({details})",
                 peer=peer,
             )
         return errors.PeerLost(f"nobody answers at {peer}: {details}", peer=peer)

@@ -89,7 +89,7 @@ def test_a_client_whose_certificate_is_not_right_is_refused(tmp_path, kind):
 
     async def main():
         async with serving(secured(server)) as address:
-            with pytest.raises(PeerLost):
+            with pytest.raises(PeerLost, match=r"hangs up at once: .*--tls-ca.*--tls-cert"):
                 await asked(address, clients[kind]())
             good = secured(ca.write(tmp_path, "good"))
             assert (await asked(address, good)).version == VERSION

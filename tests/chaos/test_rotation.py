@@ -1,0 +1,101 @@
+"""Certificates, their CA and the token of a service are replaced in the middle of an epoch.
+
+A small version of it, without processes, is in tests/security/test_tls.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from certificates import Authority
+from fleet import Run, Service
+from small_nodes import alone_and_small
+
+from dataplane.cli import run as dataplane
+
+COUNT = 300
+LEASE_S = 3.0
+OLD, NEW = "the-old-token-of-this-test", "the-new-token-of-this-test"
+
+
+@pytest.mark.slow
+def test_no_trainer_notices_that_trust_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone_and_small(monkeypatch, tmp_path)
+    pq.write_table(pa.table({"id": range(COUNT)}), tmp_path / "a.parquet", row_group_size=20)
+    folders = {side: tmp_path / side for side in ("coordinator", "node")}
+    old, new = Authority.made("old"), Authority.made("new")
+
+    def write(authority: Authority, token: str, *trusts: Authority) -> None:
+        for folder in folders.values():
+            folder.mkdir(exist_ok=True)
+            authority.write(folder, "tls")
+            for name, body in (("tls.ca", ca_of(*trusts)), ("token", f"{token}\n")):
+                (folder / "new").write_text(body)
+                (folder / "new").replace(folder / name)
+
+    def ca_of(*trusts: Authority) -> str:
+        scratch = tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        return "".join(Path(one.write(scratch, "x").ca).read_text() for one in trusts)
+
+    def service(side: str, *arguments: str) -> Service:
+        folder = folders[side]
+        environ = {
+            "DATAPLANE_STATE_DIR": str(folder / "state"),
+            "DATAPLANE_TOKEN_FILE": str(folder / "token"),
+            "DATAPLANE_TLS_CERT": str(folder / "tls.crt"),
+            "DATAPLANE_TLS_KEY": str(folder / "tls.key"),
+            "DATAPLANE_TLS_CA": str(folder / "tls.ca"),
+            "DATAPLANE_LEASE_S": str(LEASE_S),
+        }
+        return Service(f"--{side}", *arguments, environ=environ, log=folder / "log")
+
+    write(old, OLD, old, new)
+    with (
+        service("coordinator", "--listen", "127.0.0.1:0") as coordinator,
+        service("node", "--join", coordinator.address) as node,
+        Run(
+            tmp_path / "run",
+            str(tmp_path / "a.parquet"),
+            1,
+            {"batch_size": 10, "service": coordinator.address},
+        ) as run,
+    ):
+        run.go(3)
+        write(old, f"{OLD}\n{NEW}", old, new)
+        logs = [each.log for each in (coordinator, node) if each.log is not None]
+        for log in logs:
+            log.wait_for("token file read again", 1)
+        write(new, f"{NEW}\n{OLD}", old, new)
+        for log in logs:
+            log.wait_for("certificates read again", 2)
+        run.go(3)
+        write(new, NEW, new)
+        for log in logs:
+            log.wait_for("token file read again", 3)
+            log.wait_for("certificates read again", 3)
+        run.finish()
+        assert run.stream() == [[i] for i in range(COUNT)]
+        # Whoever comes with what was valid before is a stranger.
+        folder = folders["node"]
+        monkeypatch.setenv("DATAPLANE_TLS_CA", str(folder / "tls.ca"))
+        monkeypatch.setenv("DATAPLANE_TLS_CERT", str(folder / "tls.crt"))
+        monkeypatch.setenv("DATAPLANE_TLS_KEY", str(folder / "tls.key"))
+        monkeypatch.setenv("DATAPLANE_TOKEN", OLD)
+        assert dataplane(["status", coordinator.address]) == 2
+        monkeypatch.setenv("DATAPLANE_TOKEN", NEW)
+        assert dataplane(["status", coordinator.address]) == 0
+        assert "the token is not the coordinator's" in capfd.readouterr().err
+        for log in logs:
+            text = log.read()
+            assert "does not answer" not in text
+            assert "Traceback" not in text
+            assert OLD not in text
+            assert NEW not in text
+    assert os.environ["DATAPLANE_TOKEN"] not in (tmp_path / "run" / "stderr.log").read_text()
