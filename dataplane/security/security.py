@@ -41,9 +41,8 @@ class Security(Struct, frozen=True):
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a client sends with each call."""
-        if self.tokens is None:
-            return ()
-        return ((AUTHORIZATION, _BEARER + self.tokens.first()),)
+        token = "" if self.tokens is None else self.tokens.first()
+        return ((AUTHORIZATION, _BEARER + token),) if token else ()
 
     def caller(self, metadata: Mapping[str, str | bytes]) -> Caller:
         """Who sent a call.
@@ -73,7 +72,7 @@ class Security(Struct, frozen=True):
 
     def advice(self) -> str:
         """What to do about a refused token, for the one whose call was refused."""
-        if self.tokens is None:
+        if self.tokens is None or not self.tokens.first():
             return f"This process has no token: {_HOW}"
         return f"This process sent the token of {self.tokens.told}: if it is another's, {_HOW}"
 
@@ -138,6 +137,6 @@ def security_of(
         bool(settings["insecure"]),
         Certificates(files) if files != TlsFiles() else None,
         tuple(str(settings["tls_peers"]).split()),
-        Jwts(source, str(settings["jwt_key"])) if source is not None and listens else None,
+        Jwts(source, str(settings["jwt_key"])) if listens else None,
         tuple(str(settings["allowed_urls"]).split()),
     )

@@ -49,8 +49,8 @@ class TokenSource:
         return found
 
     def first(self) -> str:
-        """The token to show to others."""
-        return self.current()[0][0]
+        """The token to show to others; "" if there is none yet."""
+        return next(iter(self.current()[0]), "")
 
     def current(self) -> tuple[tuple[str, ...], int]:
         """All tokens, and a number that grows when they change."""
@@ -64,9 +64,10 @@ def find(
     *,
     makes: bool,
     clock: Callable[[], float] = time.monotonic,
-) -> TokenSource | None:
-    """The source of this process; None if there is none. `makes`: create the state directory's own
-    token if it is to be used and does not exist.
+) -> TokenSource:
+    """The source of this process. `makes`: create the state directory's own token if it is to be
+    used and does not exist. Otherwise there is none until a coordinator, which may start later,
+    creates it.
 
     Raises:  ConfigError: the source cannot be read, or has no usable token.
     """
@@ -74,18 +75,24 @@ def find(
         told = f"${VARIABLE}"
         return TokenSource(told, _parsed(environ[VARIABLE], told))
     if token_file:
-        return _watched(token_file, clock)
+        return _watched(token_file, partial(_read, token_file), clock)
     path = Path(state_dir, OWN_NAME)
     if makes:
         _make(path)
-    elif not os.path.lexists(path):
-        return None
+    return _watched(str(path), partial(_read_own, path), clock)
+
+
+def _watched(
+    path: str, read: Callable[[], tuple[str, ...]], clock: Callable[[], float]
+) -> TokenSource:
+    return TokenSource(path, Watched("token file", (path,), read, clock))
+
+
+def _read_own(path: Path) -> tuple[str, ...]:
+    if not os.path.lexists(path):
+        return ()
     _check_private(path)
-    return _watched(str(path), clock)
-
-
-def _watched(path: str, clock: Callable[[], float]) -> TokenSource:
-    return TokenSource(path, Watched("token file", (path,), partial(_read, path), clock))
+    return _read(str(path))
 
 
 def _make(path: Path) -> None:

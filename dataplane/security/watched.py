@@ -20,7 +20,8 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched(Generic[T]):
-    """What `read` makes of these files. They are looked at once a second at most, by a stat each.
+    """What `read` makes of these files. They are looked at once a second at most, by a stat each;
+    at every call as long as `read` has found nothing.
 
     While a file is replaced, it may be missing, half written, or not fit the others: then what was
     read last stays in use, the log says so, and the next look tries again. May be used from any
@@ -46,7 +47,7 @@ class Watched(Generic[T]):
         """What the files hold, and a number that grows when that changes."""
         with self._lock:
             now = self._clock()
-            if now - self._looked >= LOOK_S:
+            if not self._found or now - self._looked >= LOOK_S:
                 self._looked = now
                 self._look()
             return self._found, self._version

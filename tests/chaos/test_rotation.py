@@ -18,8 +18,39 @@ from small_nodes import alone_and_small
 from dataplane.cli import run as dataplane
 
 COUNT = 300
-LEASE_S = 3.0
 OLD, NEW = "the-old-token-of-this-test", "the-new-token-of-this-test"
+
+
+class Trust:
+    """The files of a coordinator and of a node, each in its own folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.scratch = folder / "scratch"
+        self.folders = {side: folder / side for side in ("coordinator", "node")}
+        for each in (self.scratch, *self.folders.values()):
+            each.mkdir()
+
+    def write(self, authority: Authority, token: str, *trusts: Authority) -> None:
+        """Replace all of them, one by one."""
+        cas = [Path(one.write(self.scratch, "x").ca).read_text() for one in trusts]
+        for folder in self.folders.values():
+            authority.write(folder, "tls")
+            for name, body in (("tls.ca", "".join(cas)), ("token", f"{token}\n")):
+                (folder / "new").write_text(body)
+                (folder / "new").replace(folder / name)
+
+    def tls(self, side: str) -> dict[str, str]:
+        paths = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "tls.ca"}
+        folder = self.folders[side]
+        return {f"DATAPLANE_TLS_{name}": str(folder / path) for name, path in paths.items()}
+
+    def service(self, side: str, *arguments: str) -> Service:
+        folder = self.folders[side]
+        environ = self.tls(side) | {
+            "DATAPLANE_STATE_DIR": str(folder / "state"),
+            "DATAPLANE_TOKEN_FILE": str(folder / "token"),
+        }
+        return Service(f"--{side}", *arguments, environ=environ, log=folder / "log")
 
 
 @pytest.mark.slow
@@ -28,38 +59,12 @@ def test_no_trainer_notices_that_trust_is_replaced(
 ) -> None:
     alone_and_small(monkeypatch, tmp_path)
     pq.write_table(pa.table({"id": range(COUNT)}), tmp_path / "a.parquet", row_group_size=20)
-    folders = {side: tmp_path / side for side in ("coordinator", "node")}
+    trust = Trust(tmp_path)
     old, new = Authority.made("old"), Authority.made("new")
-
-    def write(authority: Authority, token: str, *trusts: Authority) -> None:
-        for folder in folders.values():
-            folder.mkdir(exist_ok=True)
-            authority.write(folder, "tls")
-            for name, body in (("tls.ca", ca_of(*trusts)), ("token", f"{token}\n")):
-                (folder / "new").write_text(body)
-                (folder / "new").replace(folder / name)
-
-    def ca_of(*trusts: Authority) -> str:
-        scratch = tmp_path / "scratch"
-        scratch.mkdir(exist_ok=True)
-        return "".join(Path(one.write(scratch, "x").ca).read_text() for one in trusts)
-
-    def service(side: str, *arguments: str) -> Service:
-        folder = folders[side]
-        environ = {
-            "DATAPLANE_STATE_DIR": str(folder / "state"),
-            "DATAPLANE_TOKEN_FILE": str(folder / "token"),
-            "DATAPLANE_TLS_CERT": str(folder / "tls.crt"),
-            "DATAPLANE_TLS_KEY": str(folder / "tls.key"),
-            "DATAPLANE_TLS_CA": str(folder / "tls.ca"),
-            "DATAPLANE_LEASE_S": str(LEASE_S),
-        }
-        return Service(f"--{side}", *arguments, environ=environ, log=folder / "log")
-
-    write(old, OLD, old, new)
+    trust.write(old, OLD, old, new)
     with (
-        service("coordinator", "--listen", "127.0.0.1:0") as coordinator,
-        service("node", "--join", coordinator.address) as node,
+        trust.service("coordinator", "--listen", "127.0.0.1:0") as coordinator,
+        trust.service("node", "--join", coordinator.address) as node,
         Run(
             tmp_path / "run",
             str(tmp_path / "a.parquet"),
@@ -68,25 +73,23 @@ def test_no_trainer_notices_that_trust_is_replaced(
         ) as run,
     ):
         run.go(3)
-        write(old, f"{OLD}\n{NEW}", old, new)
+        trust.write(old, f"{OLD}\n{NEW}", old, new)
         logs = [each.log for each in (coordinator, node) if each.log is not None]
         for log in logs:
             log.wait_for("token file read again", 1)
-        write(new, f"{NEW}\n{OLD}", old, new)
+        trust.write(new, f"{NEW}\n{OLD}", old, new)
         for log in logs:
             log.wait_for("certificates read again", 2)
         run.go(3)
-        write(new, NEW, new)
+        trust.write(new, NEW, new)
         for log in logs:
             log.wait_for("token file read again", 3)
             log.wait_for("certificates read again", 3)
         run.finish()
         assert run.stream() == [[i] for i in range(COUNT)]
         # Whoever comes with what was valid before is a stranger.
-        folder = folders["node"]
-        monkeypatch.setenv("DATAPLANE_TLS_CA", str(folder / "tls.ca"))
-        monkeypatch.setenv("DATAPLANE_TLS_CERT", str(folder / "tls.crt"))
-        monkeypatch.setenv("DATAPLANE_TLS_KEY", str(folder / "tls.key"))
+        for name, path in trust.tls("node").items():
+            monkeypatch.setenv(name, path)
         monkeypatch.setenv("DATAPLANE_TOKEN", OLD)
         assert dataplane(["status", coordinator.address]) == 2
         monkeypatch.setenv("DATAPLANE_TOKEN", NEW)

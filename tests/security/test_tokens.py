@@ -34,10 +34,17 @@ def test_the_variable_comes_before_the_file_and_the_file_before_the_own_token(tm
     assert given.first() == OTHER
     assert source(tmp_path, {}, tmp_path / "given").first() == ONE
     assert not (tmp_path / "state").exists()
-    assert source(tmp_path, makes=False) is None
+    early = source(tmp_path, makes=False)
+    assert early.first() == ""
+    assert Security(early).metadata() == ()
+    assert "This process has no token" in Security(early).advice()
     own = source(tmp_path).first()
     assert len(own) >= 32
     assert source(tmp_path, makes=False).first() == own
+    # Nodes may start before the first coordinator, and find what it has created at once.
+    assert early.first() == own
+    (tmp_path / "state" / "token").unlink()
+    assert early.first() == own
 
 
 def test_the_own_token_is_private_and_made_once(tmp_path):

@@ -42,7 +42,7 @@ def checks(settings: Settings) -> list[Check]:
 
 
 def _token(security: Security, state_dir: str) -> Check:
-    if security.tokens is None:
+    if security.tokens is None or not security.tokens.first():
         return Check("token", f"none yet: the first coordinator creates {state_dir}/token")
     found, told = security.tokens.current()[0], security.tokens.told
     path = Path(told)
