@@ -155,6 +155,14 @@ def _check_whole(
 ) -> None:
     """Refuse a part of a mesh that lacks a batch axis: ranks along it would read equal batches."""
     missing: list[str] = []
+    if whole is not None and len(whole.shape) == 1 and "fsdp" in names:
+        # In torchtitan, a view of the world whose axis fsdp joins dp_shard and cp.
+        raise ConfigError(
+            f"{_shown(mesh)} divides a mesh of one axis, and its axis 'fsdp' may join ranks that "
+            "read different batches with ranks that share a sequence. Pass the mesh for batches "
+            "(in torchtitan parallel_dims.get_mesh('batch')), or batch_axes=",
+            field="batch_axes",
+        )
     if whole is not None and not (set(names) - set(_names(whole))):
         missing = [
             name

@@ -83,6 +83,21 @@ def test_parts_of_meshes_are_compared_with_the_whole(world) -> None:
         Topology.auto(device_mesh=mesh["dp_shard", "tp"]._flatten("dp_tp"))
 
 
+def test_views_of_the_world_say_which_of_their_axes_are_for_batches(world) -> None:
+    # As torchtitan/distributed/parallel_dims.py makes them.
+    world(5, 8)
+    whole = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    for_batches = whole._unflatten(0, (2, 2, 2), ("batch", "cp", "tp"))
+    dense = whole._unflatten(0, (4, 2), ("fsdp", "tp"))
+    assert Topology.auto(device_mesh=for_batches["batch"]).dp_rank == 1
+    found = Topology.auto(device_mesh=for_batches)
+    assert (found.dp_rank, found.dp_size, found.cp_rank) == (1, 2, 0)
+    with pytest.raises(ConfigError, match=r"parallel_dims.get_mesh\('batch'\)"):
+        Topology.auto(device_mesh=dense)
+    assert Topology.auto(device_mesh=dense, batch_axes=["fsdp"]).dp_rank == 2
+    assert Topology.auto(device_mesh=mesh_of(fsdp=4, tp=2)).dp_rank == 2
+
+
 def test_a_loader_takes_its_place_from_the_mesh(world, fake) -> None:
     world(6, 8)
     mesh, node = mesh_of(dp=2, cp=2, tp=2), fake()
