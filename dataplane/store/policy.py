@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ _METADATA = frozenset(
     )
 )
 _trace = Trace("security")
+_MAYBE_ADDRESS = re.compile(r"[\d.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -51,10 +53,10 @@ class UrlPolicy(Struct, frozen=True):
 
         Raises:  StoreDenied.  ConfigError: not a url.
         """
-        if self.prefixes:
-            for name in names:
-                if not is_under(normalise(name), self.prefixes):
-                    raise self._denied(normalise(name))
+        for url in map(normalise, names):
+            if self.prefixes and not is_under(url, self.prefixes):
+                raise self._denied(url)
+            self._check_host(url)
 
     def check(self, url: str) -> None:
         """Check the url of an object.
@@ -67,18 +69,19 @@ class UrlPolicy(Struct, frozen=True):
             path = local_path(url)
             if path is not None:
                 self._check_target(url, os.path.realpath(path))
+        self._check_host(url)
 
     def check_all(self, urls: Iterable[str]) -> None:
         """Check the urls of objects, of which many lie in one folder.
 
         Raises:  StoreDenied.
         """
-        if not self.prefixes:
-            return
         folders: dict[str, str] = {}
         for url in urls:
             if not url.startswith(FILE_PREFIX):
                 self.check(url)
+                continue
+            if not self.prefixes:
                 continue
             if not is_under(url, self.prefixes):
                 raise self._denied(url)
@@ -101,6 +104,18 @@ class UrlPolicy(Struct, frozen=True):
                 "names the address",
                 shard=url,
             )
+
+    def _check_host(self, url: str) -> None:
+        """For every scheme, whoever connects: a host that is written as an address."""
+        host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
+        address = host.partition(":")[0]
+        if host.startswith("["):
+            address = host[1:].partition("]")[0]
+        if _MAYBE_ADDRESS.fullmatch(address):
+            try:
+                self.check_address(url, address)
+            except ValueError:
+                return  # a name that only looks like one
 
     def _names(self, address: str) -> bool:
         """Whether a prefix has this very address as its host."""

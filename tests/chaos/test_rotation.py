@@ -77,6 +77,7 @@ def test_no_trainer_notices_that_trust_is_replaced(
         logs = [each.log for each in (coordinator, node) if each.log is not None]
         for log in logs:
             log.wait_for("token file read again", 1)
+            log.wait_for("certificates read again", 1)
         trust.write(new, f"{NEW}\n{OLD}", old, new)
         for log in logs:
             log.wait_for("certificates read again", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from membership import VERSION, beat, join, leave, node, progress
@@ -95,6 +96,21 @@ def test_a_probe_may_ask_whether_the_service_is_ready_and_nothing_more(caplog):
                 await health.Watch(request).read()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert len(refusals(caplog)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_with_allowed_urls_has_no_jobs_over_others(caplog):
+    async def main():
+        allowing = msgspec.structs.replace(TRUSTED, allowed_urls=("s3://b/train",))
+        async with serving(security=allowing) as address, client_of(address, TRUSTED) as client:
+            await client.join(join(0, urls=("s3://b/train/*.parquet",)))
+            for urls in (("s3://b/*.parquet",), ("s3://b/train/x", "file:///etc/passwd"), ()):
+                with pytest.raises(AccessDenied, match="allowed_urls do not allow"):
+                    await client.join(join(1, urls=urls))
+            assert len(refusals(caplog)) == 3
+            (job,) = (await client.status(StatusRequest())).jobs
+            assert job.missing_dp_ranks == (1,)
 
     asyncio.run(main())
 

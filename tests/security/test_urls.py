@@ -75,6 +75,23 @@ def test_addresses_of_the_machine_are_known_in_every_form(address):
         UrlPolicy().check_address("http://h/x", address)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "webhdfs://169.254.169.254/x",
+        "sftp://me@169.254.169.254:22/x",
+        "https://[fd00:ec2::254]/latest",
+        "http://169.254.169.254:80/latest/*",
+    ],
+)
+def test_no_scheme_reaches_such_an_address(url):
+    with pytest.raises(StoreDenied, match="link-local"):
+        UrlPolicy().check_names([url])
+    with pytest.raises(StoreDenied, match="link-local"):
+        UrlPolicy().check_all(["file:///a", url][1:])
+    UrlPolicy().check_names(["s3://bucket/x", "s3://10.20/x", "http://a.b:1/x", "file:///a"])
+
+
 def test_other_addresses_and_those_that_are_listed_are_allowed():
     for address in ("10.0.0.1", "127.0.0.1", "93.184.216.34", "2606:2800::1"):
         UrlPolicy().check_address("http://h/x", address)
