@@ -5,8 +5,8 @@
 One real server (SeaweedFS, on this machine) has the same 2.4 million rows of 40 columns (8 shards,
 402 MiB uncompressed) as Parquet and as Arrow, plain and with compressed buffers. Each line is the
 first epoch of a job in a process of its own with an embedded node: nothing is indexed or cached,
-and the time is from the loader's construction. `--latency-ms` puts the proxy of benchmarks/s3.py
-before the server.
+and the time is from the loader's construction. `--latency-ms` puts a proxy (delayed.py) before the
+server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from dataplane_bench import s3
+from delayed import delayed
 
 BUCKET = "columns"
 FORMS = {"parquet": None, "arrow": None, "arrow-lz4": "lz4", "arrow-zstd": "zstd"}
@@ -109,17 +109,6 @@ def _measured(server: s3.S3Server, port: int, form: str, columns: tuple[str, ...
     return json.loads(done.stdout)
 
 
-@contextlib.contextmanager
-def _delayed(port: int, delay_s: float) -> Iterator[int]:
-    proxy = str(Path(__file__).with_name("s3.py"))
-    command = [sys.executable, proxy, "--proxy", str(port), str(delay_s)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -136,7 +125,7 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(s3.s3_server(folder, dict(os.environ)))
         _upload(server, forms, given.rows_per_block)
-        port = stack.enter_context(_delayed(server.port, given.latency_ms / 1000))
+        port = stack.enter_context(delayed(server.port, given.latency_ms / 1000)).port
         print(f"{'':12s}{'columns':>8s}{'MB read':>9s}{'s':>7s}{'first batch':>13s}"
               f"{'samples/s':>11s}{'CPU s':>7s}")  # fmt: skip
         for form in forms:

@@ -27,7 +27,7 @@ from dataplane.errors import DataplaneError
 from dataplane.formats.base import RawBlock
 from dataplane.formats.parquet_footers import Footers, parsed
 from dataplane.model import Region
-from dataplane.node.fetch import Fetcher, Report
+from dataplane.node.fetch import BlockRead, Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches
 from dataplane.rpc.membership import NodeReads
@@ -62,7 +62,7 @@ class MemoryOrigin:
         else:
             body = self._body[: into.length] if order.offset else self._footer
         arena_id = order.arena_id if isinstance(order, fetches.ReadRange) else BLOCK_ARENA
-        copy_into(self._arenas[arena_id].view(into.offset, into.length), body)
+        copy_into(body, self._arenas[arena_id].view(into.offset, into.length))
         asyncio.get_running_loop().call_soon(report, None)
 
     def start(self, store: str = "") -> None: ...
@@ -99,7 +99,8 @@ async def fetched_us(footer: bytes, shards: int, *, is_copied: bool) -> float:
                 free.put_nowait(slot)
 
             raw = RawBlockRef(url, 0, 1, place, preamble, length, "tag")
-            fetcher.fetch(key, raw, Region(slot * length, length), ended, is_copied=is_copied)
+            into = Region(slot * length, length)
+            fetcher.fetch([BlockRead(key, raw, into, ended, is_copied=is_copied)])
         for slot in [await free.get() for _ in range(AT_ONCE)]:
             free.put_nowait(slot)
 

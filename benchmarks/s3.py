@@ -23,12 +23,10 @@ import io
 import json
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +38,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from dataplane_bench import s3
-from dataplane_bench.processes import pause
+from delayed import delayed
 
 RANGE_BYTES = 8 << 20
 RANGES_AT_ONCE = 8
@@ -51,7 +49,6 @@ BATCH_ROWS = 32
 SMALL_ARENA_BYTES = 96 << 20
 BUCKET = "speed"
 SMALL = "small"
-_SPLICE_BYTES = 1 << 20
 
 Ranges = list[tuple[str, int, int]]
 
@@ -163,7 +160,7 @@ def _arena() -> Callable[[], int]:
 
     from dataplane.arena.memfd import Arena
     from dataplane.model import Region
-    from dataplane.node.fetch import Fetcher
+    from dataplane.node.fetch import BlockRead, Fetcher
     from dataplane.rpc.tasks import RawBlockRef
     from dataplane.settings import default_node_config
     from dataplane.store.outage import Outages
@@ -182,10 +179,11 @@ def _arena() -> Callable[[], int]:
         for url, at, length in ranges:
             slot = await free.get()
             raw = RawBlockRef(url, 0, 0, Region(at, length), Region(0, 0), at + length, etags[url])
-            fetcher.fetch(
+            read = BlockRead(
                 at, raw, Region(slot * RANGE_BYTES, length), is_copied=False,
                 report=lambda bad, slot=slot: sys.exit(1) if bad else free.put_nowait(slot),
             )  # fmt: skip
+            fetcher.fetch([read])
         for _ in range(RANGES_AT_ONCE):
             await free.get()
         return sum(length for _, _, length in ranges)
@@ -280,51 +278,6 @@ def _family_cpu_s(pid: int) -> float:
     return total
 
 
-def _proxy(port: int, delay_s: float) -> None:
-    """Forward connections to a port of this host; delay requests by `delay_s`. Prints its port."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    print(listener.getsockname()[1], flush=True)
-    while True:
-        client, _ = listener.accept()
-        threading.Thread(target=_pass_on, args=(client, port, delay_s), daemon=True).start()
-
-
-def _pass_on(client: socket.socket, port: int, delay_s: float) -> None:
-    server = socket.create_connection(("127.0.0.1", port))
-    for each in (client, server):
-        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    threading.Thread(target=_answers, args=(server, client), daemon=True).start()
-    pause(delay_s)  # a connection takes a round trip before it takes a request
-    with contextlib.suppress(OSError):
-        while said := client.recv(65536):
-            pause(delay_s)
-            server.sendall(said)
-        server.shutdown(socket.SHUT_WR)
-
-
-def _answers(server: socket.socket, client: socket.socket) -> None:
-    """Forward the server's answers at once."""
-    out, into = os.pipe()
-    with contextlib.suppress(OSError):
-        while count := os.splice(server.fileno(), into, _SPLICE_BYTES):
-            while count:
-                count -= os.splice(out, client.fileno(), count)
-    for end in (out, into):
-        os.close(end)
-    with contextlib.suppress(OSError):
-        client.shutdown(socket.SHUT_WR)
-
-
-@contextlib.contextmanager
-def _delayed(port: int, delay_s: float) -> Iterator[int]:
-    command = [sys.executable, __file__, "--proxy", str(port), str(delay_s)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
 def _measured(ways: list[str], rounds: int, server: s3.S3Server, port: int) -> dict[str, Any]:
     environment = {
         **os.environ,
@@ -377,19 +330,16 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(WAYS), help="ways, with commas between")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--read", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--proxy", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.read:
         _read(given.read)
-    if given.proxy:
-        _proxy(int(given.proxy[0]), float(given.proxy[1]))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(s3.s3_server(folder, dict(os.environ)))
         _upload(server, given.mib)
         port = server.port
         if given.latency_ms:
-            port = stack.enter_context(_delayed(port, given.latency_ms / 1000))
+            port = stack.enter_context(delayed(port, given.latency_ms / 1000)).port
         found = _measured(given.only.split(","), given.rounds, server, port)
     print(json.dumps(found) if given.json else "\n".join(_shown(found)))
     return 0

@@ -27,6 +27,12 @@ URL = "s3://bucket/shard.bin"
 LENGTH = 200_000
 ARENA_BYTES = 1 << 20
 TIMEOUT_S = 60.0
+# Parts of the shard, with a gap, and where they go: not in order.
+PARTS = (
+    (Region(10, 100_000), Region(300_000, 100_000)),
+    (Region(100_010, 90_000), Region(7, 90_000)),
+    (Region(195_010, 5_000), Region(500_000, 5_000)),
+)
 
 
 @pytest.fixture
@@ -71,6 +77,21 @@ class Node:
         """Bytes 10 to 10 + length, to this place of the arena."""
         into = Region(at, length)
         return self.end_of(fetches.ReadRange(0, url, 10, etag, tasks.BLOCK_ARENA, into))
+
+    def read_parts(self, etag: str) -> Awaitable[DataplaneError | None]:
+        """Parts of bytes 10 to 10 + LENGTH, in one request."""
+        targets = [fetches.ReadTarget(part.offset, into) for part, into in PARTS]
+        first, *more = targets
+        return self.end_of(
+            fetches.ReadRange(
+                0, URL, first.offset, etag, tasks.BLOCK_ARENA, first.into, tuple(more)
+            )
+        )
+
+    def check_parts(self) -> None:
+        for part, into in PARTS:
+            body = BODY[part.offset : part.offset + part.length]
+            assert self.bytes_at(into.offset, into.length) == body
 
     async def end_of(self, order: fetches.ReadBody) -> DataplaneError | None:
         end: asyncio.Future[DataplaneError | None] = asyncio.Future()

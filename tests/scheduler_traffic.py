@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
+from scheduler_joined import Joined
 from scheduler_numbers import is_of, number_of
 from scheduler_shares import PLANNED_AHEAD, check_fits, check_makes, planned_together
 from scheduler_times import Times
@@ -23,7 +24,6 @@ from dataplane.transforms.restart_indexes import restart_index_bytes
 
 _NEVER = 1 << 62
 _WORKERS, _WORKERS_MAX = 2, 4
-_SMALL_FETCHES, _FETCH_GROWTH_MAX = 4, 16
 
 
 class _Before(Struct, frozen=True):
@@ -43,12 +43,11 @@ class Traffic:
         self._scheduler = scheduler
         self._stall_s = stall_s
         self._workers = _WORKERS
-        self._fetches_max = _SMALL_FETCHES * _FETCH_GROWTH_MAX * fetch_count
         self._blocks: dict[int, tuple[int, int]] = {}
         self._forgotten: set[int] = set()
         self._nowhere: set[int] = set()
         self._loading: dict[int, tuple[int, int]] = {}
-        self._fetching: set[int] = set()
+        self._joined = Joined(scheduler, fetch_count)
         self._busy: dict[tuple[str, int], list[Region]] = {}
         self._planning: set[int] = set()
         self.told = np.zeros(2, np.int64)
@@ -95,7 +94,7 @@ class Traffic:
             case events.Planned():
                 self._planning.remove(event.stream_id)
             case events.BlockFetched():
-                self._fetching.remove(event.key)
+                self._joined.ended(event.key)
                 self._end(event.key)
             case events.BlockDecoded():
                 is_local = len(self._busy["block", event.key]) == 1
@@ -251,8 +250,7 @@ class Traffic:
         regions = [effect.into]
         self._check_free(effect.into)
         if isinstance(effect, events.Fetch):
-            self._fetching.add(key)
-            assert len(self._fetching) <= self._fetches_max, "more fetches than allowed at once"
+            self._joined.check(effect)
         elif effect.raw is not None:
             regions.append(effect.raw)
         self._loading[key] = block

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
+from scheduler_joined import drawn_places
 
 from dataplane.arena.allocator import rounded
 from dataplane.config import JobSpec
@@ -65,14 +66,11 @@ class World:
         is_remote = np.array([scheme == "s3" for scheme, _ in schemes])
         is_decoded = np.array([not zero_copy for _, zero_copy in schemes])
         raw, decoded = np.where(is_remote, self.lengths, 0), np.where(is_decoded, self.low, 0)
+        marks, places = Marks.of(raw, decoded, is_remote), drawn_places(self.kinds, self.lengths)
         self.blocks = DatasetBlocks(
-            dataset_id,
-            f"dataset-{dataset_id}",
-            Marks.of(raw, decoded, is_remote),
-            self.lengths,
-            self.rows,
-            "{}".format,
-        )
+            dataset_id, f"dataset-{dataset_id}", marks, self.lengths, self.rows, "{}".format,
+            places=places,
+        )  # fmt: skip
         self.broken: set[int] = set()
         self._orders: dict[tuple[JobSpec, int], tuple[SampleOrder, list[list[int]]]] = {}
 

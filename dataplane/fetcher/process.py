@@ -5,7 +5,7 @@ lock. In processes of their own they take none of the node's time, and as many p
 rate needs.
 
 Invariants:
-1. It writes only into the region of a read, whose memory it allocates first, and only until it
+1. It writes only into the regions of a read, whose memory it allocates first, and only until it
    reports the end of that read.
 2. It parses none of the bytes that it reads. It has the node's credentials, since it does what the
    node's own stores do; it gets them over a socket that nobody else can open.
@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -26,7 +27,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -122,14 +123,15 @@ class Reads:
 
     def _serve(self, read: _Read) -> None:
         """In a thread: make a read, and report its end, unless a second request did."""
-        order, into = read.order, read.order.into
+        order = read.order
         read.began = time.monotonic()
         arena = self._arenas[order.arena_id]
 
         def work() -> None:
-            arena.prepare(into.offset, into.length)
-            with arena.view(into.offset, into.length) as view, raced(read.race):
-                self._fill(order, view)
+            for target in order.targets:
+                arena.prepare(target.into.offset, target.into.length)
+            with contextlib.ExitStack() as views, raced(read.race):
+                self._fill(order, *_parts(order, arena, views))
 
         try:
             error = _outcome(order.url, work)
@@ -146,8 +148,8 @@ class Reads:
         """In a thread: read the same bytes into other memory, and put them in place if they are
         there first.
         """
-        order, into = read.order, read.order.into
-        body = memoryview(bytearray(into.length))
+        order = read.order
+        body = memoryview(bytearray(order.length))
         if _outcome(order.url, lambda: self._fill(order, body)) is not None:
             return  # the first request will report why
         try:
@@ -155,12 +157,12 @@ class Reads:
         except TimeoutError:
             os._exit(1)  # a thread is stuck: another fetcher reads all of it again
         if is_first:
-            with self._arenas[order.arena_id].view(into.offset, into.length) as view:
-                copy_into(view, body)
+            with contextlib.ExitStack() as views:
+                copy_into(body, *_parts(order, self._arenas[order.arena_id], views))
             self._ended(read, None)
 
     def _ended(self, read: _Read, error: DataplaneError | None) -> None:
-        took_s, length = time.monotonic() - read.began, read.order.into.length
+        took_s, length = time.monotonic() - read.began, read.order.length
         with self._lock:
             del self._reading[read.order.number]
             if error is None:
@@ -168,8 +170,8 @@ class Reads:
         cpu_s, hedged_bytes = time.process_time(), length if read.is_hedged else 0
         self._tell(fetches.ReadEnded(read.order.number, error, took_s, cpu_s, hedged_bytes))
 
-    def _fill(self, order: fetches.ReadRange, into: memoryview) -> None:
-        fill(self._stores.connect(order.url), order.url, order.offset, order.etag, into)
+    def _fill(self, order: fetches.ReadRange, *into: memoryview) -> None:
+        fill(self._stores.connect(order.url), order.url, order.offset, order.etag, *into)
 
     def _copy(self, order: fetches.CopyPreamble) -> None:
         kept, into = order.kept, order.into
@@ -178,7 +180,7 @@ class Reads:
             self._arenas[tasks.PREAMBLE_ARENA].view(kept.offset, kept.length) as source,
             self._arenas[tasks.BLOCK_ARENA].view(into.offset, into.length) as target,
         ):
-            copy_into(target, source)
+            copy_into(source, target)
 
     def _look(self) -> None:
         """Tell the node what has changed of why reads are delayed, and ask for late ones again."""
@@ -200,7 +202,7 @@ class Reads:
                 self._hedges.submit(self._hedge, read)
 
     def _is_to_hedge(self, read: _Read, now: float) -> bool:
-        length = read.order.into.length
+        length = read.order.length
         with self._lock:
             is_late = now - read.began >= self._hedging.late_s(length)
             if read.is_hedged or not is_late or now < self._slow_until:
@@ -225,6 +227,18 @@ class Reads:
             local.send(self._sock, fetches.FromFetcher(body))
         except PeerLost:
             os._exit(0)
+
+
+def _parts(
+    order: fetches.ReadRange, arena: Arena, views: contextlib.ExitStack
+) -> Iterator[memoryview]:
+    """Where the bytes of a read go, one part after the other; those between targets go nowhere."""
+    at = order.offset
+    for target in order.targets:
+        if target.offset > at:
+            yield memoryview(bytearray(target.offset - at))
+        yield views.enter_context(arena.view(target.into.offset, target.into.length))
+        at = target.offset + target.into.length
 
 
 def _outcome(name: str, work: Callable[[], None]) -> DataplaneError | None:

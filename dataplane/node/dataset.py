@@ -17,6 +17,7 @@ from dataplane.plan.shards import starts_of
 from dataplane.redact import redacted
 from dataplane.rpc import tasks
 from dataplane.scheduler.dataset import DatasetBlocks, Marks
+from dataplane.scheduler.joined import BlockPlaces
 from dataplane.store.urls import FILE_PREFIX
 from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import coded_columns, with_categories
@@ -225,6 +226,11 @@ def _marks(
     return Marks.of(raw, np.where(is_decoded[manifest.block_shard], decoded, 0), fetched >= 0)
 
 
+def _places(manifest: Manifest, projection: Projection | None) -> BlockPlaces:
+    at = manifest.block_shard, manifest.block_offset, manifest.block_length
+    return BlockPlaces(*at) if projection is None else projection.places(*at)
+
+
 def _schema(manifest: Manifest, spec: JobSpec) -> pa.Schema:
     """The dataset's schema, with the facts that a job needs in addition to types."""
     schema = pa.ipc.read_schema(pa.py_buffer(manifest.schema))
@@ -336,6 +342,7 @@ def dataset_of(
         keeps_restart_indexes=has_bytes
         and int(kept.sum()) + restart_indexes <= arena_bytes * _STAYING_SHARE,
         stream_bytes=_stream_bytes(columns),
+        places=_places(manifest, projection),
     )
     return Dataset(
         dataset_id, manifest, columns, message, direct, blocks, projection,

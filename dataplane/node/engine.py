@@ -29,7 +29,7 @@ from dataplane.errors import BudgetTooSmall, DataplaneError
 from dataplane.model import Region
 from dataplane.node.dataset import Dataset
 from dataplane.node.delivery import DeliveryArena
-from dataplane.node.fetch import Fetcher
+from dataplane.node.fetch import BlockRead, Fetcher
 from dataplane.node.pool import WorkerPool
 from dataplane.node.pool_worker import PoolTask
 from dataplane.node.served import Send, ServedStream
@@ -73,6 +73,8 @@ class Engine:
         self._sources = BlockSources(scheduler.block, lambda number: self._datasets[number])
         self._stream_ids = itertools.count(1)
         self._events: deque[events.Event] = deque()
+        self._reads: list[BlockRead] = []
+        """Blocks that are read in one request, until the last of them is known."""
         self._is_deciding = False
         self._is_due = False
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -194,6 +196,7 @@ class Engine:
     def _decide(self, event: events.Event) -> None:
         for effect in self._scheduler.decide(event, self._clock()):
             self._carry_out[type(effect)](effect)
+        self._start_reads()
         if isinstance(event, events.StreamClosed):
             self._streams.pop(event.stream_id, None)
 
@@ -228,10 +231,18 @@ class Engine:
     # -- blocks ----------------------------------------------------------------------------------
 
     def _fetch(self, effect: events.Fetch) -> None:
+        if not effect.is_joined:
+            self._start_reads()
         into, key = effect.into, effect.key
         dataset = self._datasets[effect.dataset_id]
         raw, is_copied = dataset.raw_block(effect.block, into), not dataset.is_decoded(effect.block)
-        self._fetcher.fetch(key, raw, into, partial(self._on_fetched, key), is_copied=is_copied)
+        report = partial(self._on_fetched, key)
+        self._reads.append(BlockRead(key, raw, into, report, is_copied=is_copied))
+
+    def _start_reads(self) -> None:
+        reads, self._reads = self._reads, []
+        if reads:
+            self._fetcher.fetch(reads)
 
     def _on_fetched(self, key: int, error: DataplaneError | None) -> None:
         self._tell(events.BlockFetched(key, error, is_away=isinstance(error, UNREACHABLE)))

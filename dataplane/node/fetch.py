@@ -4,6 +4,9 @@ A raw region has room for the shard's preamble, followed by the needed bytes of 
 block of a shard needs the preamble, so it is read once and kept separately (`preambles.py`). It is
 copied into the raw region only if rows are gathered from there, and read into it if there is no
 room to keep it; otherwise its room stays empty.
+
+Blocks that are fetched together are read in one request, each into its own region. If that does not
+end, or gives too little, each is read by itself, so that no block fails because of another.
 """
 
 from __future__ import annotations
@@ -12,13 +15,21 @@ import asyncio
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, Self
 
+from msgspec import Struct
+
 from dataplane.arena.memfd import Arena
 from dataplane.config import NodeConfig
-from dataplane.errors import DataplaneError, StoreError
+from dataplane.errors import (
+    BudgetTooSmall,
+    DataplaneError,
+    StoreError,
+    StoreUnavailable,
+    TruncatedRead,
+)
 from dataplane.machine import numa_nodes
 from dataplane.model import Region
 from dataplane.node.fetchers import Fetchers
@@ -39,6 +50,23 @@ Connect = Callable[[str], Store]
 Trouble = Callable[[str], StoreError | None]
 
 _GIVEN_UP_MAX = 256
+# Failures that a shorter read may not have.
+_OF_LENGTH = (StoreUnavailable, TruncatedRead, BudgetTooSmall)
+
+
+class BlockRead(Struct, frozen=True):
+    """A block to be read into a region of the block arena; `report` is called when that is no
+    longer written. `is_copied`: put the preamble before it. Otherwise the preamble is held for the
+    block with this key, until `let_go`.
+
+    Shapes:  into: the length of the preamble + the length of all pieces.
+    """
+
+    key: int
+    raw: tasks.RawBlockRef
+    into: Region
+    report: Report
+    is_copied: bool
 
 
 class RangeSource(Protocol):
@@ -122,27 +150,34 @@ class Fetcher:
 
         return connected
 
-    def fetch(
-        self, key: int, raw: tasks.RawBlockRef, into: Region, report: Report, *, is_copied: bool
-    ) -> None:
-        """Fill `into`, a region of the block arena, with the bytes of a block; `report` is called
-        when it is no longer written. `is_copied`: put the preamble before them. Otherwise the
-        preamble is held for the block with this key, until `let_go`.
+    def fetch(self, blocks: Sequence[BlockRead]) -> None:
+        """Read blocks of one shard, each of which lies close behind the one before."""
+        requests: list[list[_Piece]] = []
+        for block in blocks:
+            first, *others = self._pieces(block)
+            if requests:
+                requests[-1].append(first)
+            else:
+                requests.append([first])
+            requests += [[each] for each in others]
+        for request in requests:
+            self._read_together(blocks[0].raw, request)
 
-        Shapes:  into: the length of the preamble + the length of all pieces.
-        """
+    def _pieces(self, block: BlockRead) -> list[_Piece]:
+        """Start to read its preamble. Returns what else is to be read."""
+        key, raw, into = block.key, block.raw, block.into
         url, place = raw.url, raw.preamble_place
         kept = self._preambles.hold(key, url, raw.etag, place) if place.length else None
         head = Region(into.offset, place.length)
 
         def end(error: DataplaneError | None) -> None:
-            if is_copied:
+            if block.is_copied:
                 self.let_go(key)
             self._note(url, error)
-            report(error)
+            block.report(error)
 
         def read(error: DataplaneError | None) -> None:
-            if error is None and kept is not None and is_copied:
+            if error is None and kept is not None and block.is_copied:
                 self._origin.read(fetches.CopyPreamble(0, kept.region, head), end)
             else:
                 end(error)
@@ -152,11 +187,36 @@ class Fetcher:
             self._preamble(raw, kept, parts.one_more())
         elif place.length:
             self._read(raw, place.offset, tasks.BLOCK_ARENA, head, parts)
-        at = head.offset + head.length
+        at, found = head.offset + head.length, []
         for piece in raw.pieces or (raw.place,):
-            target = Region(at, piece.length)
-            self._read(raw, piece.offset, tasks.BLOCK_ARENA, target, parts)
+            target = fetches.ReadTarget(piece.offset, Region(at, piece.length))
+            found.append(_Piece(target, parts.one_more()))
             at += piece.length
+        parts.are_all()
+        return found
+
+    def _read_together(self, raw: tasks.RawBlockRef, pieces: Sequence[_Piece]) -> None:
+        """Read them in one request."""
+        if len(pieces) == 1:
+            self._read_alone(raw, pieces[0])
+            return
+
+        def end(error: DataplaneError | None) -> None:
+            for piece in pieces:
+                if isinstance(error, _OF_LENGTH):
+                    self._read_alone(raw, piece)
+                else:
+                    piece.report(error)
+
+        first, *more = [piece.target for piece in pieces]
+        order = fetches.ReadRange(
+            0, raw.url, first.offset, raw.etag, tasks.BLOCK_ARENA, first.into, tuple(more)
+        )
+        self._origin.read(order, end)
+
+    def _read_alone(self, raw: tasks.RawBlockRef, piece: _Piece) -> None:
+        parts = _Parts(piece.report)
+        self._read(raw, piece.target.offset, tasks.BLOCK_ARENA, piece.target.into, parts)
         parts.are_all()
 
     def for_worker(
@@ -213,13 +273,20 @@ class Fetcher:
         self, raw: tasks.RawBlockRef, offset: int, arena_id: int, into: Region, parts: _Parts
     ) -> None:
         """Read bytes of a shard from the nearest place that has them: blocks in memory never get
-        here (scheduler/blocks.py). A cache on disk and the memory of neighbours belong here, before
-        the origin.
+        here (scheduler/blocks.py). A cache on disk and the memory of neighbours belong here and in
+        `_read_together`, before the origin.
         """
         for part in _ranges(into):
             at = offset + part.offset - into.offset
             order = fetches.ReadRange(0, raw.url, at, raw.etag, arena_id, part)
             self._origin.read(order, parts.one_more())
+
+
+class _Piece(Struct, frozen=True):
+    """A part of a block that is read."""
+
+    target: fetches.ReadTarget
+    report: Report
 
 
 class _Parts:

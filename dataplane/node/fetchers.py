@@ -53,7 +53,7 @@ class _Read(Struct, eq=False):
 
     @property
     def length(self) -> int:
-        return self.order.into.length
+        return self.order.length
 
 
 class _Fetcher(Struct, eq=False):

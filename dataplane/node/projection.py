@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from dataplane.model import Region
 from dataplane.plan.column_places import ColumnPlaces, PlacesPart
+from dataplane.scheduler.joined import BlockPlaces
 from dataplane.worker.columns import Ints
 
 HOLE_BYTES_MIN = 256 << 10
@@ -68,6 +69,23 @@ class Projection(Struct, frozen=True, eq=False):
         first = np.searchsorted(np.concatenate(blocks), bounds)
         return cls(first, np.concatenate(starts), np.concatenate(stops), skipped, decoded)
 
+    def places(
+        self, block_shard: npt.NDArray[np.int32], block_offset: Ints, block_length: Ints
+    ) -> BlockPlaces:
+        """Where the needed bytes of each block lie."""
+        offset, length = block_offset.copy(), block_length.copy()
+        count, size = np.diff(self.first), self.skipped.copy()
+        block = np.repeat(np.arange(len(length)), count)
+        ahead, behind = self.start == 0, self.stop == length[block]
+        for is_edge in (ahead, behind & ~ahead):
+            at, skipped = block[is_edge], (self.stop - self.start)[is_edge]
+            # A block has at most one hole at each edge.
+            length[at] -= skipped
+            count[at] -= 1
+            size[at] -= skipped
+        offset[block[ahead]] += self.stop[ahead]
+        return BlockPlaces(block_shard, offset, length, count, size)
+
     def pieces(self, block: int, place: Region) -> tuple[Region, ...]:
         """The pieces of a block to read in the shard; empty if that is all of it."""
         holes = range(int(self.first[block]), int(self.first[block + 1]))
@@ -100,7 +118,9 @@ def _holes(
     before_spare = np.concatenate([is_spare[:, 1:], edge], axis=1)
     block, at = np.nonzero(is_spare & ~after_spare)
     last = np.nonzero(is_spare & ~before_spare)[1]
-    start, end = offset[block, at] + _SLACK_BYTES, ends[block, last]
+    # Nothing is read before a hole at the start of a block, unless the hole is all of it.
+    is_first = (at == 0) & (last < offset.shape[1] - 1)
+    start, end = offset[block, at] + np.where(is_first, 0, _SLACK_BYTES), ends[block, last]
     start += (end - start) % _BUFFER_STEP
     is_hole = end - start >= HOLE_BYTES_MIN
     return block[is_hole], start[is_hole], end[is_hole]

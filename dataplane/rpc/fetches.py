@@ -26,6 +26,13 @@ class StartFetching(Struct, frozen=True):
     allowed_urls: tuple[str, ...] = ()
 
 
+class ReadTarget(Struct, frozen=True):
+    """More bytes of a shard that are read in one request, and where they go."""
+
+    offset: int
+    into: Region
+
+
 class ReadRange(Struct, frozen=True):
     """Read bytes of a shard into an arena."""
 
@@ -35,6 +42,18 @@ class ReadRange(Struct, frozen=True):
     etag: str
     arena_id: int
     into: Region
+    more: tuple[ReadTarget, ...] = ()
+
+    @property
+    def targets(self) -> tuple[ReadTarget, ...]:
+        """All that is read, in the order of the shard."""
+        return (ReadTarget(self.offset, self.into), *self.more)
+
+    @property
+    def length(self) -> int:
+        """Bytes that are read of the shard, with those between the targets."""
+        last = self.more[-1] if self.more else ReadTarget(self.offset, self.into)
+        return last.offset + last.into.length - self.offset
 
 
 class CopyPreamble(Struct, frozen=True):
@@ -43,6 +62,11 @@ class CopyPreamble(Struct, frozen=True):
     number: int
     kept: Region
     into: Region
+
+    @property
+    def length(self) -> int:
+        """Bytes that are copied."""
+        return self.into.length
 
 
 class ReadEnded(Struct, frozen=True):

@@ -13,6 +13,8 @@ Invariants:
 4. A block's key is never used again, so that a worker cannot take a new block for an old one.
 5. Restart indexes only use free memory: nothing is evicted for them, and they are evicted with
    their block. None are added while the arena `is_short` of room for a task.
+6. A block is read in one request with another only if a task lacks it, and has room as one that no
+   task waits for. Where room is scarce, each is read by itself.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ class BlockTable:
         """What all blocks took that have become ready, each time."""
         self.is_short = False
         """Whether one task needs the whole arena."""
+        self.is_lacked: Callable[[DatasetBlocks, int], bool] = lambda _dataset, _index: False
+        """Whether a task waits for a block to be loaded."""
         self.is_tight = False
         """Whether there is little room: a block is fetched only if it can be decoded, too."""
 
@@ -194,8 +198,25 @@ class BlockTable:
     # -- loading ---------------------------------------------------------------------------------
 
     def _fetch(self, block: CachedBlock, *, greedy: bool) -> bool:
-        if not self.fetches.may_begin():
+        if not self.fetches.may_begin() or not self._read(block, greedy=greedy):
             return False
+        self._read_following(block)
+        return True
+
+    def _read_following(self, first: CachedBlock) -> None:
+        """Read the blocks behind it in the same request."""
+        dataset = first.dataset
+        if dataset.places is None or self.is_short or self.is_tight:
+            return
+        for index in dataset.places.following(first.index):
+            if (dataset.dataset_id, index) in self._blocks or not self.is_lacked(dataset, index):
+                return
+            block = CachedBlock(dataset, index, next(self._keys))
+            dataset.marks.touched[index] = next(self._touches)
+            if not self._read(block, greedy=False, joined_to=first.key):
+                return
+
+    def _read(self, block: CachedBlock, *, greedy: bool, joined_to: int | None = None) -> bool:
         dataset, index = block.dataset, block.index
         raw = self.room.of_block(block, int(dataset.marks.raw[index]), greedy=greedy)
         if raw is None:
@@ -209,9 +230,10 @@ class BlockTable:
         block.raw, block.phase = raw, BlockPhase.FETCHING
         self._add(block)
         self._fetching += 1
-        self.fetches.began(raw.length)
+        read_count = 1 if dataset.places is None else dataset.places.read_count(index)
+        self.fetches.began(block.key, raw.length, read_count, joined_to)
         dataset.account.read_began(self._time.now)
-        self._do(Fetch(block.key, dataset.dataset_id, index, raw))
+        self._do(Fetch(block.key, dataset.dataset_id, index, raw, joined_to is not None))
         return True
 
     def fetched(self, event: BlockFetched) -> None:
@@ -219,7 +241,7 @@ class BlockTable:
         block = self._by_key[event.key]
         assert block.raw is not None
         self._fetching -= 1
-        self.fetches.ended(block.raw.length)
+        self.fetches.ended(block.key, block.raw.length)
         dataset = block.dataset
         dataset.account.read_ended(self._time.now, block.raw.length)
         dataset.marks.fetched[block.index] = self._time.now

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from dataplane.scheduler.account import Account
+from dataplane.scheduler.joined import BlockPlaces
 
 Ints = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.int64)
@@ -47,7 +48,8 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
 
     `name` and `url` are for errors and logs. `keeps_restart_indexes`: record them for its images,
     since all blocks and their restart indexes fit into the block arena together. `stream_bytes` is
-    what a decoded block takes besides its rows.
+    what a decoded block takes besides its rows. `places`: where blocks lie; None if each is to be
+    read by itself.
 
     Shapes:  stored: int64[blocks], bytes of each block in its shard.   rows: int64[blocks].
     """
@@ -60,6 +62,7 @@ class DatasetBlocks(Struct, frozen=True, eq=False):
     url: Callable[[int], str]
     keeps_restart_indexes: bool = False
     stream_bytes: int = 0
+    places: BlockPlaces | None = None
     account: Account = field(default_factory=Account)
 
     def cost(self, blocks: Ints) -> Ints:

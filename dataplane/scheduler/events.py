@@ -176,12 +176,15 @@ class PlanSteps(Struct, frozen=True):
 
 
 class Fetch(Struct, frozen=True):
-    """Read a block into this part of the block arena."""
+    """Read a block into this part of the block arena. `is_joined`: in one request with the block of
+    the Fetch before this one, behind which it lies in the shard.
+    """
 
     key: int
     dataset_id: int
     block: int
     into: Region
+    is_joined: bool = False
 
 
 class DecodeBlock(Struct, frozen=True):

@@ -13,6 +13,7 @@ Invariants:
    time.
 3. Small reads are mostly latency: up to SMALL_FETCHES times as many are in flight, as long as they
    have fewer bytes than so many reads of FETCH_BYTES_MIN.
+4. Blocks that are read in one request count as one read, until all of them have ended.
 """
 
 from __future__ import annotations
@@ -111,11 +112,21 @@ class ReadsInFlight(Struct, frozen=True):
         )
 
 
+class _Request(Struct, eq=False):
+    """The reads that fetch some blocks together, and how many of these have not ended."""
+
+    reads: int
+    blocks: int = 1
+
+
 class FetchesInFlight:
-    """The fetches of blocks that are in flight; `count` reads are allowed at first."""
+    """The fetches of blocks that are in flight, each with a key; `count` reads are allowed at
+    first.
+    """
 
     def __init__(self, count: int) -> None:
         self._allowed = ReadsInFlight.at_first(count)
+        self._requests: dict[int, _Request] = {}
         self._reads = 0
         self._bytes = 0
         self._ended_reads = 0
@@ -134,16 +145,30 @@ class FetchesInFlight:
         self._was_held_back = self._was_held_back or not may
         return may
 
-    def began(self, length: int) -> None:
-        """The fetch of a block of this length has begun."""
-        self._reads += _reads_of(length)
+    def began(
+        self, key: int, length: int, read_count: int = 1, joined_to: int | None = None
+    ) -> None:
+        """The fetch of a block of this length has begun, which takes so many reads or, if it is too
+        long for those, more. The first of them is also that of the block with the key `joined_to`.
+        """
+        reads = max(read_count, -(-length // RANGE_BYTES))
+        if joined_to is None:
+            request = _Request(reads)
+        else:
+            request, reads = self._requests[joined_to], reads - 1
+            request.reads, request.blocks = request.reads + reads, request.blocks + 1
+        self._requests[key] = request
+        self._reads += reads
         self._bytes += length
 
-    def ended(self, length: int) -> None:
+    def ended(self, key: int, length: int) -> None:
         """The fetch of a block of this length has ended."""
-        self._reads -= _reads_of(length)
+        request = self._requests.pop(key)
+        request.blocks -= 1
+        if not request.blocks:
+            self._reads -= request.reads
+            self._ended_reads += request.reads
         self._bytes -= length
-        self._ended_reads += _reads_of(length)
         self._ended_bytes += length
 
     def look(self, now: float, *, is_awaited: bool) -> None:
@@ -162,7 +187,3 @@ class FetchesInFlight:
         return self._reads < limit or (
             self._reads < SMALL_FETCHES * limit and self._bytes < limit * FETCH_BYTES_MIN
         )
-
-
-def _reads_of(length: int) -> int:
-    return max(1, -(-length // RANGE_BYTES))

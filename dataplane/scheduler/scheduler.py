@@ -71,6 +71,7 @@ class Scheduler:
         self._shared = SharedSlabs(allocator, self._streams, self._time)
         self._blocks = BlockTable(allocator, fetch_count, self._shared, self._do, self._time)
         waiting = WaitingTasks(self._time)
+        self._blocks.is_lacked = waiting.is_lacked
         self._excerpts = Excerpts(self._blocks, allocator, waiting, self._do)
         self._passes = Passes(self._blocks, self._excerpts, self._streams, self._do)
         self._tasks = SlabTasks(

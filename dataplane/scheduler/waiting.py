@@ -32,6 +32,13 @@ class WaitingTasks:
                 found.append(task)
         return found
 
+    def is_lacked(self, dataset: DatasetBlocks, index: int) -> bool:
+        """Whether a task waits for a block to be loaded. Takes a step for each task."""
+        return any(
+            task.datasets.number(dataset, index) in task.idle
+            for task in self._waiting.get(dataset.dataset_id, ())
+        )
+
     def block_changed(
         self, changed: BlockChange, fail: Callable[[SlabTask, DataplaneError], None]
     ) -> None:

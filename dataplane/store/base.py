@@ -49,9 +49,9 @@ class Filling(Protocol):
     there.
     """
 
-    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
-        """Fill `into` with the object's bytes from `offset` on; its content is undefined after an
-        error, and while this runs.
+    def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
+        """Fill these, one after the other, with the object's bytes from `offset` on, in one
+        request; their content is undefined after an error, and while this runs.
 
         Shapes:  into: uint8, writable, contiguous.
         Raises:  as `Store.read`.

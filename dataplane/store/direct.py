@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from dataplane.errors import DataplaneError, StoreThrottled
 from dataplane.store.race import EndedEarlyError, Race, current_race
@@ -68,8 +68,8 @@ class DirectReads:
         """
         return not self._off_until or time.monotonic() > self._off_until
 
-    def read_into(self, url: str, key: str, offset: int, etag: str, into: memoryview) -> None:
-        """Fill `into` from that offset on.
+    def read_into(self, url: str, key: str, offset: int, etag: str, *into: memoryview) -> None:
+        """Fill these, one after the other, from that offset on.
 
         Raises:  Refused.  StoreThrottled, StoreUnavailable.
         """
@@ -84,10 +84,10 @@ class DirectReads:
             race.release()
 
     def _read_into(
-        self, url: str, key: str, offset: int, etag: str, into: memoryview, race: Race
+        self, url: str, key: str, offset: int, etag: str, into: Sequence[memoryview], race: Race
     ) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}", "If-Match": etag}
+        deadline, length = time.monotonic() + self._timeout_s, sum(map(len, into))
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}", "If-Match": etag}
         base, target = _split(self._sign(key))
         try:
             connection, answer = self._asked(base, target, headers, deadline, race)
@@ -98,9 +98,10 @@ class DirectReads:
             raise unreachable(url, base, why) from cause
         is_whole = False
         try:
-            _check(url, answer, offset, len(into), etag)
+            _check(url, answer, offset, length, etag)
             try:
-                _fill(answer, connection, into, deadline)
+                for each in into:
+                    _fill(answer, connection, each, deadline)
             except (OSError, http.client.HTTPException) as cause:
                 raise unreachable(url, base, why_of(cause) or Why.BROKEN) from cause
             race.claim()

@@ -123,23 +123,23 @@ class ObstoreStore:
             )
         return body
 
-    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+    def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """As `base.Filling.read_into`."""
         ways = self._direct
         is_direct = ways is not None and ways.is_of_use and not etag.startswith(_NO_ETAG)
-        has_query = self._has_query(url)
-        is_worth_it = has_query if self._is_http else len(into) >= _DIRECT_BYTES_MIN
-        if ways is not None and is_direct and is_worth_it and len(into):
+        has_query, length = self._has_query(url), sum(map(len, into))
+        is_worth_it = has_query if self._is_http else length >= _DIRECT_BYTES_MIN
+        if ways is not None and is_direct and is_worth_it and length:
             key = url if has_query else self._key(url)
             try:
-                self._ask(url, lambda: ways.read_into(url, key, offset, etag, into))
+                self._ask(url, lambda: ways.read_into(url, key, offset, etag, *into))
             except direct.Refused:
                 pass  # obstore handles it
             else:
                 return
-        body = self.read(url, offset, len(into), etag)
+        body = self.read(url, offset, length, etag)
         current_race().claim()
-        copy_into(into, body)
+        copy_into(body, *into)
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)

@@ -46,19 +46,24 @@ def check_etag(found: ObjectInfo, etag: str) -> None:
         )
 
 
-def copy_into(into: memoryview, body: Buffer) -> None:
-    """Copy a body without holding the interpreter's lock, as numpy does."""
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(memoryview(body), np.uint8))
+def copy_into(body: Buffer, *into: memoryview) -> None:
+    """Copy a body into these, one after the other, without holding the interpreter's lock, as numpy
+    does.
+    """
+    source, at = np.frombuffer(memoryview(body), np.uint8), 0
+    for each in into:
+        np.copyto(np.frombuffer(each, np.uint8), source[at : at + len(each)])
+        at += len(each)
 
 
-def fill(store: Store, url: str, offset: int, etag: str, into: memoryview) -> None:
-    """Fill `into` with bytes of an object, whatever the store can do.
+def fill(store: Store, url: str, offset: int, etag: str, *into: memoryview) -> None:
+    """Fill these, one after the other, with bytes of an object, whatever the store can do.
 
     Raises:  as `Store.read`.
     """
     if isinstance(store, Filling):
-        store.read_into(url, offset, etag, into)
+        store.read_into(url, offset, etag, *into)
     else:
-        body = store.read(url, offset, len(into), etag)
+        body = store.read(url, offset, sum(map(len, into)), etag)
         current_race().claim()
-        copy_into(into, body)
+        copy_into(body, *into)

@@ -95,10 +95,10 @@ class Retrying:
         what = f"read of {url} bytes [{offset}, {offset + length})"
         return self._call(what, url, lambda: self._inner.read(url, offset, length, etag))
 
-    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+    def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """As `base.Filling.read_into`, even if the other store has no such method."""
-        what = f"read of {url} bytes [{offset}, {offset + len(into)})"
-        self._call(what, url, lambda: fill(self._inner, url, offset, etag, into))
+        what = f"read of {url} bytes [{offset}, {offset + sum(map(len, into))})"
+        self._call(what, url, lambda: fill(self._inner, url, offset, etag, *into))
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)

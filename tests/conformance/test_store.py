@@ -191,6 +191,10 @@ def test_a_read_into_memory_fills_exactly_that_memory(place: Place) -> None:
         fill(place.store, place.url("object"), offset, etag, memoryview(memory)[1:-1])
         assert memory == b"x" + body[offset : offset + length] + b"x"
 
+    parts = [memoryview(bytearray(length)) for length in (300_000, 0, 1, 99_999)]
+    fill(place.store, place.url("object"), 3, etag, *parts)
+    assert b"".join(parts) == body[3:400_003]
+
     place.put({"object": body[::-1]})
     with pytest.raises(DatasetChangedError):
         fill(place.store, place.url("object"), 0, etag, memoryview(bytearray(300_000)))

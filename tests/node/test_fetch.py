@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dataplane.arena.memfd import Arena
-from dataplane.errors import DataplaneError, StoreUnavailable
+from dataplane.errors import DataplaneError, StoreDenied, StoreUnavailable, TruncatedRead
 from dataplane.model import ObjectInfo, Region
-from dataplane.node.fetch import Fetcher, Report
+from dataplane.node.fetch import BlockRead, Fetcher, Report
 from dataplane.node.preambles import Preambles
 from dataplane.rpc import fetches, tasks
 from dataplane.rpc.membership import NodeReads
@@ -82,8 +82,11 @@ class FromShard:
             body = bytes(self._arenas[tasks.PREAMBLE_ARENA].view(kept.offset, kept.length))
             self._arenas[tasks.BLOCK_ARENA].view(into.offset, into.length)[:] = body
         else:
-            body = self._shard.read(order.url, order.offset, into.length, order.etag)
-            self._arenas[order.arena_id].view(into.offset, into.length)[:] = body
+            body = self._shard.read(order.url, order.offset, order.length, order.etag)
+            for target in order.targets:
+                at, place = target.offset - order.offset, target.into
+                part = self._arenas[order.arena_id].view(place.offset, place.length)
+                part[:] = body[at : at + place.length]
 
     def start(self, store: str = "") -> None: ...
 
@@ -120,7 +123,7 @@ class Place:
         is_copied: bool = False,
     ) -> DataplaneError | None:
         end: asyncio.Future[DataplaneError | None] = asyncio.Future()
-        self.fetcher.fetch(key, raw, into, end.set_result, is_copied=is_copied)
+        self.fetcher.fetch([BlockRead(key, raw, into, end.set_result, is_copied=is_copied)])
         async with asyncio.timeout(TIMEOUT_S):
             return await end
 
@@ -129,6 +132,7 @@ class Place:
 
     def close(self) -> None:
         self.fetcher.close()
+        self.arena_bytes = bytes(self.arena.buffer)
         self.arena.close()
 
 
@@ -197,7 +201,8 @@ def test_a_long_block_is_read_in_ranges_that_leave_nothing_out() -> None:
         length = 3 * RANGE_BYTES + 1
         whole, nothing = Region(100, length), Region(0, 0)
         raw = tasks.RawBlockRef("url", 0, 1, whole, nothing, 1 << 40, "tag")
-        fetcher.fetch(1, raw, Region(5, length), lambda _: None, is_copied=False)
+        into = Region(5, length)
+        fetcher.fetch([BlockRead(1, raw, into, lambda _: None, is_copied=False)])
         fetcher.close()
         return origin.orders
 
@@ -208,6 +213,77 @@ def test_a_long_block_is_read_in_ranges_that_leave_nothing_out() -> None:
         assert 0 < order.into.length <= RANGE_BYTES
         at += order.into.length
     assert at == 3 * RANGE_BYTES + 1
+
+
+def _together(
+    shard: Shard, *blocks: tuple[Region, ...]
+) -> tuple[list[DataplaneError | bytes], list[list[int]]]:
+    """Blocks of these pieces, read together; and where the reads that these took begin."""
+
+    async def run() -> tuple[list[DataplaneError | bytes], list[list[int]]]:
+        place, reads, ends, at = Place(shard), list[BlockRead](), [], 0
+        for key, pieces in enumerate(blocks):
+            end: asyncio.Future[DataplaneError | None] = asyncio.Future()
+            length = PREAMBLE.length + sum(piece.length for piece in pieces)
+            whole = Region(pieces[0].offset, 0)
+            raw, into = _raw(whole, *pieces), Region(at, length)
+            reads.append(BlockRead(key, raw, into, end.set_result, is_copied=True))
+            ends.append(end)
+            at += 64 + length
+        try:
+            place.fetcher.fetch(reads)
+            async with asyncio.timeout(TIMEOUT_S):
+                errors = await asyncio.gather(*ends)
+        finally:
+            place.close()
+        orders = [o for o in place.origin.orders if isinstance(o, fetches.ReadRange) and o.offset]
+        found = [
+            error or bytes(place.arena_bytes[read.into.offset :][: read.into.length])
+            for read, error in zip(reads, errors, strict=True)
+        ]
+        return found, [[target.offset for target in order.targets] for order in orders]
+
+    return asyncio.run(run())
+
+
+def _body_of(*pieces: Region) -> bytes:
+    return BODY[:16] + b"".join(BODY[p.offset : p.offset + p.length] for p in pieces)
+
+
+def test_neighbours_are_read_in_one_request_each_into_its_place_and_holes_are_not() -> None:
+    side_by_side = [(Region(20, 10),), (Region(30, 50),), (Region(85, 3),)]
+    edges = [(Region(20, 10), Region(90, 10)), (Region(100, 10), Region(300, 5), Region(500, 5))]
+    for blocks, expected in (
+        (side_by_side, [[20, 30, 85]]),
+        (edges, [[20], [90, 100], [300], [500]]),
+    ):
+        found, orders = _together(Shard(), *blocks)
+        assert found == [_body_of(*block) for block in blocks]
+        assert orders == expected
+
+
+@pytest.mark.parametrize("is_of_length", [True, False])
+def test_a_block_fails_only_by_itself_unless_all_of_the_shard_is_lost(
+    *, is_of_length: bool
+) -> None:
+    """So one that is broken does not fail its neighbours."""
+    kind = TruncatedRead if is_of_length else StoreDenied
+    failing = {20, 40} if is_of_length else {20}
+
+    def on_read(offset: int) -> None:
+        if offset in failing:
+            raise kind("url: bad")
+
+    shard = Shard(on_read)
+    blocks = [(Region(20, 10),), (Region(30, 10),), (Region(40, 5),)]
+    found, orders = _together(shard, *blocks)
+    if is_of_length:
+        assert [type(each) for each in found] == [kind, bytes, kind]
+        assert found[1] == _body_of(*blocks[1])
+        assert orders == [[20, 30, 40], [20], [30], [40]]
+    else:
+        assert [type(each) for each in found] == [kind] * 3
+        assert orders == [[20, 30, 40]]
 
 
 def test_a_failed_preamble_fails_its_waiters_and_is_read_again() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from awry import Awry, Mood
-from fetching import ARENA_BYTES, BODY, LENGTH, TIMEOUT_S, URL, awry, node
+from fetching import ARENA_BYTES, BODY, LENGTH, PARTS, TIMEOUT_S, URL, awry, node
 from servers import S3Server
 
 from dataplane.arena.memfd import Arena
@@ -100,6 +100,51 @@ def test_the_reads_of_a_killed_fetcher_are_read_by_another(awry: Awry) -> None:
                 assert at.bytes_at(n * LENGTH) == BODY[10 : 10 + LENGTH]
             assert len(at.fetchers.pids) == 1
             assert at.fetchers.pids != (pid,)
+
+    asyncio.run(play())
+
+
+def test_parts_of_one_read_go_to_their_places_and_what_lies_between_nowhere(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = s3_server.bucket()
+    s3_server.put(bucket, {"shard.bin": BODY})
+    monkeypatch.setattr("fetching.URL", f"s3://{bucket}/shard.bin")
+    etag = open_store(f"s3://{bucket}").head(f"s3://{bucket}/shard.bin").etag
+
+    async def play() -> None:
+        async with node() as at:
+            at.arena.reserve(0, ARENA_BYTES)
+            at.arena.buffer[:] = b"x" * ARENA_BYTES
+            assert await at.read_parts(etag) is None
+            at.check_parts()
+            written = sum(part.length for part, _ in PARTS)
+            assert bytes(at.arena.buffer).count(b"x") >= ARENA_BYTES - written
+            for _, into in PARTS:
+                assert at.bytes_at(into.offset + into.length, 1) == b"x"
+            assert at.fetchers.statistics().read_bytes == LENGTH
+            changed = await at.read_parts('"another"')
+            assert isinstance(changed, DatasetChangedError)
+
+    asyncio.run(play())
+
+
+def test_a_read_of_several_parts_survives_its_fetcher(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node() as at:
+            awry.be(then=Mood.STALL)
+            read = asyncio.ensure_future(at.read_parts(etag))
+            await at.until(lambda: awry.seen)
+            (pid,) = at.fetchers.pids
+            awry.be()
+            os.kill(pid, signal.SIGKILL)
+            assert await read is None
+            at.check_parts()
+            assert awry.seen == [("GET", f"bytes=10-{9 + LENGTH}")]
 
     asyncio.run(play())
 

@@ -59,10 +59,16 @@ def test_whatever_is_wanted_is_read_and_holes_are_worth_a_request(data: st.DataO
         return
     length, estimate = np.array(lengths), np.arange(len(blocks)) + HOLE_BYTES_MIN
     found = Projection.of(places, length, estimate, wanted)
+    at = found.places(np.zeros(len(blocks), np.int32), np.zeros(len(blocks), np.int64), length)
     for block, numbers in enumerate(blocks):
         place = Region(1000, lengths[block])
         pieces = found.pieces(block, place) or (place,)
         read = sum(piece.length for piece in pieces)
+        end = pieces[-1].offset + pieces[-1].length
+        assert (1000 + at.offset[block], at.length[block]) == (
+            pieces[0].offset, end - pieces[0].offset,
+        )  # fmt: skip
+        assert (at.read_bytes(block), at.read_count(block)) == (read, len(pieces))
         assert read == place.length - found.skipped[block]
         assert pieces[0].offset >= 1000
         assert pieces[-1].offset + pieces[-1].length <= 1000 + place.length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -100,37 +101,60 @@ def test_many_connections_are_found_within_seconds() -> None:
 def test_only_a_waiting_trainer_gets_more_reads_in_flight() -> None:
     fetches = FetchesInFlight(4)
     for number in range(100):
+        keys = itertools.count()
         while fetches.may_begin():
-            fetches.began(RANGE_BYTES)
+            fetches.began(next(keys), RANGE_BYTES)
         fetches.look(float(number), is_awaited=False)
-        for _ in range(4):
-            fetches.ended(RANGE_BYTES)
+        for key in range(4):
+            fetches.ended(key, RANGE_BYTES)
     assert fetches.limit == 4
 
 
 def test_a_long_block_counts_as_the_ranges_that_it_is_read_in() -> None:
     fetches = FetchesInFlight(4)
-    fetches.began(3 * RANGE_BYTES)
+    fetches.began(1, 3 * RANGE_BYTES)
     assert fetches.may_begin()
-    fetches.began(RANGE_BYTES)
+    fetches.began(2, RANGE_BYTES)
     assert not fetches.may_begin()
-    fetches.ended(RANGE_BYTES)
-    fetches.began(FETCH_BYTES_MIN)
-    fetches.ended(3 * RANGE_BYTES)
+    fetches.ended(2, RANGE_BYTES)
+    fetches.began(3, FETCH_BYTES_MIN)
+    fetches.ended(1, 3 * RANGE_BYTES)
     assert fetches.may_begin()
+
+
+def test_blocks_that_are_read_together_count_as_one_read_until_all_have_ended() -> None:
+    fetches = FetchesInFlight(1)
+    fetches.began(1, FETCH_BYTES_MIN)
+    fetches.began(2, FETCH_BYTES_MIN, joined_to=1)
+    assert not fetches.may_begin()
+    for key in (2, 1):
+        assert not fetches.may_begin()
+        fetches.ended(key, FETCH_BYTES_MIN)
+    assert fetches.may_begin()
+
+
+def test_each_hole_in_a_block_is_one_more_read() -> None:
+    """Of the holes of two that are read together, none lies between them."""
+    fetches = FetchesInFlight(4)
+    fetches.began(1, RANGE_BYTES, read_count=2)
+    fetches.began(2, RANGE_BYTES, read_count=2, joined_to=1)
+    assert fetches.may_begin()
+    fetches.began(3, RANGE_BYTES)
+    assert not fetches.may_begin()
 
 
 def test_a_rate_is_bytes_a_second_however_far_apart_the_looks_are() -> None:
     """A store that gives the same with any number of reads: more are tried, and never kept."""
     fetches, now, limits = FetchesInFlight(4), 0.0, set[int]()
     fetches.look(now, is_awaited=True)
+    keys, oldest = itertools.count(), itertools.count()
     for at in range(400):
         seconds = (0.5, 2.0, 1.0)[at % 3]
         while fetches.may_begin():
-            fetches.began(RANGE_BYTES)
+            fetches.began(next(keys), RANGE_BYTES)
         for _ in range(int(40 * seconds)):
-            fetches.ended(RANGE_BYTES)
-            fetches.began(RANGE_BYTES)
+            fetches.ended(next(oldest), RANGE_BYTES)
+            fetches.began(next(keys), RANGE_BYTES)
         now += seconds
         fetches.look(now, is_awaited=True)
         limits.add(fetches.limit)

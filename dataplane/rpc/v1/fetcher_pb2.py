@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from dataplane.rpc.v1 import types_pb2 as dataplane_dot_rpc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x61taplane/rpc/v1/fetcher.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\xef\x01\n\tToFetcher\x12\x39\n\x0estart_fetching\x18\x01 \x01(\x0b\x32\x1f.dataplane.rpc.v1.StartFetchingH\x00\x12\x31\n\nread_range\x18\x02 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadRangeH\x00\x12\x37\n\rcopy_preamble\x18\x03 \x01(\x0b\x32\x1e.dataplane.rpc.v1.CopyPreambleH\x00\x12\x33\n\x0bstore_pause\x18\x04 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x42\x06\n\x04\x62ody\"\xe9\x01\n\x0b\x46romFetcher\x12\x31\n\nread_ended\x18\x01 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadEndedH\x00\x12\x33\n\x0bstore_pause\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x12\x31\n\nstore_seen\x18\x03 \x01(\x0b\x32\x1b.dataplane.rpc.v1.StoreSeenH\x00\x12\x37\n\rshard_trouble\x18\x04 \x01(\x0b\x32\x1e.dataplane.rpc.v1.ShardTroubleH\x00\x42\x06\n\x04\x62ody\"\xb1\x01\n\rStartFetching\x12\x13\n\x0b\x65nvironment\x18\x01 \x03(\x0c\x12\x10\n\x08\x62udget_s\x18\x02 \x01(\x01\x12\x19\n\x11request_timeout_s\x18\x03 \x01(\x01\x12\x11\n\tlog_level\x18\x04 \x01(\t\x12\x12\n\nlog_format\x18\x05 \x01(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\nis_policed\x18\x07 \x01(\x08\x12\x14\n\x0c\x61llowed_urls\x18\x08 \x03(\t\"\x80\x01\n\tReadRange\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04into\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"n\n\x0c\x43opyPreamble\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x04kept\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"x\n\tReadEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\x12\r\n\x05\x63pu_s\x18\x04 \x01(\x01\x12\x14\n\x0chedged_bytes\x18\x05 \x01(\x04\":\n\nStorePause\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\x12\x0e\n\x06left_s\x18\x03 \x01(\x01\"V\n\tStoreSeen\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\r\n\x05\x61sked\x18\x04 \x01(\x01\x12\r\n\x05until\x18\x05 \x01(\x01\"C\n\x0cShardTrouble\x12\x0b\n\x03url\x18\x01 \x01(\t\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Errorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64\x61taplane/rpc/v1/fetcher.proto\x12\x10\x64\x61taplane.rpc.v1\x1a\x1c\x64\x61taplane/rpc/v1/types.proto\"\xef\x01\n\tToFetcher\x12\x39\n\x0estart_fetching\x18\x01 \x01(\x0b\x32\x1f.dataplane.rpc.v1.StartFetchingH\x00\x12\x31\n\nread_range\x18\x02 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadRangeH\x00\x12\x37\n\rcopy_preamble\x18\x03 \x01(\x0b\x32\x1e.dataplane.rpc.v1.CopyPreambleH\x00\x12\x33\n\x0bstore_pause\x18\x04 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x42\x06\n\x04\x62ody\"\xe9\x01\n\x0b\x46romFetcher\x12\x31\n\nread_ended\x18\x01 \x01(\x0b\x32\x1b.dataplane.rpc.v1.ReadEndedH\x00\x12\x33\n\x0bstore_pause\x18\x02 \x01(\x0b\x32\x1c.dataplane.rpc.v1.StorePauseH\x00\x12\x31\n\nstore_seen\x18\x03 \x01(\x0b\x32\x1b.dataplane.rpc.v1.StoreSeenH\x00\x12\x37\n\rshard_trouble\x18\x04 \x01(\x0b\x32\x1e.dataplane.rpc.v1.ShardTroubleH\x00\x42\x06\n\x04\x62ody\"\xb1\x01\n\rStartFetching\x12\x13\n\x0b\x65nvironment\x18\x01 \x03(\x0c\x12\x10\n\x08\x62udget_s\x18\x02 \x01(\x01\x12\x19\n\x11request_timeout_s\x18\x03 \x01(\x01\x12\x11\n\tlog_level\x18\x04 \x01(\t\x12\x12\n\nlog_format\x18\x05 \x01(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\nis_policed\x18\x07 \x01(\x08\x12\x14\n\x0c\x61llowed_urls\x18\x08 \x03(\t\"\xac\x01\n\tReadRange\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12\x10\n\x08\x61rena_id\x18\x05 \x01(\x04\x12&\n\x04into\x18\x06 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12*\n\x04more\x18\x07 \x03(\x0b\x32\x1c.dataplane.rpc.v1.ReadTarget\"D\n\nReadTarget\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12&\n\x04into\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"n\n\x0c\x43opyPreamble\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x04kept\x18\x02 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\x12&\n\x04into\x18\x03 \x01(\x0b\x32\x18.dataplane.rpc.v1.Region\"x\n\tReadEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Error\x12\x0e\n\x06took_s\x18\x03 \x01(\x01\x12\r\n\x05\x63pu_s\x18\x04 \x01(\x01\x12\x14\n\x0chedged_bytes\x18\x05 \x01(\x04\":\n\nStorePause\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\x12\x0e\n\x06left_s\x18\x03 \x01(\x01\"V\n\tStoreSeen\x12\r\n\x05store\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x01\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\r\n\x05\x61sked\x18\x04 \x01(\x01\x12\r\n\x05until\x18\x05 \x01(\x01\"C\n\x0cShardTrouble\x12\x0b\n\x03url\x18\x01 \x01(\t\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x17.dataplane.rpc.v1.Errorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,15 +39,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTFETCHING']._serialized_start=561
   _globals['_STARTFETCHING']._serialized_end=738
   _globals['_READRANGE']._serialized_start=741
-  _globals['_READRANGE']._serialized_end=869
-  _globals['_COPYPREAMBLE']._serialized_start=871
-  _globals['_COPYPREAMBLE']._serialized_end=981
-  _globals['_READENDED']._serialized_start=983
-  _globals['_READENDED']._serialized_end=1103
-  _globals['_STOREPAUSE']._serialized_start=1105
-  _globals['_STOREPAUSE']._serialized_end=1163
-  _globals['_STORESEEN']._serialized_start=1165
-  _globals['_STORESEEN']._serialized_end=1251
-  _globals['_SHARDTROUBLE']._serialized_start=1253
-  _globals['_SHARDTROUBLE']._serialized_end=1320
+  _globals['_READRANGE']._serialized_end=913
+  _globals['_READTARGET']._serialized_start=915
+  _globals['_READTARGET']._serialized_end=983
+  _globals['_COPYPREAMBLE']._serialized_start=985
+  _globals['_COPYPREAMBLE']._serialized_end=1095
+  _globals['_READENDED']._serialized_start=1097
+  _globals['_READENDED']._serialized_end=1217
+  _globals['_STOREPAUSE']._serialized_start=1219
+  _globals['_STOREPAUSE']._serialized_end=1277
+  _globals['_STORESEEN']._serialized_start=1279
+  _globals['_STORESEEN']._serialized_end=1365
+  _globals['_SHARDTROUBLE']._serialized_start=1367
+  _globals['_SHARDTROUBLE']._serialized_end=1434
 # @@protoc_insertion_point(module_scope)

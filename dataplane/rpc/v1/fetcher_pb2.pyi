@@ -52,20 +52,30 @@ class StartFetching(_message.Message):
     def __init__(self, environment: _Optional[_Iterable[bytes]] = ..., budget_s: _Optional[float] = ..., request_timeout_s: _Optional[float] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., store: _Optional[str] = ..., is_policed: bool = ..., allowed_urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReadRange(_message.Message):
-    __slots__ = ("number", "url", "offset", "etag", "arena_id", "into")
+    __slots__ = ("number", "url", "offset", "etag", "arena_id", "into", "more")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     ETAG_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     INTO_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     number: int
     url: str
     offset: int
     etag: str
     arena_id: int
     into: _types_pb2.Region
-    def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., offset: _Optional[int] = ..., etag: _Optional[str] = ..., arena_id: _Optional[int] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ReadTarget]
+    def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ..., offset: _Optional[int] = ..., etag: _Optional[str] = ..., arena_id: _Optional[int] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ReadTarget, _Mapping]]] = ...) -> None: ...
+
+class ReadTarget(_message.Message):
+    __slots__ = ("offset", "into")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    INTO_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    into: _types_pb2.Region
+    def __init__(self, offset: _Optional[int] = ..., into: _Optional[_Union[_types_pb2.Region, _Mapping]] = ...) -> None: ...
 
 class CopyPreamble(_message.Message):
     __slots__ = ("number", "kept", "into")
