@@ -67,8 +67,10 @@ def from_environment(environ: Mapping[str, str]) -> Topology:
     A shell inside a Slurm allocation has the size but no rank: it was not launched as a rank, so it
     is a single rank.
 
-    Raises:  ConfigError: a rank without a size, invalid numbers, or contradictory ones.
+    Raises:  ConfigError: a rank without a size, invalid numbers, or contradictory ones; or a rank
+    that is not one of processes.
     """
+    _refuse_pod_rank(environ)
     for launcher in LAUNCHERS:
         if launcher.rank in environ and not _is_batch_script(environ, launcher):
             return _launched(environ, launcher)
@@ -78,6 +80,23 @@ def from_environment(environ: Mapping[str, str]) -> Topology:
     if index is None:
         return Topology(source=ALONE)
     return Topology(source=f"{ALONE} (pod {index} of a Job or JobSet, which gives it no rank)")
+
+
+def _refuse_pod_rank(environ: Mapping[str, str]) -> None:
+    """Refuse what PyTorchJob gives a pod of several processes: RANK counts pods there, and
+    WORLD_SIZE processes. It is meant for torchrun, which replaces both, and sets LOCAL_RANK.
+    """
+    names = ("RANK", "WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")
+    if "LOCAL_RANK" in environ or not all(environ.get(name, "").isdecimal() for name in names):
+        return
+    rank, size, pods, each = (int(environ[name]) for name in names)
+    if each > 1 and size == pods * each and environ.get("PET_NODE_RANK") == str(rank):
+        raise ConfigError(
+            f"RANK={rank} is the number of this pod, and WORLD_SIZE={size} counts the processes of "
+            f"{pods} pods with PET_NPROC_PER_NODE={each} each: start them with torchrun, or pass "
+            "dp_rank= and dp_size=",
+            variable="RANK",
+        )
 
 
 def _is_batch_script(environ: Mapping[str, str], launcher: Launcher) -> bool:

@@ -7,6 +7,7 @@ single rank. The topology says which source won.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -70,7 +71,9 @@ def _found(environ: Mapping[str, str], mesh: MeshGiven | None, modules: Modules)
         return from_environment(environ)
     if found.local_world_size > 1:
         return found
-    launched = from_environment(environ)
+    launched = Topology()
+    with contextlib.suppress(ConfigError):  # the framework knows more
+        launched = from_environment(environ)
     if launched.world_size != found.world_size:
         return replace(found, local_world_size=found.local_rank + 1)
     local = launched.local_rank, launched.local_world_size

@@ -143,7 +143,7 @@ class Heartbeat:
             self._end(member, self._missing(member, verdict))
 
     def _missing(self, member: ServedMember, verdict: membership.MemberVerdict) -> ConfigError:
-        ranks = ", ".join(map(str, verdict.missing_dp_ranks))
+        ranks, place = ", ".join(map(str, verdict.missing_dp_ranks)), member.request.topology
         advice = "start them with the same job name and service"
         if self._is_embedded:
             advice = (
@@ -152,8 +152,9 @@ class Heartbeat:
                 "pass service="
             )
         return ConfigError(
-            f"job {member.job_id!r}: dp ranks {ranks} of {member.request.topology.dp_size} have "
-            f"not joined within {verdict.missing_for_s:.0f} s: {advice}, or correct dp_size",
+            f"job {member.job_id!r}: dp ranks {ranks} of {place.dp_size} have not joined within "
+            f"{verdict.missing_for_s:.0f} s: {advice}, or correct dp_size (this rank's place is "
+            f"from {place.source or 'its own message'})",
             field="dp_size",
         )
 

@@ -75,6 +75,8 @@ def test_a_loop_with_long_steps_is_bound_by_itself(capsys, tmp_path, environment
     assert found["bound"]["samples_per_s_without"] > found["bound"]["samples_per_s"]
     assert found["statistics"]["consumed_s"] > 0.9 * found["statistics"]["waited_s"]
     assert [one["name"] for one in found["checks"]][:2] == ["processors", "memory"]
+    ranks = next(one for one in found["checks"] if one["name"] == "ranks")
+    assert ranks["found"] == "no launcher: a single process"
     ((ours, of_node),) = environments
     assert ours == before == dict(os.environ), "flags are for the node, not for this process"
     assert of_node["DATAPLANE_SLAB_BYTES"] == str(64 << 10)

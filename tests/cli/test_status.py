@@ -56,7 +56,7 @@ async def coordinator_with_one_of_two_ranks():
 async def join_one(coordinator, member="m-0"):
     await coordinator.register_node(NODE)
     spec = JobSpec(fingerprint="f" * 32, global_batch=4)
-    topology = Topology(dp_rank=0, dp_size=2, rank=0, world_size=2)
+    topology = Topology(dp_rank=0, dp_size=2, rank=0, world_size=2, source="torchrun: RANK=0")
     return await coordinator.join(
         JoinRequest("job-1", "mem://shards", spec, topology, "one", member, "node-1", 1000)
     )
@@ -98,6 +98,7 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     node = next(line for line in out.splitlines() if line.split()[:2] == ["node-1", "host-1"])
     assert node.split()[2:9] == ["17", VERSION, "41", "ms", "5.0", "GiB", "1.25%"]
     assert any("0.5" in line and "decode" in line for line in out.splitlines())
+    assert "ranks from" in out
     away = next(line for line in out.splitlines() if "s3://lab" in line)
     assert away.split()[:2] == ["node-1", "s3://lab"]
     assert "refused the connection" in away

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
 from dataplane.client.environments import ALONE, from_environment
 from dataplane.client.topology import find_topology
+from dataplane.errors import ConfigError
 from dataplane.model import Topology
 
 # docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
@@ -37,7 +40,7 @@ HOROVOD = {
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 # kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go: the second of three workers
 PYTORCH_JOB = KUBERNETES | {
-    "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456",
+    "PYTHONUNBUFFERED": "0", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456",
     "WORLD_SIZE": "4", "RANK": "2", "PET_NNODES": "4", "PET_NODE_RANK": "2",
     "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456",
 }  # fmt: skip
@@ -85,6 +88,23 @@ def test_the_variables_of_each_launcher_say_rank_and_size(environ, name, expecte
     assert found.source.startswith(f"{name}: ")
     assert f"={found.rank}, " in found.source
     assert find_topology(environ) == expected
+
+
+def test_the_rank_of_a_pod_with_several_processes_is_refused() -> None:
+    pod = PYTORCH_JOB | {"PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "32"}
+    with pytest.raises(
+        ConfigError, match=r"RANK=2 is the number of this pod.* start them with"
+    ) as e:
+        from_environment(pod)
+    assert e.value.variable == "RANK"
+    assert from_environment(pod | TORCHRUN).rank == 11
+    assert from_environment(pod | {"WORLD_SIZE": "4"}).world_size == 4
+    group = ModuleType("torch.distributed")  # of processes that the pod's own one has spawned
+    told = {"is_available": True, "is_initialized": True, "get_rank": 17, "get_world_size": 32}
+    for name, value in told.items():
+        setattr(group, name, lambda value=value: value)
+    found = find_topology(pod, modules={"torch.distributed": group})
+    assert (found.rank, found.dp_size, found.local_world_size) == (17, 32, 1)
 
 
 def test_a_pod_without_a_rank_is_alone_and_says_so() -> None:

@@ -19,6 +19,7 @@ from dataplane.commands import output
 from dataplane.commands.stores import STORES
 from dataplane.compiled import INSTALL_AGAIN
 from dataplane.config import NodeConfig
+from dataplane.errors import ConfigError
 from dataplane.machine import this_machine
 from dataplane.plan.loops import loops
 from dataplane.plan.manifest import Manifest
@@ -68,7 +69,10 @@ def environment(config: NodeConfig, manifest: Manifest) -> list[Check]:
 
 def _ranks() -> Check:
     """What a loader without a framework would find here: the trial itself is a single rank."""
-    return Check("ranks", from_environment(os.environ).source)
+    try:
+        return Check("ranks", from_environment(os.environ).source)
+    except ConfigError as error:
+        return Check("ranks", "unclear", str(error))
 
 
 def _processors(config: NodeConfig) -> Check:
