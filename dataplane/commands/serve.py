@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,9 +29,12 @@ from dataplane.errors import ConfigError, DataplaneError
 from dataplane.machine import raise_descriptor_limit
 from dataplane.rpc import address
 from dataplane.rpc.base import Coordination
-from dataplane.security.security import Security
 from dataplane.settings import node_config
 from dataplane.trace import Trace, configure
+
+if TYPE_CHECKING:
+    # 30 ms of imports that only commands that connect need.
+    from dataplane.security.security import Security
 
 DRAIN_S = 5.0
 CANCEL_S = 3.0

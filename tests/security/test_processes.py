@@ -42,7 +42,7 @@ def test_the_token_is_found_by_the_same_user_and_stands_in_no_log_and_no_argv(
 
 EMBEDDED = """
 import sys, dataplane.node.server, dataplane.node.__main__, dataplane.client.session
-import dataplane.coordinator.front, dataplane.settings
+import dataplane.coordinator.front, dataplane.settings, dataplane.cli
 ours = ("dataplane.security.", "grpc", "jwt", "cryptography")
 print([one for one in sys.modules if one.startswith(ours)])
 """

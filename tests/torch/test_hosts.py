@@ -17,7 +17,7 @@ from dataplane_torch import CenterCrop, DataLoader
 from kernels import without
 from pictures import drawn, encoded
 
-from dataplane.errors import SpecMismatch
+from dataplane.errors import SpecMismatch, StoreDenied
 from dataplane.transforms.pixels_library import maker, pillow_maker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +101,24 @@ def test_a_host_without_libjpeg_is_refused_by_a_job_that_began_with_it(
             assert len(first) == len(second) == 3
         with DataLoader(pictures, 2, transforms=CROP, **ranks[1]) as second:
             assert len(list(second)) == 3
+
+
+@pytest.mark.usefixtures("small_node")
+def test_a_served_node_opens_only_what_is_allowed(pictures: str, tmp_path: Path) -> None:
+    (tmp_path / "else").mkdir()
+    link = tmp_path / "else" / "link.parquet"
+    link.symlink_to(pictures)
+    allowed = ("--allowed-urls", str(tmp_path / "else"))
+    with serving(tmp_path, "--listen", "127.0.0.1:0", *allowed, *SMALL) as service:
+        for url in (pictures, str(link), "file:///etc/passwd"):
+            loader = DataLoader(url, 2, columns=["jpg"], service=service)
+            with loader, pytest.raises(StoreDenied, match="allowed_urls") as caught:
+                len(loader)
+            assert "found bytes" not in str(caught.value)
+        shutil.copy(pictures, tmp_path / "else" / "copy.parquet")
+        link.unlink()
+        with DataLoader(str(tmp_path / "else"), 2, columns=["jpg"], service=service) as loader:
+            assert len(list(loader)) == 6
 
 
 def test_a_resumed_run_is_warned_if_other_software_makes_its_pixels(fake) -> None:
