@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from typing_extensions import Buffer
 
 from dataplane.errors import (
+    DataplaneError,
     DatasetChangedError,
     ShardNotFound,
     StoreDenied,
@@ -38,7 +39,7 @@ from dataplane.errors import (
 from dataplane.model import ObjectInfo
 from dataplane.store.pieces import check_etag, in_pieces
 from dataplane.store.policy import UrlPolicy
-from dataplane.store.race import current_race
+from dataplane.store.race import EndedEarlyError, Race, current_race
 from dataplane.store.unreachable import unreachable, why_of
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -70,7 +71,7 @@ class HttpStore:
         raise ShardNotFound(f"{prefix}: an http server cannot list: name each file", shard=prefix)
 
     def head(self, url: str) -> ObjectInfo:
-        found, _ = self._get(url, 0, 1, None)
+        found, _ = self._get(url, 0, 1, None, Race())
         return found
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
@@ -83,14 +84,25 @@ class HttpStore:
         if not len(into):
             check_etag(self.head(url), etag)
             return
-        found, filled = self._get(url, offset, len(into), into, etag)
+        race = current_race()
+        try:
+            self._read_into(url, offset, etag, into, race)
+        except DataplaneError:
+            if race.is_over:
+                raise EndedEarlyError from None
+            raise
+        finally:
+            race.release()
+
+    def _read_into(self, url: str, offset: int, etag: str, into: memoryview, race: Race) -> None:
+        found, filled = self._get(url, offset, len(into), into, race, etag)
         check_etag(found, etag)
         if filled != len(into):
             raise TruncatedRead(
                 f"{url} gave {filled} bytes of the {len(into)} asked for at {offset}",
                 shard=url, offset=offset, expected=len(into), found=filled,
             )  # fmt: skip
-        current_race().claim()
+        race.claim()
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         return in_pieces(self, url, etag)
@@ -101,7 +113,13 @@ class HttpStore:
             _close_all(self._idle)
 
     def _get(
-        self, url: str, offset: int, length: int, into: memoryview | None, etag: str = ""
+        self,
+        url: str,
+        offset: int,
+        length: int,
+        into: memoryview | None,
+        race: Race,
+        etag: str = "",
     ) -> tuple[ObjectInfo, int]:
         """What the object is, and how many bytes of the range were filled in."""
         headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
@@ -113,7 +131,7 @@ class HttpStore:
             base = "/".join(at.split("/", 3)[:3])
             is_whole, connection, answer = False, None, None
             try:
-                connection, answer = self._asked(url, at, base, headers, deadline)
+                connection, answer = self._asked(url, at, base, headers, deadline, race)
                 if answer.status in _REDIRECTS:
                     at = self._redirected(url, at, answer.getheader("Location", ""))
                     continue
@@ -150,7 +168,13 @@ class HttpStore:
         return target
 
     def _asked(
-        self, url: str, at: str, base: str, headers: Mapping[str, str], deadline: float
+        self,
+        url: str,
+        at: str,
+        base: str,
+        headers: Mapping[str, str],
+        deadline: float,
+        race: Race,
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """The head of an answer. Only the failure of a new connection counts: a server may close
         an idle one at any time.
@@ -165,13 +189,13 @@ class HttpStore:
                 if is_new:
                     self._connect(url, parts, connection, min(_CONNECT_TIMEOUT_S, left_s))
                 connection.sock.settimeout(left_s)
-                current_race().hold(connection.sock)
+                race.hold(connection.sock)
                 connection.request("GET", target, headers={**headers, **_credentials(parts)})
                 return connection, connection.getresponse()
             except BaseException as cause:
                 connection.close()
                 is_stale = isinstance(cause, (ConnectionError, http.client.HTTPException))
-                if is_new or not is_stale or current_race().is_over:
+                if is_new or not is_stale or race.is_over:
                     raise
 
     def _connect(

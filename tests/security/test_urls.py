@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +27,7 @@ from dataplane.security.urls import is_under
 from dataplane.settings import default_node_config
 from dataplane.store.connect import Stores, open_store
 from dataplane.store.policy import UrlPolicy, is_of_machine
+from dataplane.store.race import EndedEarlyError, Race, raced
 
 
 @pytest.mark.parametrize(
@@ -197,10 +201,42 @@ def test_an_http_store_that_checks_reads_the_same_as_any_other():
         del stores, store, usual  # and their connections
 
 
+def test_a_read_over_http_that_is_overtaken_ends_and_writes_no_more():
+    head = (
+        b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-99/100\r\nETag: x\r\nContent-Length: 100\r\n\r\n"
+    )
+    race, ended = Race(), []
+    into = bytearray(100)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/a"
+        stores = Stores(30.0, policy=UrlPolicy())
+
+        def read():
+            with raced(race), pytest.raises(EndedEarlyError):
+                stores.connect(url).read_into(url, 0, "x", memoryview(into))
+            ended.append(bytes(into))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(head + b"y" * 50)
+            deadline = time.monotonic() + 60
+            while into[:50] != b"y" * 50:
+                assert time.monotonic() < deadline
+                threading.Event().wait(0.01)
+            assert race.overtake(60)
+            thread.join(60)
+        stores.close()
+    assert ended == [b"y" * 50 + bytes(50)]
+
+
 ISOLATED = """
 import http.server, json, socket, sys, threading
 from dataplane.errors import StoreDenied
 from dataplane.store.connect import Stores
+from dataplane.store.race import EndedEarlyError, Race, raced
 from dataplane.store.policy import UrlPolicy
 
 asked = []
