@@ -29,7 +29,9 @@ BATCH_AXES: Final = frozenset(
         "shard",
     ]
 )
-SEQUENCE_AXES: Final = frozenset(["cp", "context", "context_parallel", "sp", "sequence_parallel"])
+SEQUENCE_AXES: Final = frozenset(
+    ["cp", "context", "context_parallel", "sp", "sequence", "sequence_parallel", "ulysses"]
+)
 STAGE_AXES: Final = frozenset(["pp", "pipe", "pipeline", "pipeline_parallel", "stage"])
 OTHER_AXES: Final = frozenset(
     [

@@ -170,7 +170,8 @@ class UrlJob:
         if self._decoder is None:
             job = self._session.job
             self._job.check_ranks(job)
-            self._decoder = Decoder(job.columns, parts=self._job.parts)
+            on_device = self._target is not None
+            self._decoder = Decoder(job.columns, for_device=on_device, parts=self._job.parts)
         return self._decoder
 
 

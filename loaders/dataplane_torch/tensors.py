@@ -51,18 +51,24 @@ class Ragged(NamedTuple):
 class Decoder:
     """Batches of one job as dicts. Tensors are views of the slab; with `shared`, they are copies in
     memory that other processes can map, as DataLoader workers need. `parts` says which columns a
-    batch has, and which part of each sequence. `is_empty`: batches have no column at all.
+    batch has, and which part of each sequence; with `for_device`, such a part is one piece of
+    memory of its own, since devices copy pieces. `is_empty`: batches have no column at all.
 
     Raises:  ConfigError: a column's type has no tensor, or cannot be divided.
     """
 
     def __init__(
-        self, specs: Sequence[ColumnSpec], *, shared: bool = False, parts: RankParts = _WHOLE
+        self,
+        specs: Sequence[ColumnSpec],
+        *,
+        shared: bool = False,
+        for_device: bool = False,
+        parts: RankParts = _WHOLE,
     ) -> None:
         _refuse_twins(specs)
         chosen = parts.chosen(specs)
         self._puts = [
-            _put(spec, at, _maker(spec, parts, shared=shared))
+            _put(spec, at, _maker(spec, parts, shared=shared, for_device=for_device))
             for at, spec in enumerate(specs)
             if spec.name in chosen
         ]
@@ -87,7 +93,7 @@ def _refuse_twins(specs: Sequence[ColumnSpec]) -> None:
             )
 
 
-def _maker(spec: ColumnSpec, parts: RankParts, *, shared: bool) -> _MakeTensor:
+def _maker(spec: ColumnSpec, parts: RankParts, *, shared: bool, for_device: bool) -> _MakeTensor:
     """How the tensor of a column's values is made."""
     if spec.name not in parts.sequences or parts.cp_size == 1:
         return _shared_tensor if shared else _tensor
@@ -102,6 +108,8 @@ def _maker(spec: ColumnSpec, parts: RankParts, *, shared: bool) -> _MakeTensor:
                 else _tensor(batches, offset, dtype, shape)
             )
         part = parts.cut(spec.name, _tensor(batches, offset, dtype, shape))
+        if for_device:
+            return part.contiguous()
         return _shared(part) if shared else part
 
     return make

@@ -13,6 +13,7 @@ import pytest
 import torch
 from dataplane_torch import DataLoader, ShardedIterableDataset, Topology
 from dataplane_torch.parts import RankParts, parts_of
+from device_steps import content, expect_nothing_left, step
 
 from dataplane.errors import ConfigError
 from dataplane.model import ColumnSpec, Kind
@@ -142,6 +143,19 @@ def test_parts_of_sequences_are_views_of_the_same_memory(shards) -> None:
         assert part.untyped_storage().nbytes() == 8 * LENGTH * 8
         assert parts[2].schema["tokens"].shape == (None, LENGTH // 3)
         assert parts[0].state_dict() == parts[2].state_dict()
+
+
+def test_parts_on_a_device_are_those_of_the_host(shards, onto) -> None:
+    given = {"batch_size": 8, "columns": ["tokens"], "sequence_part": ["tokens"]}
+    with DataLoader(shards, **given, topology=rank(1, cp=(1, 3))) as loader:
+        expected = [content(batch) for batch in loader]
+    device = onto()
+    with DataLoader(shards, **given, topology=rank(1, cp=(1, 3)), device="cuda") as loader:
+        batches = iter(loader)
+        for want in expected:
+            step(device, batches, want)
+        del batches
+    expect_nothing_left(device)
 
 
 def test_workers_of_torchs_loader_send_their_part_alone(shards) -> None:
