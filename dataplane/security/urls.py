@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_GLOB = "*?[{"
-_SEPARATORS = re.compile(r"[/\\{},]")
-_DOTS = frozenset({".", "..", "%2e", "%2e%2e", ".%2e", "%2e."})
+_WILD, _WILD_IN_HTTP = re.compile(r"[*?\[{]"), re.compile(r"[*\[{]")
+_DOTS = re.compile(r"[/\\{},](?:\.|%2e){1,2}(?=\Z|[/\\{},])", re.IGNORECASE)
 
 
 def is_under(url: str, prefixes: Iterable[str]) -> bool:
@@ -16,23 +15,30 @@ def is_under(url: str, prefixes: Iterable[str]) -> bool:
     "s3://bucket/train" contains itself and "s3://bucket/train/a", but not "s3://bucket/train-2".
     A url with a segment "..", which a server or library may resolve, lies nowhere.
     """
-    fixed = literal(url)
-    path = url.partition("://")[2].partition("?")[0].partition("#")[0]
-    if any(part.lower() in _DOTS for part in _SEPARATORS.split(path)):
+    if _DOTS.search(url.partition("?")[0].partition("#")[0] if _is_http(url) else url):
         return False
-    return any(_starts(fixed, prefix, is_whole=fixed == url) for prefix in prefixes)
+    fixed = literal(url)
+    is_whole = len(fixed) == len(url)
+    return any(_starts(fixed, prefix, is_whole=is_whole) for prefix in prefixes)
 
 
 def literal(pattern: str) -> str:
     """What is before the first wildcard or brace: what all urls that match begin with. In an http
-    url, a question mark starts the query.
+    url, a question mark starts the query, and the host may have brackets.
     """
-    wild = _GLOB.replace("?", "") if pattern.startswith(("http://", "https://")) else _GLOB
-    at = min((found for one in wild if (found := pattern.find(one)) >= 0), default=len(pattern))
-    return pattern[:at]
+    if _is_http(pattern):
+        host = pattern.find("/", len("https://"))
+        found = _WILD_IN_HTTP.search(pattern, host if host > 0 else len(pattern))
+    else:
+        found = _WILD.search(pattern)
+    return pattern[: found.start()] if found else pattern
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
 
 
 def _starts(fixed: str, prefix: str, *, is_whole: bool) -> bool:
     if prefix.endswith("/"):
         return fixed.startswith(prefix) or (is_whole and f"{fixed}/" == prefix)
-    return (is_whole and fixed == prefix) or fixed.startswith(f"{prefix}/")
+    return fixed.startswith(f"{prefix}/") or (is_whole and fixed == prefix)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -34,6 +33,7 @@ _METADATA = frozenset(
         ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"),
     )
 )
+_OUT = "is a symbolic link that leads out of"
 _trace = Trace("security")
 _MAYBE_ADDRESS = re.compile(r"[\d.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -67,8 +67,8 @@ class UrlPolicy(Struct, frozen=True):
             if not is_under(url, self.prefixes):
                 raise self._denied(url)
             path = local_path(url)
-            if path is not None:
-                self._check_target(url, os.path.realpath(path))
+            if path is not None and not is_under(_target(path), self._roots()):
+                raise self._denied(url, _OUT)
         self._check_host(url)
 
     def check_all(self, urls: Iterable[str]) -> None:
@@ -76,20 +76,24 @@ class UrlPolicy(Struct, frozen=True):
 
         Raises:  StoreDenied.
         """
-        folders: dict[str, str] = {}
+        roots = self._roots()
+        inside: dict[str, bool] = {}
         for url in urls:
-            if not url.startswith(FILE_PREFIX):
+            folder, _, name = url.rpartition("/")
+            if not folder.startswith(FILE_PREFIX) or name in {"", ".", ".."}:
                 self.check(url)
                 continue
             if not self.prefixes:
                 continue
+            if folder not in inside:
+                inside[folder] = is_under(_target(folder[len(FILE_PREFIX) :] or "/"), roots)
+            path = url[len(FILE_PREFIX) :]
             if not is_under(url, self.prefixes):
                 raise self._denied(url)
-            folder, _, name = url[len(FILE_PREFIX) :].rpartition("/")
-            if folder not in folders:
-                folders[folder] = os.path.realpath(folder or "/")
-            target = f"{folders[folder]}/{name}"
-            self._check_target(url, os.path.realpath(target) if _is_link(target) else target)
+            # A Path for each of a million files takes seconds.
+            is_link = os.path.islink(path)  # noqa: PTH114
+            if (is_link or not inside[folder]) and not is_under(_target(path), roots):
+                raise self._denied(url, _OUT)
 
     def check_address(self, url: str, address: str) -> None:
         """Check the IP address that is connected to for this url.
@@ -123,15 +127,9 @@ class UrlPolicy(Struct, frozen=True):
         hosts = (one.partition("://")[2].partition("/")[0] for one in self.prefixes)
         return any(one == host or one.startswith(f"{host}:") for one in hosts)
 
-    def _check_target(self, url: str, target: str) -> None:
-        """Links may be in the allowed folders' own paths, too."""
-        for prefix in self.prefixes:
-            path = local_path(prefix)
-            if path is not None and is_under(
-                f"{FILE_PREFIX}{target}", (f"{FILE_PREFIX}{os.path.realpath(path)}",)
-            ):
-                return
-        raise self._denied(url, "is a symbolic link that leads out of")
+    def _roots(self) -> tuple[str, ...]:
+        """Where the prefixes of files are: links may be in their own paths, too."""
+        return tuple(_target(path) for one in self.prefixes if (path := local_path(one)))
 
     def _denied(self, url: str, why: str = "is not below") -> StoreDenied:
         _trace.failed("url refused", url=url, why=f"it {why} allowed_urls")
@@ -190,8 +188,6 @@ class PolicedStore:
             self._inner.reconnect()
 
 
-def _is_link(path: str) -> bool:
-    try:
-        return stat.S_ISLNK(Path(path).lstat().st_mode)
-    except OSError:
-        return False
+def _target(path: str | Path) -> str:
+    """The url of what a path is after all symbolic links."""
+    return f"{FILE_PREFIX}{os.path.realpath(path)}"
