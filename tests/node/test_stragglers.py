@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from awry import Awry, Mood
-from fetching import BODY, LENGTH, TIMEOUT_S, URL, awry, awry_tls, node
+from fetching import ARENA_BYTES, BODY, LENGTH, TIMEOUT_S, URL, awry, awry_tls, node
 
 from dataplane.fetcher.hedging import READS_MIN
 from dataplane.store.connect import open_store
@@ -54,6 +54,23 @@ def test_a_straggler_is_asked_for_again_and_the_first_answer_counts(
             assert not late.done()
             assert len(awry.seen) == 11
             late.cancel()
+
+    asyncio.run(play())
+
+
+def test_a_late_read_of_several_parts_is_asked_for_again_as_a_whole(awry: Awry) -> None:
+    etag = open_store("s3://bucket").head(URL).etag
+
+    async def play() -> None:
+        async with node(budget_s=4 * TIMEOUT_S, request_timeout_s=2 * TIMEOUT_S) as at:
+            for _ in range(READS_MIN):
+                assert await at.read_parts(etag) is None
+            at.arena.buffer[:] = bytes(ARENA_BYTES)
+            awry.be(Mood.STALL)
+            assert await at.read_parts(etag) is None
+            at.check_parts()
+            assert awry.seen == [("GET", f"bytes=10-{9 + LENGTH}")] * 2
+            assert at.fetchers.statistics().hedged_bytes == LENGTH
 
     asyncio.run(play())
 
