@@ -43,6 +43,7 @@ from dataplane.scheduler.walk import Walk
 from dataplane.trace import Trace
 from dataplane.transforms.codes import coded_columns
 from dataplane.transforms.columns import is_null_name
+from dataplane.transforms.leaves import canonical_type
 from dataplane.transforms.options import to_find_values
 from dataplane.worker.limits import WorkerBytes
 
@@ -139,7 +140,8 @@ class CategoryReader:
             dataset_of, self._new_dataset_id(), manifest, spec, worker_bytes=worker_bytes
         )
         specs = [each for each in dataset.columns.specs if each.name in set(columns)]
-        types = {field.name: field.type for field in dataset.columns.schema}
+        leaves = dataset.columns.leaves.leaves
+        types = {leaf.name: canonical_type(leaf.type) for leaf in leaves}
         values = {each.name: DistinctValues(each.name, types[each.name]) for each in specs}
         told = {"columns": list(columns), "samples": manifest.sample_count}
         _trace.noted("finding the values of columns", **told)

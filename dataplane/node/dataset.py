@@ -13,6 +13,7 @@ from dataplane.model import Kind, Region
 from dataplane.node.projection import Projection
 from dataplane.plan.defaults import BlockSizes
 from dataplane.plan.manifest import Manifest
+from dataplane.plan.null_counts import NEVER, NullCounts
 from dataplane.plan.shards import starts_of
 from dataplane.redact import redacted
 from dataplane.rpc import tasks
@@ -23,8 +24,9 @@ from dataplane.transforms.annotations import annotated
 from dataplane.transforms.codes import coded_columns, with_categories
 from dataplane.transforms.columns import ColumnPlan, LeafPart
 from dataplane.transforms.leaves import value_type
+from dataplane.transforms.lists import LISTS
 from dataplane.transforms.restart_indexes import restart_index_bytes
-from dataplane.worker.columns import Ints, RowLayout
+from dataplane.worker.columns import Ints, RowLayout, offset_bytes
 from dataplane.worker.death import WorkerPlace
 from dataplane.worker.limits import WorkerBytes
 from dataplane.worker.row_layout import plan_row_layout
@@ -40,7 +42,6 @@ _STAYING_SHARE = 0.9
 # Bytes that an Arrow stream adds to its columns: a schema message, headers and padding.
 _STREAM_BYTES = 4096
 _STREAM_BYTES_A_COLUMN = 512
-_OFFSET_BYTES = 8
 
 
 class Dataset(Struct, frozen=True, eq=False, weakref=True):
@@ -185,26 +186,19 @@ def _decoded_bytes(
 
 
 def _wider_bytes(plan: ColumnPlan) -> int:
-    """How much longer a row is in canonical form than as stored: offsets have 64 bits, bools a
-    byte. Without it, blocks of short lists would be decoded twice: the first time finds the size.
+    """How much longer a row is in canonical form than as stored: a bool takes a byte, texts of a
+    dictionary and views get offsets. Without it, blocks would be decoded twice: the first time
+    finds the size.
     """
     size = 0
     for leaf, part, target in zip(plan.leaves, plan.parts, plan.schema.types, strict=True):
         if part is not LeafPart.VALUES:
             size += _row_bytes(target)  # an additional column
-        elif pa.types.is_large_list(target) or pa.types.is_large_binary(target):
-            size += _OFFSET_BYTES - _offset_bytes(leaf.type)
+        elif offset_bytes(target):
+            size += offset_bytes(target) - offset_bytes(leaf.type)
         elif pa.types.is_boolean(value_type(leaf.type)):
             size += _row_bytes(target)
     return size
-
-
-def _offset_bytes(kind: pa.DataType) -> int:
-    """Bytes of a row's offset, as far as rows of this type have one."""
-    is_short = pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_list(kind)
-    is_large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
-    is_large = is_large or pa.types.is_large_list(kind)
-    return _OFFSET_BYTES // 2 if is_short else _OFFSET_BYTES if is_large else 0
 
 
 def _stream_bytes(plan: StackedPlan) -> int:
@@ -260,18 +254,39 @@ def columns_of(manifest: Manifest, spec: JobSpec) -> Columns:
     schema = _schema(manifest, spec)
     plan = plan_stacked(schema, spec.column_options, manifest.shards.urls[0])
     is_changed = plan.stacks or coded_columns(spec.column_options)
-    is_canonical = not is_changed and _has_all(schema, plan.schema)
+    is_canonical = not is_changed and _is_as_stored(schema, plan.leaves, manifest.nulls)
     is_fixed = all(each.kind is Kind.FIXED for each in plan.specs)
     row_layout, fixed_bytes = plan_row_layout(plan.specs), _fixed_bytes(plan.schema)
     return Columns(schema, plan, is_canonical, is_fixed, fixed_bytes, row_layout)
 
 
-def _has_all(schema: pa.Schema, wanted: pa.Schema) -> bool:
-    """Whether there are columns of these names and types."""
-    if schema.equals(wanted):
-        return True
-    stored = {field.name: field.type for field in schema}
-    return all(stored.get(field.name) == field.type for field in wanted)
+def _is_as_stored(schema: pa.Schema, plan: ColumnPlan, nulls: NullCounts | None) -> bool:
+    """Whether the plan's columns are columns of the dataset in the form in which they lie in it, so
+    that nothing of them must be copied.
+    """
+    if not schema.equals(plan.schema):
+        stored = {field.name: _as_bytes(field.type) for field in schema}
+        if any(stored.get(field.name) != field.type for field in plan.schema):
+            return False
+    return _has_no_null_lists(plan, nulls)
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """The type to which texts are cast without a copy."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    return pa.large_binary() if pa.types.is_large_string(kind) else kind
+
+
+def _has_no_null_lists(plan: ColumnPlan, nulls: NullCounts | None) -> bool:
+    """Whether no list and no item of a list is null. Each worker would make its own copy of such
+    lists.
+    """
+    lists = [leaf for spec, leaf in zip(plan.specs, plan.leaves, strict=True) if spec.kind in LISTS]
+    if not lists or nulls is None:
+        return not lists
+    nodes = [node for leaf in lists for node in (*leaf.row_nodes, *range(*leaf.inner_nodes))]
+    return bool(np.isin(nulls.counts[nodes], (0, NEVER)).all())
 
 
 def can_pack(

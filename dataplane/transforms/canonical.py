@@ -15,6 +15,7 @@ from dataplane.model import ColumnSpec, Kind
 from dataplane.transforms.annotations import marks_nulls
 from dataplane.transforms.codes import NULL_CODE, codes_of
 from dataplane.transforms.columns import ColumnPlan, LeafPart
+from dataplane.transforms.lists import LISTS
 from dataplane.transforms.nulls import Fills, NullsFound
 from dataplane.transforms.plain import decoded, is_list_view, list_ends, objects
 
@@ -122,9 +123,11 @@ def _within(child: pa.Array, null: pa.Array) -> pa.Array:
 def _typed(array: pa.Array, spec: ColumnSpec, target: pa.DataType) -> pa.Array:
     if array.type == target:
         return array
-    if spec.kind in {Kind.PADDED, Kind.RAGGED}:
+    if spec.kind in LISTS:
         return _retyped_list(array, target)
     if spec.kind in {Kind.STRING, Kind.BYTES}:
+        if pa.types.is_binary(target):
+            return array.cast(target)  # without a copy
         if pa.types.is_string_view(array.type) or pa.types.is_string(array.type):
             array = array.cast(pa.large_string())
         return array.cast(pa.large_binary())
@@ -173,7 +176,7 @@ def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
         # Arrow's cast gives wrong offsets for null lists and for lists out of order.
         values = _number(array.flatten(), target.value_type)
         return pa.LargeListArray.from_arrays(list_ends(array), values, mask=_mask(array))
-    if pa.types.is_list(array.type):
+    if pa.types.is_list(array.type) and pa.types.is_large_list(target):
         array = array.cast(pa.large_list(array.type.value_type))
     if array.type == target:
         return array
@@ -181,7 +184,7 @@ def _retyped_list(array: pa.Array, target: pa.DataType) -> pa.Array:
     if mask is not None and array.offset:
         array = pa.concat_arrays([array])
     values = _number(array.values, target.value_type)
-    return pa.LargeListArray.from_arrays(array.offsets, values, mask=mask)
+    return _lists(array.offsets, values, mask)
 
 
 def _mask(array: pa.Array) -> pa.Array | None:
@@ -196,4 +199,11 @@ def _without_nulls(array: pa.Array, spec: ColumnSpec, nulls: _Nulls) -> pa.Array
     if array.null_count == 0 and array.values.null_count == 0:
         return array
     flat = nulls.filled(array.flatten(), spec)
-    return pa.LargeListArray.from_arrays(list_ends(array), flat)
+    return _lists(list_ends(array).cast(array.offsets.type), flat)
+
+
+def _lists(offsets: pa.Array, values: pa.Array, mask: pa.Array | None = None) -> pa.Array:
+    """Lists whose offsets are as wide as these."""
+    is_short = pa.types.is_int32(offsets.type)
+    kind = pa.ListArray if is_short else pa.LargeListArray
+    return kind.from_arrays(offsets, values, mask=mask)

@@ -24,7 +24,7 @@ from dataplane.transforms.codes import CODE_TYPE, categories_in, check_codes, co
 from dataplane.transforms.leaves import (
     Leaf,
     are_numbers,
-    canonical_type,
+    block_type,
     is_number,
     leaves_of,
     spec_of,
@@ -158,7 +158,7 @@ def _spec(leaf: Leaf, part: LeafPart, options: ColumnOptions) -> ColumnSpec:
 def _type(leaf: Leaf, part: LeafPart) -> pa.DataType:
     match part:
         case LeafPart.VALUES:
-            return canonical_type(leaf.type)
+            return block_type(leaf.type)
         case LeafPart.CODES:
             return pa.int64()
         case LeafPart.IS_NULL:

@@ -161,7 +161,7 @@ def _numeric(dtype: str) -> pa.DataType:
 
 
 def canonical_type(kind: pa.DataType) -> pa.DataType:
-    """The Arrow type in which a leaf of this type is kept in the block arena."""
+    """The Arrow type of a leaf's values, whatever the encoding and the width of the offsets."""
     number = _NUMBERS.get(kind.id)
     if number is not None:
         return number[1]
@@ -180,6 +180,17 @@ def canonical_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_fixed_size_binary(plain) and not pa.types.is_decimal(plain):
         return pa.large_binary()
     return object_type(plain)
+
+
+def block_type(kind: pa.DataType) -> pa.DataType:
+    """The Arrow type in which a leaf of this type lies in the block arena: the canonical one, but
+    with 32-bit offsets if they are stored so. A raw block is then as good as a decoded one.
+    """
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        return pa.binary()
+    kept = canonical_type(kind)
+    short = pa.types.is_list(kind) and pa.types.is_large_list(kept)
+    return pa.list_(kept.value_type) if short else kept
 
 
 def is_number(kind: pa.DataType) -> bool:

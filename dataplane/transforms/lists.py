@@ -12,7 +12,7 @@ from dataplane.model import ColumnOptions, ColumnSpec, Kind, TruncationSide
 from dataplane.transforms.columns import shown
 from dataplane.transforms.nulls import is_value_of
 
-_LISTS = frozenset({Kind.PADDED, Kind.RAGGED})
+LISTS = frozenset({Kind.PADDED, Kind.RAGGED})
 
 
 class ListForm(Struct, frozen=True):
@@ -40,7 +40,7 @@ def list_forms(specs: Sequence[ColumnSpec], options: ColumnOptions) -> Mapping[i
     everywhere = options.pad_value_all
     forms = {}
     for at, spec in enumerate(specs):
-        if spec.kind in _LISTS:
+        if spec.kind in LISTS:
             length = lengths.get(spec.name, options.max_length_all)
             keeps_end = length > 0 and options.truncation_side is TruncationSide.LEFT
             value = pads.get(spec.name)
@@ -58,7 +58,7 @@ def check_lists(specs: Sequence[ColumnSpec], options: ColumnOptions) -> None:
     """
     if not _are_changed(options):
         return
-    lists = {spec.name: spec for spec in specs if spec.kind in _LISTS}
+    lists = {spec.name: spec for spec in specs if spec.kind in LISTS}
     for argument, pairs in (("pad_value", options.pad_value), ("max_length", options.max_length)):
         for name, _ in pairs:
             if name not in lists:

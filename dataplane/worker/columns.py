@@ -13,11 +13,15 @@ from dataplane.arena.slab_layout import TEXTS, row_bytes
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
 
+TABLE_WIDTH = 5
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 RowIndex = npt.NDArray[np.int32]
 
-_START_BYTES = 8
+_OFFSET_BYTES = {
+    **{kind.id: 4 for kind in (pa.string(), pa.binary(), pa.list_(pa.null()))},
+    **{kind.id: 8 for kind in (pa.large_string(), pa.large_binary(), pa.large_list(pa.null()))},
+}
 
 
 class BufferSpan(Struct, frozen=True):
@@ -63,11 +67,13 @@ class BlockColumns(Struct, frozen=True):
     """One opened canonical block. Its memory lives as long as this object.
 
     `batch` is the block without packed columns. `values[c]` has the rows of a FIXED column, or the
-    values that `starts[c]` (int64[rows + 1], in elements) divides into rows. `valid[c]` exists for
-    columns with nulls. With a row_layout, the packed rows are one additional column, the last.
+    values that `starts[c]` (int32 or int64[rows + 1], in elements) divides into rows. `valid[c]`
+    exists for columns with nulls. With a row_layout, the packed rows are one additional column, the
+    last.
 
-    Shapes:  valid[c]: uint8[rows].   table: int64[columns, 4], the addresses of values, starts and
-    valid, 0 for missing ones, and the number of elements that the starts divide.
+    Shapes:  valid[c]: uint8[rows].   table: int64[columns, 5], the addresses of values, starts and
+    valid, 0 for missing ones, the number of elements that the starts divide, and the bytes of a
+    start.
     """
 
     batch: pa.RecordBatch
@@ -108,31 +114,32 @@ def open_block(
     values, starts, valid, table = [], [], {}, []
     elsewhere = frozenset(row_layout.columns if row_layout is not None else ())
     for at, spec in enumerate(specs):
-        own, cuts, count, mask = NOTHING, NOTHING, 0, 0
+        own, cuts, count, mask, start_bytes = NOTHING, NOTHING, 0, 0, 0
         if spec.kind is not Kind.OBJECT and at not in elsewhere:
             array = batch.column(spec.name)
             if spec.kind is Kind.FIXED:
                 own = _fixed(array, spec)
             else:
-                own, cuts = _runs(array, spec), _starts(array)
+                start_bytes = offset_bytes(array.type)
+                own, cuts = _runs(array, spec), _starts(array, start_bytes)
                 count = own.length // spec.value_bytes
                 if spec.kind in TEXTS and array.null_count:
                     valid[at] = array.is_valid().cast(pa.uint8()).to_numpy()
                     mask = valid[at].ctypes.data
         values.append(own)
         starts.append(cuts)
-        table.append((own.address, cuts.address, mask, count))
+        table.append((own.address, cuts.address, mask, count, start_bytes))
     if row_layout is not None:
         values.append(packed)
         starts.append(NOTHING)
-        table.append((packed.address, 0, 0, 0))
+        table.append((packed.address, 0, 0, 0, 0))
     return BlockColumns(
         batch,
         batch.num_rows,
         tuple(values),
         tuple(starts),
         valid,
-        np.array(table, np.int64).reshape(-1, 4),
+        np.array(table, np.int64).reshape(-1, TABLE_WIDTH),
         row_layout,
     )
 
@@ -152,11 +159,16 @@ def _runs(array: pa.Array, spec: ColumnSpec) -> BufferSpan:
     return _part(values.buffers()[1], values.offset * size, len(values) * size)
 
 
-def _starts(array: pa.Array) -> BufferSpan:
+def offset_bytes(kind: pa.DataType) -> int:
+    """The bytes of a row's offset; 0 if rows of this type have none."""
+    return _OFFSET_BYTES.get(kind.id, 0)
+
+
+def _starts(array: pa.Array, start_bytes: int) -> BufferSpan:
     if not len(array):
         return NOTHING
     buffer = array.buffers()[1]
-    return _part(buffer, array.offset * _START_BYTES, (len(array) + 1) * _START_BYTES)
+    return _part(buffer, array.offset * start_bytes, (len(array) + 1) * start_bytes)
 
 
 def _part(buffer: pa.Buffer | None, offset: int, length: int) -> BufferSpan:

@@ -29,10 +29,15 @@ enum {
     TILE_ROWS = 256      /* packed rows that become columns together, in the nearest caches */
 };
 
-INLINE int64_t word(const char *words, int64_t at)
+INLINE int64_t start_at(const struct source *source, int64_t row)
 {
+    if (source->start_bytes == (int64_t)sizeof(int32_t)) {
+        int32_t found;
+        memcpy(&found, source->starts + row * (int64_t)sizeof found, sizeof found);
+        return found;
+    }
     int64_t found;
-    memcpy(&found, words + at * (int64_t)sizeof found, sizeof found);
+    memcpy(&found, source->starts + row * (int64_t)sizeof found, sizeof found);
     return found;
 }
 
@@ -123,11 +128,12 @@ int64_t gather_spans(const struct source *sources, int64_t stride, const int32_t
     for (int64_t i = 0; i < count; i++) {
         if (i < count - AHEAD_WORDS) {
             const int32_t *later = index + 2 * (i + AHEAD_WORDS);
-            ask_word(sources[later[0] * stride].starts + later[1] * (int64_t)sizeof(int64_t));
+            const struct source *source = sources + later[0] * stride;
+            ask_word(source->starts + later[1] * source->start_bytes);
         }
         const struct source *source = sources + index[2 * i] * stride;
         int64_t row = index[2 * i + 1];
-        int64_t start = word(source->starts, row), end = word(source->starts, row + 1);
+        int64_t start = start_at(source, row), end = start_at(source, row + 1);
         if (start < 0 || end < start || end > source->count)
             return i;
         starts[i] = start;

@@ -18,9 +18,10 @@
 
 struct source {
     const char *values;   /* fixed rows, or runs with bounds in `starts` */
-    const char *starts;   /* int64[rows + 1], in elements */
+    const char *starts;   /* int32 or int64[rows + 1], in elements */
     const uint8_t *valid; /* uint8[rows], or NULL if all are valid */
     int64_t count;        /* elements of `values`, where there are starts */
+    int64_t start_bytes;  /* 4 or 8; 0 without starts */
 };
 
 struct field {

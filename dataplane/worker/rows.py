@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dataplane.errors import RowOutOfBounds
-from dataplane.worker.columns import BlockColumns, Bytes, Ints, RowIndex, RowLayout, by_block
+from dataplane.worker.columns import (
+    TABLE_WIDTH,
+    BlockColumns,
+    Bytes,
+    Ints,
+    RowIndex,
+    RowLayout,
+    by_block,
+)
 from dataplane.worker.kernel import kernel
 
 
@@ -91,7 +99,8 @@ class CompiledRows:
         )
         _expect_inside(first, "the index")
         self._columns = len(blocks[0].table) if blocks else 0
-        self._tables = np.concatenate([np.empty((0, 4), np.int64), *(b.table for b in blocks)])
+        none = np.empty((0, TABLE_WIDTH), np.int64)
+        self._tables = np.concatenate([none, *(block.table for block in blocks)])
 
     def _sources(self, at: int, count: int) -> tuple[int, int, int, int]:
         row = self._tables.ctypes.data + at * self._tables.strides[0]
@@ -170,9 +179,10 @@ class NumpyRows:
         starts, ends = np.empty(self._rows, np.int64), np.empty(self._rows, np.int64)
         limits = np.empty(self._rows, np.int64)
         for block, take, put in self._parts:
-            cuts = block.starts[at].view.view(np.int64)
+            *_, limit, start_bytes = block.table[at].tolist()
+            cuts = block.starts[at].view.view(f"i{start_bytes}")
             starts[put], ends[put] = cuts[take], cuts[take + 1]
-            limits[put] = block.table[at, 3]
+            limits[put] = limit
         outside = (starts < 0) | (ends < starts) | (ends > limits)
         _expect_inside(_first(outside), f"column {at}")
         return starts, ends - starts

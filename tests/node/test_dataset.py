@@ -90,10 +90,40 @@ def test_blocks_of_arrow_fit_into_the_memory_that_is_planned_for_them(tmp_path: 
         batch = stored.get_batch(0)
     for options in (
         ColumnOptions(),
-        ColumnOptions(columns=("short",)),
+        ColumnOptions(columns=("view", "short")),
         ColumnOptions(columns=("flag", "maybe"), nulls=NullPolicy.MASK),
     ):
         dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint, column_options=options))
         assert dataset.blocks.needs_decode(0)
         size = stored_bytes(canonical_stacked(batch, dataset.columns, "a.arrow"), None)
         assert size <= dataset.blocks.marks.decoded[0]
+
+
+LISTS = pa.list_(pa.int32())
+
+
+@pytest.mark.parametrize(
+    ("array", "is_direct"),
+    [
+        (pa.array(["a", None]), True),
+        (pa.array([b"a", None]), True),
+        (pa.array(["a", None], pa.large_string()), True),
+        (pa.array([[1], []], LISTS), True),
+        (pa.array([[1], []], pa.large_list(pa.int32())), True),
+        (pa.array([[1], None], LISTS), False),
+        (pa.array([[1], [None]], LISTS), False),
+        (pa.array([[True], []], pa.list_(pa.bool_())), False),
+        (pa.array(["a", None], pa.string_view()), False),
+        (pa.array(["a", None]).dictionary_encode(), False),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else None,
+)
+def test_arrow_is_gathered_from_where_it_lies_whatever_the_width_of_its_offsets(
+    tmp_path: Path, array: pa.Array, *, is_direct: bool
+) -> None:
+    batch = pa.record_batch([array], names=["x"])
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as file:
+        file.write_batch(batch)
+    manifest = open_dataset(str(tmp_path))
+    dataset = dataset_of(1, manifest, JobSpec(manifest.fingerprint))
+    assert dataset.blocks.needs_decode(0) != is_direct

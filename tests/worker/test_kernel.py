@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from dataplane.build_kernels import KERNEL, compile_library
 from dataplane.compiled import sources_of
 from dataplane.errors import RowOutOfBounds
 from dataplane.model import ColumnSpec, Kind
-from dataplane.worker.columns import BlockColumns, Ints, RowIndex, open_block
+from dataplane.worker.columns import BlockColumns, RowIndex, open_block
 from dataplane.worker.kernel import LIBRARY, SOURCE, kernel
 from dataplane.worker.rows import Open
 
@@ -35,6 +36,10 @@ def fixed_block(values: np.ndarray[Any, Any]) -> BlockColumns:
     batch = pa.record_batch({"c": column})
     assert batch.num_rows == rows
     return open_block(batch, [ColumnSpec("c", Kind.FIXED, "uint8", (size,))])
+
+
+LARGE = pa.large_binary()
+LARGES = (LARGE, pa.large_list(pa.int16()))
 
 
 def text_block(texts: list[bytes | None], cut: int = 0) -> BlockColumns:
@@ -128,6 +133,29 @@ def test_any_texts_in_any_blocks_are_taken_alike(
 
 
 @pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("cut", [0, 3])
+def test_rows_are_the_same_whatever_the_width_of_their_starts(how: Open, cut: int) -> None:
+    texts = [b"a" * (i % 7) for i in range(600)]
+    lists = [[i] * (i % 5) for i in range(600)]
+    specs = [ColumnSpec("b", Kind.BYTES, ""), ColumnSpec("l", Kind.RAGGED, "int16")]
+    index = np.stack([np.arange(800) % 2, np.arange(800) * 7 % 590], 1).astype(np.int32)
+    found = []
+    for kinds in ((pa.binary(), pa.list_(pa.int16())), LARGES):
+        columns = [pa.array(texts, kinds[0]), pa.array(lists, kinds[1])]
+        batch = pa.record_batch(columns, names=["b", "l"])
+        # Blocks of both widths in one slab: shards may differ.
+        wide = [c.cast(kind) for c, kind in zip(columns, LARGES, strict=True)]
+        other = pa.record_batch(wide, names=["b", "l"])
+        rows = how(
+            [open_block(batch.slice(cut), specs), open_block(other.slice(cut), specs)], index
+        )
+        found.append([span.tolist() for at in range(2) for span in rows.spans(at)])
+        expected = [len(each[cut + row]) for each in (texts, lists) for _, row in index]
+        assert found[-1][1] + found[-1][3] == expected
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("wrong", [(-1, 0), (2, 0), (0, -1), (0, 3), (1, 2), (2**31 - 1, 0)])
 def test_a_row_outside_of_its_block_is_refused_before_anything_is_read(
     how: Open, wrong: tuple[int, int]
@@ -139,19 +167,22 @@ def test_a_row_outside_of_its_block_is_refused_before_anything_is_read(
     assert caught.value.row == 2
 
 
-def _ten_bytes() -> tuple[BlockColumns, Ints]:
+def _ten_bytes(kind: pa.DataType = LARGE) -> tuple[BlockColumns, npt.NDArray[np.integer]]:
     """A block of three rows over ten bytes, and its starts, to change them later."""
-    starts = np.array([0, 3, 10, 10], np.int64)
+    starts = np.array([0, 3, 10, 10], np.int64 if kind == LARGE else np.int32)
     buffers = [None, pa.py_buffer(starts), pa.py_buffer(b"0123456789")]
-    column = pa.Array.from_buffers(pa.large_binary(), 3, buffers)
+    column = pa.Array.from_buffers(kind, 3, buffers)
     return open_block(pa.record_batch({"c": column}), [ColumnSpec("c", Kind.BYTES, "")]), starts
 
 
 @pytest.mark.parametrize("how", BOTH)
+@pytest.mark.parametrize("kind", [pa.binary(), LARGE], ids=str)
 @pytest.mark.parametrize("starts", [[0, 4, 2, 9], [0, 3, 11, 11], [0, -2, 5, 5], [0, 2**62, 1, 1]])
-def test_starts_that_are_not_within_the_values_are_refused(how: Open, starts: list[int]) -> None:
-    block, memory = _ten_bytes()
-    memory[:] = starts
+def test_starts_that_are_not_within_the_values_are_refused(
+    how: Open, kind: pa.DataType, starts: list[int]
+) -> None:
+    block, memory = _ten_bytes(kind)
+    memory[:] = np.minimum(starts, np.iinfo(memory.dtype).max)
     index = np.array([(0, 0), (0, 1), (0, 2)], np.int32)
     with pytest.raises(RowOutOfBounds):
         how([block], index).spans(0)
