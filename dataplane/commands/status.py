@@ -153,6 +153,15 @@ def _share(part: int, whole: int) -> str | None:
     return f"{part / whole:.2%}" if part else None
 
 
+def _peers(job: JobStatus) -> str:
+    """How many of all ranks are there, if several read the same batches: " (7 of 8)"."""
+    places = [one.topology for one in _present(job)]
+    world = max((place.world_size for place in places), default=0)
+    if world <= job.dp_size:
+        return ""
+    return f" ({len({place.rank for place in places})} of {world})"
+
+
 def _job_row(job: JobStatus) -> tuple[object, ...]:
     # Members of one dp rank (DataLoader workers, tensor-parallel peers) each report its speed.
     speeds: dict[int, float] = {}
@@ -163,7 +172,7 @@ def _job_row(job: JobStatus) -> tuple[object, ...]:
         job.job_id,
         job.state,
         job.generation,
-        f"{len(speeds)}/{job.dp_size}",
+        f"{len(speeds)}/{job.dp_size}{_peers(job)}",
         ", ".join(map(str, job.missing_dp_ranks)) or None,
         job.epoch,
         f"{job.cursor / job.sample_count:.1%}" if job.sample_count else None,

@@ -11,6 +11,7 @@ import pytest
 from trusted import TOKEN, TRUSTED
 
 from dataplane.cli import run
+from dataplane.commands.status import _job_row
 from dataplane.config import PROTOCOL_VERSION, VERSION, JobSpec
 from dataplane.coordinator.front import CoordinatorConfig
 from dataplane.coordinator.server import CoordinatorServer
@@ -18,9 +19,11 @@ from dataplane.model import Topology
 from dataplane.rpc.calls import CoordinatorClient
 from dataplane.rpc.membership import (
     HeartbeatRequest,
+    JobStatus,
     JoinRequest,
     LeaveRequest,
     MemberProgress,
+    MemberStatus,
     NodeReads,
     RegisterNodeRequest,
     StoreOutage,
@@ -102,6 +105,19 @@ def test_the_table_shows_jobs_ranks_and_nodes():
     away = next(line for line in out.splitlines() if "s3://lab" in line)
     assert away.split()[:2] == ["node-1", "s3://lab"]
     assert "refused the connection" in away
+
+
+def test_peers_of_a_dp_rank_that_are_missing_can_be_seen():
+    def job(*ranks, world=4):
+        members = tuple(
+            MemberStatus(f"m{rank}", Topology(rank // 2, 2, rank, world), "n", "joined")
+            for rank in ranks
+        )
+        spec = JobSpec("f" * 32, global_batch=4)
+        return JobStatus("j", "mem://shards", spec, "d", 1, "running", 8, 2, (), members)
+
+    assert _job_row(job(0, 1, 3))[3] == "2/2 (3 of 4)"
+    assert _job_row(job(0, 2, world=2))[3] == "2/2"
 
 
 def test_json_has_the_same_for_programs():

@@ -100,6 +100,16 @@ def test_a_lease_that_ends_makes_room_for_the_rank_that_takes_over(machine):
     assert ask(machine, 2, 0).generation == 1
 
 
+def test_places_are_still_compared_after_a_restart(machine):
+    ask(machine, 0, 0), ask(machine, 1, 0)
+    machine.restart()
+    assert isinstance(ask(machine, 2, 0), SpecMismatch)
+    assert isinstance(ask(machine, 1, 1, member="again"), SpecMismatch)
+    assert ask(machine, 2, 1).generation == 1
+    assert ask(machine, 0, 0, incarnation="i2").generation == 2
+    assert ask(machine, 1, 1, incarnation="i2").generation == 2  # another launch, another layout
+
+
 def test_a_table_of_many_ranks_is_short(machine):
     for rank in range(63):
         ask(machine, rank, rank % 32, dp_size=32, world=64)

@@ -16,6 +16,7 @@ from dataplane_torch import DataLoader, Topology
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dataplane.client.frameworks import READERS
 from dataplane.client.topology import find_topology
 from dataplane.errors import ConfigError
 from dataplane.rpc.messages import OpenJob
@@ -182,6 +183,27 @@ def test_horovod_is_asked_for_its_ranks() -> None:
     horovod.is_initialized, horovod.rank = lambda: True, lambda: 1 // 0
     with pytest.raises(ConfigError, match=r"Horovod is initialised, but .*ZeroDivisionError"):
         find_topology({}, modules={"horovod.torch": horovod})
+
+
+def test_frameworks_are_asked_in_the_order_of_the_docs() -> None:
+    order = ["Megatron-Core", "DeepSpeed", "Accelerate", "Horovod", "torch.distributed"]
+    assert [name for name, _ in READERS] == order
+    horovod, group = ModuleType("horovod.torch"), ModuleType("torch.distributed")
+    for module, told in (
+        (horovod, {"is_initialized": True, "rank": 1, "size": 2, "local_rank": 0, "local_size": 1}),
+        (
+            group,
+            dict.fromkeys(("is_available", "is_initialized"), True)
+            | {"get_rank": 3, "get_world_size": 4},
+        ),
+    ):
+        for name, value in told.items():
+            setattr(module, name, lambda value=value: value)
+    both = {"horovod.torch": horovod, "torch.distributed": group}
+    environ = {"RANK": "5", "WORLD_SIZE": "8"}
+    assert find_topology(environ, modules=both).dp_rank == 1
+    assert find_topology(environ, modules={"torch.distributed": group}).dp_rank == 3
+    assert find_topology(environ, modules={}).dp_rank == 5
 
 
 def test_no_framework_is_imported_to_ask_it(world) -> None:
