@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from tenacity import (
 )
 
 from dataplane.errors import AccessDenied, ClosedError, DataplaneError, PeerLost
-from dataplane.rpc.address import UnixAddress, is_this_host, parse
+from dataplane.rpc.address import TcpAddress, UnixAddress, is_this_host, parse
 from dataplane.rpc.credentials import channel_credentials
 from dataplane.rpc.membership import (
     HeartbeatRequest,
@@ -30,6 +31,7 @@ from dataplane.rpc.membership import (
     StatusResponse,
 )
 from dataplane.rpc.services import REQUEST_BYTES_MAX, RESPONSE_BYTES_MAX, coordinator_methods
+from dataplane.rpc.squatters import check_own
 from dataplane.rpc.status import error_of
 from dataplane.security.security import Security
 from dataplane.trace import Trace
@@ -75,9 +77,13 @@ class CoordinatorClient:
         parsed = parse(address)
         self.address = parsed.target
         self._security = None
+        self._on_host: TcpAddress | None = None
         if not isinstance(parsed, UnixAddress):
             security.check_channel(self.address, is_loopback=is_this_host(parsed))
             self._security = security
+            tokens = security.tokens
+            if is_this_host(parsed) and security.tls is None and tokens and tokens.is_own:
+                self._on_host = parsed
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._methods = {method.python_name: method for method in coordinator_methods()}
@@ -152,6 +158,8 @@ class CoordinatorClient:
 
     async def _call(self, name: str, request: object) -> object:
         await self._renew()
+        if self._on_host is not None:
+            await asyncio.to_thread(check_own, self._on_host)
         call = self._calls.get(name) or self._open(name)
         try:
             metadata = () if self._security is None else self._security.metadata()

@@ -33,8 +33,16 @@ _FILE_BYTES_MAX = _TOKENS_MAX * (_LENGTH_MAX + 2)
 class TokenSource:
     """Tokens from one source, `told` in messages. A file is read again when it changes."""
 
-    def __init__(self, told: str, tokens: tuple[str, ...] | Watched[tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        told: str,
+        tokens: tuple[str, ...] | Watched[tuple[str, ...]],
+        *,
+        is_own: bool = False,
+    ) -> None:
+        """`is_own`: only this user can read it, so that only this user's processes have it."""
         self.told = told
+        self.is_own = is_own
         self._tokens = tokens
 
     def __repr__(self) -> str:
@@ -75,17 +83,13 @@ def find(
         told = f"${VARIABLE}"
         return TokenSource(told, _parsed(environ[VARIABLE], told))
     if token_file:
-        return _watched(token_file, partial(_read, token_file), clock)
+        given = Watched("token file", (token_file,), partial(_read, token_file), clock)
+        return TokenSource(token_file, given)
     path = Path(state_dir, OWN_NAME)
     if makes:
         _make(path)
-    return _watched(str(path), partial(_read_own, path), clock)
-
-
-def _watched(
-    path: str, read: Callable[[], tuple[str, ...]], clock: Callable[[], float]
-) -> TokenSource:
-    return TokenSource(path, Watched("token file", (path,), read, clock))
+    own = Watched("token file", (str(path),), partial(_read_own, path), clock)
+    return TokenSource(str(path), own, is_own=True)
 
 
 def _read_own(path: Path) -> tuple[str, ...]:
