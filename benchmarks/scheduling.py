@@ -79,7 +79,7 @@ class DrivenNode:
         rows = np.full(case.blocks, case.rows_a_block, np.int64)
         raw, decoded = np.full(case.blocks, PAGE, np.int64), np.zeros(case.blocks, np.int64)
         marks = Marks.of(raw, decoded, np.ones(case.blocks, np.bool_))
-        dataset = DatasetBlocks(1, "made up", marks, raw, url=str)
+        dataset = DatasetBlocks(1, "made up", marks, raw, rows, url=str)
         datasets = DatasetLookup(dataset)
         # Open windows take an eighth of the blocks in memory.
         window = max(case.resident // 8, 1) * case.rows_a_block
@@ -94,7 +94,9 @@ class DrivenNode:
         self.loaded = self.slabs = 0
         self._requests = 0
         for rank in self._ranks:
-            delivery = events.DeliveryOpened(rank, plan_slots(1 << 20, 1 << 16), datasets)
+            delivery = events.DeliveryOpened(
+                rank, plan_slots(1 << 20, 1 << 16), datasets, group=rank, is_declared=False
+            )
             self._tell(delivery)
             self._open_next_epoch(rank)
 
