@@ -75,7 +75,8 @@ def check_layout(job_id: str, place: Topology, digest: str) -> None:
             )
             raise SpecMismatch(
                 f"this rank and another one differ in {field}: give all ranks the same arguments "
-                f"and the same shards, and make their loaders in the same order\n{lines}",
+                "and the same shards, and make their loaders in the same order. If they read for "
+                f"different jobs, give each job a name=\n{lines}",
                 field=field,
                 expected=first[field],
                 found=mine[field],
