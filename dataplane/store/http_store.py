@@ -22,7 +22,7 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from typing_extensions import Buffer
 
@@ -71,7 +71,7 @@ class HttpStore:
         raise ShardNotFound(f"{prefix}: an http server cannot list: name each file", shard=prefix)
 
     def head(self, url: str) -> ObjectInfo:
-        found, _ = self._get(url, 0, 1, None, Race())
+        found, _ = self._get(url, 0, 1, (), Race())
         return found
 
     def read(self, url: str, offset: int, length: int, etag: str) -> Buffer:
@@ -79,9 +79,9 @@ class HttpStore:
         self.read_into(url, offset, etag, memoryview(into))
         return into
 
-    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+    def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """As `base.Filling.read_into`."""
-        if not len(into):
+        if not any(map(len, into)):
             check_etag(self.head(url), etag)
             return
         race = current_race()
@@ -94,13 +94,16 @@ class HttpStore:
         finally:
             race.release()
 
-    def _read_into(self, url: str, offset: int, etag: str, into: memoryview, race: Race) -> None:
-        found, filled = self._get(url, offset, len(into), into, race, etag)
+    def _read_into(
+        self, url: str, offset: int, etag: str, into: Sequence[memoryview], race: Race
+    ) -> None:
+        length = sum(map(len, into))
+        found, filled = self._get(url, offset, length, into, race, etag)
         check_etag(found, etag)
-        if filled != len(into):
+        if filled != length:
             raise TruncatedRead(
-                f"{url} gave {filled} bytes of the {len(into)} asked for at {offset}",
-                shard=url, offset=offset, expected=len(into), found=filled,
+                f"{url} gave {filled} bytes of the {length} asked for at {offset}",
+                shard=url, offset=offset, expected=length, found=filled,
             )  # fmt: skip
         race.claim()
 
@@ -117,7 +120,7 @@ class HttpStore:
         url: str,
         offset: int,
         length: int,
-        into: memoryview | None,
+        into: Sequence[memoryview],
         race: Race,
         etag: str = "",
     ) -> tuple[ObjectInfo, int]:
@@ -136,8 +139,8 @@ class HttpStore:
                     at = self._redirected(url, at, answer.getheader("Location", ""))
                     continue
                 found, filled = _described(url, answer), 0
-                if into is not None and answer.status == 206:
-                    filled = _fill(answer, connection, into, deadline)
+                if into and answer.status == 206:
+                    filled = sum(_fill(answer, connection, each, deadline) for each in into)
                 elif answer.status == 206:
                     answer.read(length)
                 is_whole = answer.isclosed() and not answer.will_close

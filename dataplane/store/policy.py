@@ -173,10 +173,10 @@ class PolicedStore:
         self._policy.check(url)
         return self._inner.read(url, offset, length, etag)
 
-    def read_into(self, url: str, offset: int, etag: str, into: memoryview) -> None:
+    def read_into(self, url: str, offset: int, etag: str, *into: memoryview) -> None:
         """As `base.Filling.read_into`."""
         self._policy.check(url)
-        fill(self._inner, url, offset, etag, into)
+        fill(self._inner, url, offset, etag, *into)
 
     def stream(self, url: str, etag: str) -> Iterator[Buffer]:
         self._policy.check(url)

@@ -23,6 +23,7 @@ from dataplane.store.base import Store
 from dataplane.store.connect import open_store
 from dataplane.store.fsspec_store import FsspecStore
 from dataplane.store.pieces import PIECE_BYTES, fill
+from dataplane.store.policy import UrlPolicy
 from dataplane.store.retry import Retrying
 from dataplane.store.urls import base_of
 
@@ -54,11 +55,11 @@ class Place:
         return f"{self.folder}{name}"
 
 
-@pytest.fixture(params=["local", "memory", "s3", "s3fs", "retrying"])
+@pytest.fixture(params=["local", "policed", "memory", "s3", "s3fs", "retrying"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     kind: str = request.param
-    if kind in ("local", "retrying"):
-        yield _on_disk(request.getfixturevalue("tmp_path"), retrying=kind == "retrying")
+    if kind in ("local", "policed", "retrying"):
+        yield _on_disk(request.getfixturevalue("tmp_path"), kind)
     elif kind == "memory":
         files = fsspec.filesystem("memory")
         yield _in_memory()
@@ -69,7 +70,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield _on_s3(server, through_fsspec=kind == "s3fs")
 
 
-def _on_disk(root: Path, *, retrying: bool) -> Place:
+def _on_disk(root: Path, kind: str) -> Place:
     def put(objects: Mapping[str, bytes]) -> None:
         for name, body in objects.items():
             path = root / name
@@ -79,8 +80,9 @@ def _on_disk(root: Path, *, retrying: bool) -> Place:
             # The file system's clock ticks every 4 ms; a test overwrites sooner.
             os.utime(path, ns=(before + 10_000_000, max(path.stat().st_mtime_ns, before + 1)))
 
-    store = open_store("file://")
-    return Place(Retrying(store) if retrying else store, f"file://{root}/", put, None)
+    policy = UrlPolicy((f"file://{root}",)) if kind == "policed" else None
+    store = open_store("file://", policy=policy)
+    return Place(Retrying(store) if kind == "retrying" else store, f"file://{root}/", put, None)
 
 
 def _in_memory() -> Place:
