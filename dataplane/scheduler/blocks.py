@@ -110,6 +110,7 @@ class BlockTable:
     def unpin(self, dataset: DatasetBlocks, blocks: Ints) -> None:
         """Remove one pin from each."""
         dataset.marks.pins[blocks] -= 1
+        self.room.unpinned()
         if dataset.dataset_id in self._forgotten:
             for index in blocks[dataset.marks.pins[blocks] == 0].tolist():
                 self._is_forgotten(self._blocks[dataset.dataset_id, index])
@@ -255,6 +256,7 @@ class BlockTable:
             self._become_ready(block)
         else:
             block.phase = BlockPhase.FETCHED
+            self.room.became_evictable(block)
             self._changed(BlockOutcome.GONE, block)
 
     def _decode(self, block: CachedBlock, *, greedy: bool) -> bool:
@@ -312,10 +314,12 @@ class BlockTable:
             self._drop(block)
         else:
             block.phase = BlockPhase.FETCHED
+            self.room.became_evictable(block)
         self._changed(BlockOutcome.GONE, block)
 
     def _become_ready(self, block: CachedBlock) -> None:
         block.phase = BlockPhase.READY
+        self.room.became_evictable(block)
         self.loaded_bytes += block.kept_bytes
         block.dataset.marks.keys[block.index] = block.key
         self._give_restart_indexes(block)

@@ -58,6 +58,8 @@ class WalkPosition(NamedTuple):
 
 
 Readings = Callable[[DatasetBlocks], Sequence[WalkPosition]]
+Positions = tuple[tuple[int, int], ...]
+"""The number and the position of each reader."""
 Spans = dict[int, tuple[int, int]]
 """The first and the last position at which each block may be needed, by key."""
 
@@ -216,6 +218,16 @@ class NextUse:
             if span[1] >= reading.position:
                 soonest = min(soonest, max(span[0] - reading.position, 0))
         return soonest
+
+    def positions(self) -> Positions:
+        """Where the readers of all these blocks are: as long as this and the blocks stay the same,
+        so does their order.
+        """
+        return tuple(
+            (reading.number, reading.position)
+            for resident in self._residents.values()
+            for reading in self._readings(resident.dataset)
+        )
 
     def farthest(self) -> Generator[tuple[CachedBlock, int], None, None]:
         """Evictable blocks and how far away their next use is, the farthest first. Close the

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
 
 from dataplane.arena.allocator import Allocator, rounded
 from dataplane.model import Region
 from dataplane.scheduler.block import BlockPhase, CachedBlock
-from dataplane.scheduler.next_use import NEVER, NextUse
+from dataplane.scheduler.next_use import NEVER, NextUse, Positions
 from dataplane.scheduler.read_again import ReadAgain
 from dataplane.scheduler.records import Moment, SharedSlab
 from dataplane.scheduler.shared import SharedSlabs
@@ -25,6 +26,15 @@ Victims = Generator[tuple[CachedBlock | SharedSlab, int], None, None]
 Leaves = Callable[[CachedBlock, int], bool]
 """Whether planned slabs need rows of a block that is about to be evicted, although its next use is
 so many positions away, and those rows can be copied."""
+
+
+class _Fruitless(NamedTuple):
+    """A search that found nothing to evict: how soon the block was needed that it was for, and
+    where the readers were.
+    """
+
+    limit: int
+    positions: Positions
 
 
 class Room:
@@ -49,6 +59,17 @@ class Room:
         """Blocks that would have made room for the last one, had their rows been copied."""
         self.is_full = False
         """Whether there was no room for the last one."""
+        self._fruitless: _Fruitless | None = None
+
+    def became_evictable(self, block: CachedBlock) -> None:
+        """A block was loaded."""
+        known = self._fruitless
+        if known is not None and self._uses.use_of(block.dataset, block.index) > known.limit:
+            self._fruitless = None
+
+    def unpinned(self) -> None:
+        """Blocks may have become evictable."""
+        self._fruitless = None
 
     def of_block(self, block: CachedBlock, length: int, *, greedy: bool) -> Region | None:
         """Room for a block; `greedy`: a task waits for it."""
@@ -87,16 +108,29 @@ class Room:
         """
         limit = -1 if greedy else self._uses.use_of(block.dataset, block.index)
         kept: list[SharedSlab] | None = self._shared.spare()
+        # While much is being read ahead, most searches are in vain, and pass over all of it.
+        positions = self._uses.positions() if 0 <= limit < NEVER and not kept else None
+        if positions is not None and self._finds_nothing(limit, positions):
+            return
         with contextlib.closing(self._uses.farthest()) as farthest:
             for other, use in farthest:
                 if use != NEVER and kept is not None:
                     yield from ((slab, NEVER) for slab in kept)
                     kept = None
                 if use != NEVER and use <= limit:
-                    return
+                    break
+                positions = None
                 if other is not block and not (limit == NEVER and self.is_wanted(other)):
                     yield other, use
-        yield from ((slab, NEVER) for slab in kept or ())
+            else:
+                yield from ((slab, NEVER) for slab in kept or ())
+        if positions is not None:
+            self._fruitless = _Fruitless(limit, positions)
+
+    def _finds_nothing(self, limit: int, positions: Positions) -> bool:
+        """Whether nothing has changed since a search with a limit as low found nothing."""
+        known = self._fruitless
+        return known is not None and known.limit <= limit and known.positions == positions
 
     def _evict_until(self, going: Victims, length: int, *, spares_rows: bool) -> int | None:
         """Evict the first of these, as many as needed, or none if all of them are not enough."""

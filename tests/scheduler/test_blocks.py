@@ -125,6 +125,42 @@ def test_what_nobody_waits_for_evicts_only_what_is_needed_later_than_it() -> Non
     assert table.resident == [3, 4]
 
 
+def test_a_block_that_found_no_room_finds_it_once_a_later_one_is_unpinned() -> None:
+    table = Table(2)
+    assert table.load(3)
+    assert table.load(9)
+    pinned = np.array([9])
+    table.blocks.pin(table.dataset, pinned)
+    assert not table.load(8)
+    assert not table.load(8)
+    table.blocks.unpin(table.dataset, pinned)
+    assert not table.load(10)
+    assert table.load(8)
+    assert table.resident == [3, 8]
+
+
+def test_a_block_that_found_no_room_finds_it_once_a_later_one_is_loaded() -> None:
+    table = Table(2)
+    assert table.load(3)
+    assert table.blocks.start(table.dataset, 9, greedy=False)
+    fetch = table.effects[-1]
+    assert isinstance(fetch, Fetch)
+    assert not table.load(8)
+    table.blocks.fetched(BlockFetched(fetch.key))
+    assert table.load(8)
+    assert table.resident == [3, 8]
+
+
+def test_a_block_that_found_no_room_finds_it_once_the_reader_has_moved_on() -> None:
+    table = Table(2)
+    assert table.load(3)
+    assert table.load(5)
+    assert not table.load(6)
+    table.stream.planned_to = 8  # blocks 0 to 3 are behind it
+    assert table.load(10)  # it is now as far away as 6 was
+    assert table.resident == [5, 10]
+
+
 def test_pinned_blocks_stay_and_a_block_that_finds_no_room_evicts_nothing() -> None:
     table = Table(3)
     for index in (2, 6, 9):
