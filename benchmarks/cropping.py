@@ -118,7 +118,9 @@ def main() -> int:
     cv2.setNumThreads(1)
     photographs = Photographs(given.folder)
     with tempfile.TemporaryDirectory() as folder:
-        makers = {"whole images (simplejpeg)": photographs.by_simplejpeg}
+        makers: dict[str, Callable[[Crops], None]] = {
+            "whole images (simplejpeg)": photographs.by_simplejpeg
+        }
         linked = {"the platform's libjpeg": ["-ljpeg"]}
         linked |= {path.name: [str(path), f"-Wl,-rpath,{path.parent}"] for path in given.libjpeg}
         for at, (name, link) in enumerate(linked.items()):

@@ -81,13 +81,13 @@ class GatherSpeed:
     """One line of the table, in GB/s of slab; the rates of packing are 0 if nothing is packed."""
 
     name: str
+    bar: float
     numpy_gb_s: float
     kernel_gb_s: float
     packed_gb_s: float
     pack_gb_s: float
     take_gb_s: float
     memcpy_gb_s: float
-    bar: float
 
     @property
     def share(self) -> float:
@@ -137,7 +137,7 @@ class Slabs:
         """Make one slab; return its size in bytes."""
         blocks = self._packed if packed else self.blocks
         gather = Gather(self.plan.specs, blocks, index, self.batches, how)
-        done = gather.into(memoryview(self.slab))
+        done = gather.into(self.slab.data)
         assert done.batch_count == len(self.batches)
         return done.bytes_used
 
@@ -179,7 +179,7 @@ def measure(case: GatherCase) -> GatherSpeed:
     used, block = slabs.bytes_used, slabs.blocks[0].batch.nbytes
     sizes = (used, used, used * bool(packing), block * bool(packing), slabs.bytes_taken, used)
     speeds = [size * SLABS / seconds / 1e9 for size, seconds in zip(sizes, best, strict=True)]
-    return GatherSpeed(case.name, *speeds, case.bar)
+    return GatherSpeed(case.name, case.bar, *speeds)
 
 
 def main() -> int:

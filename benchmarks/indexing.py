@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from dataplane_bench.model import BenchCase

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -72,12 +72,25 @@ def cpu_s(process: psutil.Process) -> float:
     return total
 
 
+def heard(rank: subprocess.Popen[str]) -> str:
+    """The next line that this process prints."""
+    assert rank.stdout is not None
+    return rank.stdout.readline()
+
+
+def tell(rank: subprocess.Popen[str], line: str) -> None:
+    assert rank.stdin is not None
+    rank.stdin.write(line)
+    rank.stdin.flush()
+
+
 def trial(given: argparse.Namespace, url: Path, tp: int) -> tuple[float, float, float]:
     """CPU seconds of the node in the first and the second epoch, and of all trainers there."""
     environ = {**os.environ, "DATAPLANE_WORKER_COUNT": "1", "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(tp):
-        asked = {"url": str(url), "batch": given.batch, "rank": rank, "tp": tp, "size": given.size}
+    ranks: list[subprocess.Popen[str]] = []
+    for tp_rank in range(tp):
+        asked = {"url": str(url), "batch": given.batch, "rank": tp_rank, "tp": tp}
+        asked["size"] = given.size
         asked["crops"] = given.photographs is not None
         ranks.append(
             subprocess.Popen(
@@ -86,7 +99,7 @@ def trial(given: argparse.Namespace, url: Path, tp: int) -> tuple[float, float, 
             )
         )  # fmt: skip
     for rank in ranks:
-        assert rank.stdout.readline() == "open\n"
+        assert heard(rank) == "open\n"
     trainers = [psutil.Process(rank.pid) for rank in ranks]
     (node,) = [
         child
@@ -98,10 +111,9 @@ def trial(given: argparse.Namespace, url: Path, tp: int) -> tuple[float, float, 
     for _ in range(2):
         before, own = cpu_s(node), [sum(one.cpu_times()[:2]) for one in trainers]
         for rank in ranks:
-            rank.stdin.write("go\n")
-            rank.stdin.flush()
+            tell(rank, "go\n")
         for rank in ranks:
-            assert int(rank.stdout.readline()) == given.samples
+            assert int(heard(rank)) == given.samples
         spent.append(cpu_s(node) - before)
     of_trainers = sum(sum(one.cpu_times()[:2]) for one in trainers) - sum(own)
     for rank in ranks:

@@ -38,6 +38,7 @@ from dataplane.plan.identity import identity_of
 from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.shard import Shard
+from dataplane.plan.shards import ShardTable
 
 _FOLDER = "s3://training-data/corpus/v3"
 _SIZES = (1_000, 300_000, 3_000_000)
@@ -72,7 +73,7 @@ def manifest_of(shards: int, blocks: int) -> Manifest:
     offset -= offset[np.searchsorted(block_shard, block_shard)]
     counts = np.bincount(block_shard, minlength=shards).tolist()
     footer = Region((1 << 30) - 4096, 4096)
-    made = tuple(
+    made = ShardTable.of(
         Shard(
             f"{_FOLDER}/{each % 1000:04d}/part-{each:08d}.parquet",
             1 << 30,
@@ -181,6 +182,15 @@ class _Listing:
     def list(self, _prefix: str) -> Iterator[ObjectInfo]:
         return (ObjectInfo(*each) for each in self._facts)
 
+    def head(self, _url: str) -> NoReturn:
+        raise AssertionError("this store only lists")
+
+    def read(self, _url: str, _offset: int, _length: int, _etag: str) -> NoReturn:
+        raise AssertionError("this store only lists")
+
+    def stream(self, _url: str, _etag: str) -> NoReturn:
+        raise AssertionError("this store only lists")
+
 
 def listed(path: Path) -> Iterator[ManifestFigure]:
     """The work before the first shard is indexed, or the manifest is found in the cache."""
@@ -282,7 +292,7 @@ def main() -> int:
     parser.add_argument("numbers", type=int, nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.part:
-        parts = {
+        parts: dict[str, Callable[..., Iterator[ManifestFigure]]] = {
             "written": written,
             "loaded": loaded,
             "opened": opened,

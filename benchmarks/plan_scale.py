@@ -26,6 +26,7 @@ from dataplane.plan.manifest import Manifest
 from dataplane.plan.order import Order
 from dataplane.plan.permute import key
 from dataplane.plan.shard import Shard
+from dataplane.plan.shards import ShardTable
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ def manifest_of(block_rows: NDArray[np.int64], sample_bytes: int) -> Manifest:
     block_shard = (np.arange(blocks) // _BLOCKS_PER_SHARD).astype(np.int32)
     length = block_rows * sample_bytes
     counts = np.bincount(block_shard).tolist()
-    shards = tuple(
+    shards = ShardTable.of(
         Shard(f"s3://bucket/data/{each:08d}.arrow", 1 << 30, f'"{each:032x}"', count, Region(0, 0),
               zero_copy=True)
         for each, count in enumerate(counts)

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,7 @@ def _store() -> Callable[[], int]:
 
     etags = {shard.url: shard.etag for shard in _shards()}
     return _in_threads(
-        lambda url, at, length: len(
-            memoryview(connect(url).read(url, at, length, etags[url]))  # type: ignore[arg-type]
-        )
+        lambda url, at, length: len(memoryview(connect(url).read(url, at, length, etags[url])))
     )
 
 
@@ -174,6 +173,12 @@ def _arena() -> Callable[[], int]:
 
     async def read_all(ranges: Ranges) -> int:
         free = asyncio.Queue[int]()
+
+        def ended(slot: int, bad: object) -> None:
+            if bad:
+                sys.exit(1)
+            free.put_nowait(slot)
+
         for slot in range(RANGES_AT_ONCE):
             free.put_nowait(slot)
         for url, at, length in ranges:
@@ -181,7 +186,7 @@ def _arena() -> Callable[[], int]:
             raw = RawBlockRef(url, 0, 0, Region(at, length), Region(0, 0), at + length, etags[url])
             read = BlockRead(
                 at, raw, Region(slot * RANGE_BYTES, length), is_copied=False,
-                report=lambda bad, slot=slot: sys.exit(1) if bad else free.put_nowait(slot),
+                report=partial(ended, slot),
             )  # fmt: skip
             fetcher.fetch([read])
         for _ in range(RANGES_AT_ONCE):
@@ -228,7 +233,7 @@ def _torch() -> Callable[[], int]:
                     for number in range(shard.num_record_batches):
                         rows = shard.get_batch(number)["tokens"].flatten().to_numpy()
                         rows = torch.from_numpy(rows.reshape(-1, ROW_TOKENS).copy())
-                        yield from rows.split(BATCH_ROWS)
+                        yield from torch.split(rows, BATCH_ROWS)
 
     def epoch() -> int:
         loader = torch.utils.data.DataLoader(RowStream(), batch_size=None, num_workers=2)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3  # type: ignore[import-untyped]
-import botocore.config  # type: ignore[import-untyped]
-from botocore.exceptions import (  # type: ignore[import-untyped]
+import boto3
+import botocore.config
+from botocore.exceptions import (
     BotoCoreError,
     ClientError,
 )

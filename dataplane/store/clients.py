@@ -111,8 +111,8 @@ def _needs_profile(environment: Mapping[str, str]) -> bool:
 
 
 def _profile(environment: Mapping[str, str]) -> Any:
-    import botocore.exceptions  # type: ignore[import-untyped]
-    import botocore.session  # type: ignore[import-untyped]
+    import botocore.exceptions
+    import botocore.session
 
     session = botocore.session.Session(profile=environment.get("AWS_PROFILE"))
     try:

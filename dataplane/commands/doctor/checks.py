@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from dataplane.client.environments import from_environment
 from dataplane.commands import output
