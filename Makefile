@@ -103,7 +103,7 @@ format: setup ## fix lint findings and format with ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-types: setup ## mypy, strict
+types: setup ## mypy, strict, of the packages and of the scripts in benchmarks
 	$(PY) -m mypy
 
 imports: setup ## which rooms may import which (the contracts are in pyproject.toml)
