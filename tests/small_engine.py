@@ -21,7 +21,7 @@ from dataplane.trace import Trace
 class _Quiet:
     """A fetcher and a pool of workers."""
 
-    def fetch(self, key: int, raw: object, into: object, report: object, **_: Any) -> None: ...
+    def fetch(self, blocks: object) -> None: ...
 
     def for_worker(self, key: int, raw: object) -> tuple[object, tuple[()]]:
         return raw, ()
