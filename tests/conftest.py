@@ -16,6 +16,9 @@ from servers import careless_s3_server, port_of_nobody, s3_server
 
 __all__ = ["careless_s3_server", "port_of_nobody", "s3_server"]
 
+# In one process with tests that fork: gRPC would start its threads again in each child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Two runs of one commit test the same examples. `HYPOTHESIS_PROFILE=explore` looks further.
